@@ -55,7 +55,7 @@ processes).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,12 @@ def format_bytes(num_bytes: int) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes} bytes ({num_bytes / size:.1f} {name})"
     return f"{num_bytes} bytes"
+
+
+def listed(words: Collection[str], between: str = ", ", most: int = 4) -> str:
+    """The first words, and how many there are besides."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return f"{between.join([*words][:most])}{more}"
 
 
 def _rebuild(cls: type[InfinityError], args: tuple[Any, ...]) -> InfinityError:

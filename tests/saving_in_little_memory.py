@@ -69,4 +69,4 @@ def _step(engine: Any) -> None:
 
 
 def _sums(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
-    return {(each.fqn, each.kind): each.array.checksum for each in checkpoint.tensors}
+    return {(each.fqn, each.kind): each.checksum for each in checkpoint.tensors}

@@ -6,7 +6,6 @@ base model, which then starts from random numbers.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,8 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
-from swapper.volumes.publish import Staging, locked, sync_directory
+from infinity.units.buffers import persistent_buffers
+from swapper.volumes.publish import Staging, locked, sync_tree
 
 _CONFIG = "adapter_config.json"
 
@@ -41,7 +41,9 @@ def save_adapters(model: Any, directory: Path) -> None:
             cure="Save engine.module.state_dict() with torch.save",
         )
     adapters = set(model.peft_config)
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | _persistent_buffers(model)
+    tensors = dict(
+        [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model, remove_duplicate=False)]
+    )
     own = {fqn for fqn in tensors if not adapters.isdisjoint(fqn.split("."))}
     saved = own | _saved_by_peft(model, tensors)
     # Adaption prompts are not named after their adapter.
@@ -60,25 +62,13 @@ def save_adapters(model: Any, directory: Path) -> None:
     with Staging(directory, "adapter") as staging:
         values = {fqn: tensors[fqn].detach().to("cpu", copy=True) for fqn in tensors if fqn in saved}
         model.save_pretrained(staging.path / "files", state_dict=values)
-        names: list[str] = []
-        for folder, _, files in os.walk(staging.path / "files"):
-            sync_directory(Path(folder))
-            names += [str((Path(folder) / file).relative_to(staging.path)) for file in files]
-        for name in names:
-            staging.sync(name)
-        moves = [(name, str(Path(name).relative_to("files"))) for name in sorted(names)]
+        folder = staging.path / "files"
+        sync_tree(folder)
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        moves = [(f"files/{name}", name) for name in names]
         head = next(move for move in moves if Path(move[1]).name == _CONFIG)
         with locked(directory):
             staging.publish([], moves, head, lambda name: False)
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def _saved_by_peft(model: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:

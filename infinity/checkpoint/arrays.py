@@ -6,6 +6,7 @@ Knows the layout of the file (see README.md beside this module); must not know w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -15,12 +16,13 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, UnsupportedModelError
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.foreign_writes import plain_array
 from swapper.volumes.block_files import BlockFile, BlockThreads
@@ -28,9 +30,14 @@ from swapper.volumes.thread_pool import Work
 from swapper.wrappers.checksum import crc32c
 
 CHUNK_BYTES = 2 << 20
+WEIGHT = "weight"
+"""The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
+TENSORS = "tensors.zarr"
 _ALIGNMENT = 4096
 _CRC_BYTES = 4
 _READ_AHEAD = 3
+_MOST_LETTERS = 250
+"""Of a folder's name, where file systems have 255."""
 _Bytes = npt.NDArray[np.uint8]
 _STORED_AS = {
     **{
@@ -46,6 +53,16 @@ _STORED_AS = {
 """torch's dtype -> zarr's. What zarr has no number for is stored as the bits of an unsigned one."""
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """As files have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The counterpart of `name_of`; None if there is no such dtype, or arrays have none of it."""
+    return getattr(torch, name, None) if name in _STORED_AS else None
+
+
 @dataclass(frozen=True)
 class ArraySpec:
     """Where one array is, what it holds, and how its file is laid out.
@@ -53,9 +70,9 @@ class ArraySpec:
     Attributes:
         group: "parameters" or "buffers".
         fqn: of the parameter or buffer.
-        kind: "weight", or the name of a state.
+        kind: `WEIGHT`, or the name of an optimizer state (fp32).
         shape: of the tensor; the order of elements is C's.
-        dtype: of the tensor, torch's name.
+        dtype: of the tensor: fp32 for main weights and states.
         chunk: shape of an inner chunk: it is contiguous in the tensor.
     """
 
@@ -63,7 +80,7 @@ class ArraySpec:
     fqn: str
     kind: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
     chunk: tuple[int, ...]
 
     @classmethod
@@ -71,28 +88,23 @@ class ArraySpec:
         """With chunks of about `CHUNK_BYTES`.
 
         Raises:
-            TypeError: there is no such number in the format.
+            UnsupportedModelError: there is no such number in the format.
         """
-        name = str(dtype).removeprefix("torch.")
-        if name not in _STORED_AS:
-            raise TypeError(f"'{fqn}' is {dtype}, which a checkpoint has no form for")
-        return cls(group, fqn, kind, tuple(shape), name, _chunk_of(shape, max(CHUNK_BYTES // dtype.itemsize, 1)))
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there is such a dtype."""
-        return self.dtype in _STORED_AS and hasattr(torch, self.dtype)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The tensor's."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        if name_of(dtype) not in _STORED_AS:
+            raise UnsupportedModelError(
+                f"'{fqn}' is {dtype}, which a checkpoint has no form for", cure="Cast it to another dtype", fqn=fqn
+            )
+        return cls(group, fqn, kind, tuple(shape), dtype, _chunk_of(shape, max(CHUNK_BYTES // dtype.itemsize, 1)))
 
     @property
     def numel(self) -> int:
         """Elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return self.numel * self.dtype.itemsize
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -107,7 +119,7 @@ class ArraySpec:
     @property
     def data_bytes(self) -> int:
         """Of one chunk, without its checksum; those at the edge are filled up with zeros."""
-        return math.prod(self.chunk) * self.torch_dtype.itemsize
+        return math.prod(self.chunk) * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
@@ -120,7 +132,7 @@ class ArraySpec:
         return 16 * self.num_chunks + _CRC_BYTES
 
     @property
-    def num_bytes(self) -> int:
+    def file_bytes(self) -> int:
         """Of the file; 0 where there is nothing to store, and no file."""
         if not self.num_chunks:
             return 0
@@ -133,14 +145,20 @@ class ArraySpec:
         """zarr's key of the array's only shard."""
         return ".".join("0" * len(self.shape)) or "0"
 
-    def index(self) -> bytes:
-        """Offset and bytes of each chunk."""
+    @property
+    def path(self) -> str:
+        """The array's folder inside the checkpoint."""
+        return f"{TENSORS}/{self.group}/{_folder(self.fqn)}/{_folder(self.kind)}"
+
+    def index(self) -> _Bytes:
+        """Offset and bytes of each chunk, as the beginning of the file has them, up to the first chunk."""
         start, size = _aligned(self.index_bytes), self.data_bytes + _CRC_BYTES
         table = np.empty((self.num_chunks, 2), dtype="<u8")
         table[:, 0] = np.arange(self.num_chunks, dtype=np.uint64) * np.uint64(self.block_bytes) + np.uint64(start)
         table[:, 1] = size
         data = table.tobytes()
-        return data + struct.pack("<I", crc32c(np.frombuffer(data, np.uint8)))
+        data += struct.pack("<I", crc32c(np.frombuffer(data, np.uint8)))
+        return np.frombuffer(data.ljust(start, b"\0"), np.uint8)
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """First and last element (the latter excluded) of each chunk, in the order of the file."""
@@ -170,7 +188,7 @@ class ArraySpec:
                 "index_location": "start",
             },
         }
-        stored = _STORED_AS[self.dtype]
+        stored = _STORED_AS[name_of(self.dtype)]
         fill: Any = False if stored == "bool" else [0.0, 0.0] if stored.startswith("complex") else 0
         return {
             "zarr_format": 3,
@@ -184,8 +202,54 @@ class ArraySpec:
             "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
             "fill_value": fill,
             "codecs": [sharding] if self.shape and self.num_chunks else checked,
-            "attributes": {"fqn": self.fqn, "kind": self.kind, "dtype": self.dtype},
+            "attributes": {"fqn": self.fqn, "kind": self.kind, "dtype": name_of(self.dtype)},
         }
+
+
+@dataclass(frozen=True)
+class SavedTensor(ArraySpec):
+    """One tensor of a checkpoint.
+
+    Attributes:
+        checksum: of its chunks' checksums.
+        folder: the checkpoint's.
+    """
+
+    checksum: int
+    folder: Path
+
+    def parts(self, threads: BlockThreads | None = None) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Pairs of the first element's number (in C order) and 1-D elements, valid until the next pair is asked for.
+
+        Memory: a few chunks. ``threads``: do the reading; None: some of its own.
+
+        Raises:
+            CheckpointError: something of it is damaged.
+        """
+        with contextlib.ExitStack() as stack:
+            blocks = threads or stack.enter_context(BlockThreads(max(CHUNK_BYTES, self.block_bytes)))
+            yield from ArrayReader(blocks, self).parts()
+
+    def read(self, threads: BlockThreads | None = None, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The whole tensor; in memory, or in ``into``, contiguous and of its shape and dtype.
+
+        Raises:
+            CheckpointError: something of it is damaged.
+        """
+        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu") if into is None else into
+        flat = whole.view(-1)
+        for start, part in self.parts(threads):
+            flat[start : start + part.numel()].copy_(part)
+        return whole
+
+
+def _folder(name: str) -> str:
+    """As a file system has it. A percent sign that no two digits follow is in no other name."""
+    quoted = quote(name, safe="", errors="surrogatepass")
+    if len(quoted) <= _MOST_LETTERS:
+        return quoted
+    digest = hashlib.sha256(quoted.encode()).hexdigest()
+    return f"{quoted[: _MOST_LETTERS - 1 - len(digest)]}%-{digest}"
 
 
 def _aligned(num_bytes: int) -> int:
@@ -206,7 +270,7 @@ def _chunk_of(shape: Sequence[int], limit: int) -> tuple[int, ...]:
 
 
 class ArrayWriter:
-    """Writes one array, whose elements come in order."""
+    """Writes one array, whose elements come in order. With the last one it is complete."""
 
     def __init__(self, threads: BlockThreads, folder: Path, spec: ArraySpec) -> None:
         """``folder``: the array's own; it is there."""
@@ -225,7 +289,7 @@ class ArrayWriter:
     def write(self, values: torch.Tensor) -> None:
         """The next elements: 1-D, contiguous, on the CPU, of the array's dtype."""
         data = plain_array(raw_bytes(values))
-        itemsize = self.spec.torch_dtype.itemsize
+        itemsize = self.spec.dtype.itemsize
         while data.size:
             if self._block is None:
                 first, last = next(self._spans)
@@ -252,40 +316,32 @@ class ArrayWriter:
 
         if not spec.shape:
             close_block()
-            (self._folder / spec.file_name).write_bytes(block[: spec.num_bytes].tobytes())
+            (self._folder / spec.file_name).write_bytes(block[: spec.file_bytes].tobytes())
             self._threads.give_back(block)
             return
         if self._file is None:
-            self._file = BlockFile(self._folder / spec.file_name, spec.num_bytes)
+            self._file = BlockFile(self._folder / spec.file_name, spec.file_bytes)
         offset = _aligned(spec.index_bytes) + number * spec.block_bytes
         self._threads.write(self._file, block, spec.block_bytes, offset, close_block)
-
-    def finish(self) -> None:
-        """All elements have come.
-
-        Raises:
-            RuntimeError: they have not.
-        """
-        file, self._file = self._file, None
-        try:
-            if self._number != self.spec.num_chunks:
-                raise RuntimeError(f"'{self.spec.fqn}' ({self.spec.kind}) has got too few elements")
-            if file is not None:
-                self._write_index(file)
-        finally:
-            if file is not None:
-                file.let_go()
+        if self.is_complete:
+            self._write_index(self._file)
+            self.let_go()
 
     def _write_index(self, file: BlockFile) -> None:
-        data = np.frombuffer(self.spec.index().ljust(_aligned(self.spec.index_bytes), b"\0"), np.uint8)
+        data = self.spec.index()
         for start in range(0, data.size, self._threads.block_bytes):
             part = data[start : start + self._threads.block_bytes]
             block = self._threads.take()
             block[: part.size] = part
             self._threads.write(file, block, part.size, start, lambda: None)
 
-    def drop(self) -> None:
-        """Close what is open, without an end."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether all elements have come."""
+        return self._number == self.spec.num_chunks
+
+    def let_go(self) -> None:
+        """Close what is open, also without an end. May be called again."""
         file, self._file = self._file, None
         if file is not None:
             file.let_go()
@@ -309,12 +365,10 @@ def reading_from(path: Path) -> Iterator[None]:
 class ArrayReader:
     """Reads one array from front to end, each chunk checked."""
 
-    def __init__(self, threads: BlockThreads, folder: Path, spec: ArraySpec, checksum: int) -> None:
-        """``checksum``: that of all chunks' checksums."""
-        self.spec = spec
+    def __init__(self, threads: BlockThreads, saved: SavedTensor) -> None:
+        self.spec = saved
         self._threads = threads
-        self._path = folder / spec.file_name
-        self._checksum = checksum
+        self._path = saved.folder / saved.path / saved.file_name
 
     def parts(self) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Pairs of the first element's number and 1-D elements, which stay until the next pair is asked for.
@@ -327,14 +381,14 @@ class ArrayReader:
         found = np.zeros(self.spec.num_chunks, dtype="<u4")
         with reading_from(self._path):
             yield from self._small(found) if not self.spec.shape else self._blocks(found)
-        if crc32c(found.view(np.uint8)) != self._checksum:
+        if crc32c(found.view(np.uint8)) != self.spec.checksum:
             self._fail("its chunks are others than those that were saved")
 
     def _small(self, found: npt.NDArray[np.uint32]) -> Iterator[tuple[int, torch.Tensor]]:
         data = np.frombuffer(bytearray(self._path.read_bytes()), np.uint8)
         self._check_size(data.size)
         self._check_chunk(data, 0, found)
-        yield 0, torch.from_numpy(data[: self.spec.data_bytes]).view(self.spec.torch_dtype)
+        yield 0, torch.from_numpy(data[: self.spec.data_bytes]).view(self.spec.dtype)
 
     def _blocks(self, found: npt.NDArray[np.uint32]) -> Iterator[tuple[int, torch.Tensor]]:
         spec = self.spec
@@ -360,8 +414,8 @@ class ArrayReader:
                 block = reading.result()
                 for number, span in itertools.islice(waiting, 1):
                     fetch(number, span)
-                data = torch.from_numpy(block[: (last - first) * spec.torch_dtype.itemsize])
-                yield first, data.view(spec.torch_dtype)
+                data = torch.from_numpy(block[: (last - first) * spec.dtype.itemsize])
+                yield first, data.view(spec.dtype)
                 self._threads.give_back(block)
         except EOFError as error:
             raise CheckpointError(self._path, str(error)) from error
@@ -369,11 +423,11 @@ class ArrayReader:
             file.let_go()
 
     def _check_size(self, num_bytes: int) -> None:
-        if num_bytes != self.spec.num_bytes:
-            self._fail(f"it has {num_bytes} bytes, not {self.spec.num_bytes}")
+        if num_bytes != self.spec.file_bytes:
+            self._fail(f"it has {num_bytes} bytes, not {self.spec.file_bytes}")
 
     def _check_index(self, file: BlockFile) -> None:
-        expected = np.frombuffer(self.spec.index().ljust(_aligned(self.spec.index_bytes), b"\0"), np.uint8)
+        expected = self.spec.index()
         for start in range(0, expected.size, self._threads.block_bytes):
             part = expected[start : start + self._threads.block_bytes]
 
@@ -414,4 +468,15 @@ class ElementsInOrder:
             raise RuntimeError("elements are left")
 
 
-__all__ = ["CHUNK_BYTES", "ArrayReader", "ArraySpec", "ArrayWriter", "ElementsInOrder", "reading_from"]
+__all__ = [
+    "CHUNK_BYTES",
+    "TENSORS",
+    "WEIGHT",
+    "ArraySpec",
+    "ArrayWriter",
+    "ElementsInOrder",
+    "SavedTensor",
+    "dtype_of",
+    "name_of",
+    "reading_from",
+]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import ElementsInOrder
-from infinity.checkpoint.record_stream import WEIGHT, Source
+from infinity.checkpoint.arrays import WEIGHT, ElementsInOrder
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.checkpoint.state_access import StateAccess, in_memory_order
 from infinity.optim.groups import TiledGroups
@@ -125,7 +124,7 @@ class Loading:
         """Returns how many bytes it has."""
         num_bytes = 0
         with ExitStack() as stack:
-            sources: dict[tuple[int, str], Source] = {}
+            sources: dict[tuple[int, str], ElementsInOrder] = {}
             frozen: list[tuple[nn.Parameter, SavedTensor]] = []
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 weight = self._saved.tensor("parameters", names.get(id(parameter), ""))
@@ -144,13 +143,13 @@ class Loading:
                 with self._access.replacing(unit) as stream:
                     stream.fill(unit, sources)
             for source in sources.values():
-                if isinstance(source, ElementsInOrder) and source not in self._sources.values():
+                if source not in self._sources.values():
                     source.end()
         for parameter, weight in frozen:
             self._access.load_main_weight(parameter, self._copied(parameter, weight))
         return num_bytes
 
-    def _source(self, slot: Slot, value: SavedTensor | torch.Tensor, stack: ExitStack) -> Source:
+    def _source(self, slot: Slot, value: SavedTensor | torch.Tensor, stack: ExitStack) -> ElementsInOrder:
         if isinstance(value, SavedTensor) and value.shape != slot.spec.shape:
             return self._rows(value)
         if isinstance(value, SavedTensor) and slot.is_in_order:

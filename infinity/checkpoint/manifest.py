@@ -5,26 +5,22 @@ Checks all of that before anything is believed; must not know what the files mea
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
-from infinity.checkpoint.arrays import ArraySpec, reading_from
+from infinity.checkpoint.arrays import ArraySpec, SavedTensor, dtype_of, name_of, reading_from
 from infinity.device.host_memory import free_bytes
 from infinity.errors import CheckpointError, format_bytes
 from swapper.wrappers.checksum import crc32c
 
 MANIFEST = "manifest.json"
-TENSORS = "tensors.zarr"
 VERSION = 2
 _FORMAT = "infinity-checkpoint"
 _TIME = re.compile(rb'\{"format":"[^"]*","version":\d+,"time":(\d{1,19})[,}]')
@@ -36,68 +32,37 @@ _LARGEST_CHUNK = 64 << 20
 _MOST_CHUNKS = 1 << 22
 """Of one array, 8 TiB: their index is held in memory, and a sparse file may claim any number."""
 _NUM_SIZES = 64
-_MOST_LETTERS = 250
-"""Of a folder's name, where file systems have 255."""
+Files = Mapping[str, tuple[int, int]]
+"""Path inside the checkpoint -> bytes and crc32c, of every file but the arrays' data and the manifest."""
 
 
-@dataclass(frozen=True)
-class SavedArray:
-    """One array, and the checksum of its chunks' checksums."""
+def manifest_of(arrays: Iterable[tuple[ArraySpec, int]], files: Files, time: int) -> bytes:
+    """The file: JSON without any freedom, so that each bit of it counts.
 
-    spec: ArraySpec
-    checksum: int
-
-    @property
-    def path(self) -> str:
-        """Its folder inside the checkpoint."""
-        return array_path(self.spec)
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint consists of."""
-
-    arrays: tuple[SavedArray, ...]
-    files: Mapping[str, tuple[int, int]]
-    """Path inside the checkpoint -> bytes and crc32c, of every file but the arrays' data and the manifest."""
-    time: int = 0
-    """When the checkpoint was complete, in nanoseconds since 1970."""
-
-    def to_bytes(self) -> bytes:
-        """The file: JSON without any freedom, so that each bit of it counts."""
-        contents = {
-            "format": _FORMAT,
-            "version": VERSION,
-            "time": self.time,
-            "arrays": [
-                {
-                    "group": each.spec.group,
-                    "fqn": each.spec.fqn,
-                    "kind": each.spec.kind,
-                    "shape": list(each.spec.shape),
-                    "dtype": each.spec.dtype,
-                    "chunk": list(each.spec.chunk),
-                    "crc32c": each.checksum,
-                }
-                for each in self.arrays
-            ],
-            "files": {name: list(facts) for name, facts in sorted(self.files.items())},
-        }
-        return _sealed(contents)
-
-
-def array_path(spec: ArraySpec) -> str:
-    """The folder of an array inside the checkpoint."""
-    return f"{TENSORS}/{spec.group}/{_folder(spec.fqn)}/{_folder(spec.kind)}"
-
-
-def _folder(name: str) -> str:
-    """As a file system has it. A percent sign that no two digits follow is in no other name."""
-    quoted = quote(name, safe="", errors="surrogatepass")
-    if len(quoted) <= _MOST_LETTERS:
-        return quoted
-    digest = hashlib.sha256(quoted.encode()).hexdigest()
-    return f"{quoted[: _MOST_LETTERS - 1 - len(digest)]}%-{digest}"
+    Args:
+        arrays: each with the checksum of its chunks' checksums.
+        files: all others.
+        time: when the checkpoint was complete, in nanoseconds since 1970.
+    """
+    contents = {
+        "format": _FORMAT,
+        "version": VERSION,
+        "time": time,
+        "arrays": [
+            {
+                "group": spec.group,
+                "fqn": spec.fqn,
+                "kind": spec.kind,
+                "shape": list(spec.shape),
+                "dtype": name_of(spec.dtype),
+                "chunk": list(spec.chunk),
+                "crc32c": checksum,
+            }
+            for spec, checksum in arrays
+        ],
+        "files": {name: list(facts) for name, facts in sorted(files.items())},
+    }
+    return _sealed(contents)
 
 
 def checksum_of(data: bytes) -> int:
@@ -111,7 +76,7 @@ def _sealed(contents: Mapping[str, Any]) -> bytes:
     return (text.removesuffix("0}") + f"{checksum}}}\n").encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> tuple[list[SavedTensor], Files]:
     """Read and check it, and that the files are there with their sizes; reads nothing else.
 
     Raises:
@@ -138,11 +103,11 @@ def read_manifest(folder: Path) -> Manifest:
     contents.pop("crc32c", None)
     _check_version(path, contents.get("version"), is_sealed=_sealed(contents) == data)
     try:
-        arrays = tuple(_array(folder, each) for each in contents["arrays"])
+        arrays = [_array(folder, each) for each in contents["arrays"]]
         files = {str(name): _facts(folder, str(name), facts) for name, facts in contents["files"].items()}
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(path, f"it is no manifest of a checkpoint: {error!r}") from error
-    return Manifest(arrays, files)
+    return arrays, files
 
 
 def _check_version(path: Path, version: Any, *, is_sealed: bool) -> None:
@@ -174,23 +139,23 @@ def completed_at(path: Path) -> int | None:
         return int(found[1]) if found else path.stat().st_mtime_ns
 
 
-def _array(folder: Path, entry: Mapping[str, Any]) -> SavedArray:
+def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
     shape, chunk = tuple(entry["shape"]), tuple(entry["chunk"])
     names = (entry["group"], entry["fqn"], entry["kind"], entry["dtype"])
     sizes = [*shape, *chunk]
     path = folder / MANIFEST
-    if not all(isinstance(name, str) and name for name in names) or names[0] not in ("parameters", "buffers"):
-        raise CheckpointError(path, f"it has an array that is named {names}")
-    if any(name in (".", "..") for name in names) or len(shape) > _NUM_SIZES:
+    is_named = all(isinstance(name, str) and name not in ("", ".", "..") for name in names)
+    if not is_named or names[0] not in ("parameters", "buffers") or len(shape) > _NUM_SIZES:
         raise CheckpointError(path, f"it has an array that is named {names}")
     if any(type(size) is not int or size < 0 or size >= 1 << 62 for size in sizes) or not _is_cut(shape, chunk):
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, in chunks of {chunk}")
-    spec = ArraySpec(*names[:3], shape, names[3], chunk)
-    if not spec.is_known or spec.data_bytes > _LARGEST_CHUNK or spec.num_chunks > _MOST_CHUNKS:
+    dtype = dtype_of(names[3])
+    found = None if dtype is None else SavedTensor(*names[:3], shape, dtype, chunk, int(entry["crc32c"]), folder)
+    if found is None or found.data_bytes > _LARGEST_CHUNK or found.num_chunks > _MOST_CHUNKS:
         raise CheckpointError(path, f"'{names[1]}' has dtype {names[3]!r} and chunks of {chunk}, which none has")
-    if spec.num_bytes:
-        _check_size(folder / array_path(spec) / spec.file_name, spec.num_bytes)
-    return SavedArray(spec, int(entry["crc32c"]))
+    if found.file_bytes:
+        _check_size(folder / found.path / found.file_name, found.file_bytes)
+    return found
 
 
 def _is_cut(shape: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
@@ -225,13 +190,13 @@ def _check_size(path: Path, num_bytes: int) -> None:
         raise CheckpointError(path, f"it has {found} bytes, not {num_bytes}")
 
 
-def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
+def read_checked(folder: Path, files: Files, name: str) -> bytes:
     """The contents of a small file of a checkpoint.
 
     Raises:
         CheckpointError: they are not what was written, or cannot be read.
     """
-    num_bytes, _ = manifest.files.get(name, (0, 0))
+    num_bytes, _ = files.get(name, (0, 0))
     if num_bytes > _SMALL_BYTES and num_bytes > (free := free_bytes()):
         raise CheckpointError(
             folder / name,
@@ -240,20 +205,18 @@ def read_checked(folder: Path, manifest: Manifest, name: str) -> bytes:
         )
     with reading_from(folder / name):
         data = (folder / name).read_bytes()
-    if (len(data), checksum_of(data)) != manifest.files.get(name):
+    if (len(data), checksum_of(data)) != files.get(name):
         raise CheckpointError(folder / name, "it is damaged: its checksum is wrong")
     return data
 
 
 __all__ = [
     "MANIFEST",
-    "TENSORS",
     "VERSION",
-    "Manifest",
-    "SavedArray",
-    "array_path",
+    "Files",
     "checksum_of",
     "completed_at",
+    "manifest_of",
     "read_checked",
     "read_manifest",
 ]

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infinity.checkpoint.safetensors_file import Entry, OpenSource
-from infinity.device.drive_tensors import LEAST_BYTES, DriveTensors
+from infinity.device.drive_tensors import large_results_on
 from infinity.errors import UnsupportedModelError
-from infinity.torch_internals.large_results import LargeResults
 
 _Dict = dict[str, torch.Tensor]
 
@@ -50,10 +49,10 @@ def original_entries(model: Any, entries: Sequence[Entry], directories: Sequence
     for name, tensor in come_out.items():
         if id(tensor) in origins:
             renamed[origins[id(tensor)]] = name
-    groups: dict[str, _Group] = {}
+    groups: dict[str, list[Entry]] = {}
     for names in _split([name for name in sources if name not in renamed], sources, made, model, put_in):
         results = {name: made.pop(name) for name in _reverted(model, {name: put_in[name] for name in names})}
-        groups[names[0]] = _Group(model, [sources[name] for name in names], results, directories)
+        groups[names[0]] = _converted(model, [sources[name] for name in names], results, directories)
     if made:
         raise _cannot(model, next(iter(made)))
     found: list[Entry] = []
@@ -61,7 +60,7 @@ def original_entries(model: Any, entries: Sequence[Entry], directories: Sequence
         if name in renamed:
             found.append(dataclasses.replace(entry, names=(renamed[name], *entry.names[1:])))
         elif name in groups:
-            found += groups[name].entries()
+            found += groups[name]
     return found
 
 
@@ -104,40 +103,27 @@ def _cannot(model: Any, name: str) -> UnsupportedModelError:
     )
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Tensors that are converted together."""
-
-    model: Any
-    sources: Sequence[Entry]
-    results: Mapping[str, torch.Tensor]
-    directories: Sequence[Path]
-
-    def entries(self) -> list[Entry]:
-        def value_of(name: str) -> Callable[[Any], torch.Tensor]:
-            return lambda converted: converted[name]
-
-        source = self.opened
-        return [
-            Entry((name,), tensor.shape, tensor.dtype, source, value_of(name)) for name, tensor in self.results.items()
-        ]
+def _converted(
+    model: Any, sources: Sequence[Entry], results: Mapping[str, torch.Tensor], directories: Sequence[Path]
+) -> list[Entry]:
+    """What comes out of tensors that are converted together."""
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[_Dict]:
-        """What comes out, by name."""
+    def opened() -> Iterator[_Dict]:
         with contextlib.ExitStack() as stack:
-            state = {entry.names[0]: stack.enter_context(OpenSource()).value(entry).detach() for entry in self.sources}
-            with contextlib.ExitStack() as placing:
-                if self.directories:
-                    new = DriveTensors(self.directories).empty
-                    placing.enter_context(LargeResults(LEAST_BYTES, lambda num_bytes: new((num_bytes,), torch.uint8)))
+            state = {entry.names[0]: stack.enter_context(OpenSource()).value(entry).detach() for entry in sources}
+            with large_results_on(directories):
                 state = {
-                    name: value.to(entry.dtype)
-                    for (name, value), entry in zip(state.items(), self.sources, strict=True)
+                    name: value.to(entry.dtype) for (name, value), entry in zip(state.items(), sources, strict=True)
                 }
-                state = _reverted(self.model, state)
+                state = _reverted(model, state)
             yield state
             state.clear()
+
+    return [
+        Entry((name,), tensor.shape, tensor.dtype, opened, operator.itemgetter(name))
+        for name, tensor in results.items()
+    ]
 
 
 __all__ = ["original_entries"]

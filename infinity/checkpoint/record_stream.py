@@ -9,10 +9,11 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from infinity.checkpoint.arrays import WEIGHT, ElementsInOrder
 from infinity.distributed.agreement import pulse
 from infinity.distributed.meshes import Division
 from infinity.errors import RankError
@@ -26,7 +27,6 @@ from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from swapper import Handle
 
-WEIGHT = "weight"
 _SHARING = "reading all shares of the states"
 _OVER, _FAILED, _WAIT = -1, -2, -3
 _CURE = "See the output of that rank"
@@ -43,14 +43,6 @@ class Part(NamedTuple):
     kind: str
     values: torch.Tensor
     """fp32, 1-D, on the CPU; valid until the next part is asked for."""
-
-
-class Source(Protocol):
-    """Gives elements in order."""
-
-    def some(self, at_most: int) -> torch.Tensor:
-        """The next ones, 1-D, at least one."""
-        ...
 
 
 class _Opened(NamedTuple):
@@ -126,10 +118,21 @@ class RecordStream:
         """The chunk's model weights, as they rest, into ``target``; returns what has to be waited for, if anything."""
         if self._weights is not None and not unit.stays_resident:
             return self._weights.read_chunk(unit, chunk, target)
-        if unit.flat is None:
-            raise RuntimeError(f"unit {unit.name} has no weights")
-        target.copy_(unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop])
+        target.copy_(unit.weights_of(chunk))
         return None
+
+    def write_weights(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> Handle | None:
+        """The chunk's model weights to where they rest, if that is not the unit; returns what has to be waited for."""
+        if self._weights is None or unit.stays_resident:
+            return None
+        return self._weights.write_chunk(unit, chunk, weights.cpu())
+
+    def lease(self, unit: Unit, chunk: Chunk, *, reads: bool = True) -> Lease:
+        """The chunk's record in working memory, when there is a page for it. See `StateStore.open`."""
+        lease = self._records.open(unit, chunk, is_blocking=True, reads=reads)
+        if lease is None:
+            raise RuntimeError("a blocking lease gave nothing")
+        return lease
 
     def _parts_of(self, opened: _Opened) -> Iterator[Part]:
         unit, chunk, lease, weights = opened
@@ -154,7 +157,7 @@ class RecordStream:
         finally:
             lease.discard()
 
-    def fill(self, unit: Unit, sources: Mapping[tuple[int, str], Source]) -> None:
+    def fill(self, unit: Unit, sources: Mapping[tuple[int, str], ElementsInOrder]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
 
         Where ranks keep shares, those of this one's: the other weights come by `WeightExchange.gather`.
@@ -181,7 +184,7 @@ class RecordStream:
         for (index, kind), source in sources.items():
             _skip(source, unit.layout.slots[index].numel - begun.get((index, kind), 0))
 
-    def _kinds(self, unit: Unit, slot: Slot, sources: Mapping[tuple[int, str], Source]) -> list[str]:
+    def _kinds(self, unit: Unit, slot: Slot, sources: Mapping[tuple[int, str], ElementsInOrder]) -> list[str]:
         return [kind for kind in (WEIGHT, *self.names_of(unit, slot)) if (slot.index, kind) in sources]
 
     def _fill_chunk(
@@ -189,13 +192,11 @@ class RecordStream:
         unit: Unit,
         chunk: Chunk,
         wanted: Sequence[tuple[Piece, str]],
-        sources: Mapping[tuple[int, str], Source],
+        sources: Mapping[tuple[int, str], ElementsInOrder],
         *,
         is_whole: bool,
     ) -> None:
-        lease = self._records.open(unit, chunk, is_blocking=True, reads=not is_whole)
-        if lease is None:
-            raise RuntimeError("a blocking lease gave nothing")
+        lease = self.lease(unit, chunk, reads=not is_whole)
         workspace = lease.workspace
         try:
             if is_whole:
@@ -211,7 +212,8 @@ class RecordStream:
                     if plain is not None:
                         _take(source, plain[span])
                         continue
-                    values = _gathered(source, span.stop - span.start)
+                    values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
+                    _take(source, values)
                     if kind == WEIGHT:
                         workspace.write_main(span, values)
                     else:
@@ -220,9 +222,8 @@ class RecordStream:
             if any(kind == WEIGHT for _, kind in wanted):
                 workspace.cast_main()
                 if unit.flat is not None:
-                    unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop].copy_(workspace.weight)
-                if self._weights is not None and not unit.stays_resident:
-                    written = self._weights.write_chunk(unit, chunk, workspace.weight.cpu())
+                    unit.weights_of(chunk).copy_(workspace.weight)
+                written = self.write_weights(unit, chunk, workspace.weight)
             lease.write_back([] if written is None else [written])
         except BaseException:
             lease.discard()
@@ -233,7 +234,7 @@ def _weights_in_place(unit: Unit, chunk: Chunk) -> torch.Tensor | None:
     """The chunk's model weights where they rest, if that is host memory that a workspace can have."""
     if not unit.stays_resident or unit.flat is None or unit.flat.tensor().device.type != "cpu":
         return None
-    return unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop]
+    return unit.weights_of(chunk)
 
 
 def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
@@ -243,13 +244,7 @@ def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
     return found if is_plain else None
 
 
-def _gathered(source: Source, numel: int) -> torch.Tensor:
-    whole = torch.empty(numel, dtype=torch.float32, device="cpu")
-    _take(source, whole)
-    return whole
-
-
-def _take(source: Source, target: torch.Tensor) -> None:
+def _take(source: ElementsInOrder, target: torch.Tensor) -> None:
     # By NumPy: torch would copy with all its threads, which wait for each other where something else computes.
     filled = 0
     into = plain_array(target)
@@ -259,7 +254,7 @@ def _take(source: Source, target: torch.Tensor) -> None:
         filled += part.numel()
 
 
-def _skip(source: Source, numel: int) -> None:
+def _skip(source: ElementsInOrder, numel: int) -> None:
     while numel > 0:
         numel -= source.some(numel).numel()
 
@@ -375,4 +370,4 @@ class SharedStream:
         self._ranks.send(_SHARING, torch.tensor(head, dtype=torch.int64, device="cpu"), 0)
 
 
-__all__ = ["AHEAD_BYTES", "WEIGHT", "Part", "RecordStream", "SharedStream", "Source"]
+__all__ = ["AHEAD_BYTES", "Part", "RecordStream", "SharedStream"]

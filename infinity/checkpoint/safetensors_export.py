@@ -14,10 +14,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ from infinity.errors import StorageError, format_bytes
 from infinity.optim.groups import TiledParameter
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
-from infinity.telemetry.progress import Note, progress
+from infinity.telemetry.progress import progress
+from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name
 from infinity.units.unit import Unit
@@ -40,6 +41,7 @@ _SMALL_NUMEL = 1 << 18
 """Main weights of no more elements wait in memory until they are written."""
 _NAME_OF_PICKLES = "pytorch_model.bin"
 """DeepSpeed's default. Nobody looks for safetensors under that name."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,6 @@ class Weights:
     main_weights: Callable[[Unit, Sequence[Slot]], Mapping[int, torch.Tensor]]
     directories: Sequence[Path]
     shows_progress: bool = False
-
-    def progress(self, shards: Sequence[Sequence[Entry]]) -> contextlib.AbstractContextManager[Note]:
-        """See `infinity.telemetry.progress`."""
-        total = sum(entry.num_bytes for shard in shards for entry in shard)
-        return progress("saving weights", total, is_shown=self.shows_progress)
 
 
 def save_units(
@@ -89,21 +86,7 @@ def save_units(
     stem = filename.removesuffix(".safetensors")
     if stem == _NAME_OF_PICKLES:
         stem = "model"
-    model = weights.module_hooks.model
-    with told_of(directory, sum(unit.num_bytes for unit in weights.module_hooks.units)):
-        if is_adapted(model):
-            save_adapters(model, directory)
-            return
-        entries = _entries(weights, trained_only=trained_only)
-        if max_shard_bytes is None:
-            shards = [list(group) for _, group in itertools.groupby(entries, lambda e: e.source)]
-        else:
-            shards = cut(entries, max_shard_bytes)
-        has_index = max_shard_bytes is None or len(shards) > 1
-        with weights.progress(shards) as note:
-            write_shards(
-                shards, directory, stem, functools.partial(save_configs, model), has_index=has_index, note=note
-            )
+    _save(weights, directory, stem, functools.partial(_entries, weights, trained_only=trained_only), max_shard_bytes)
 
 
 def save_pretrained(
@@ -119,29 +102,56 @@ def save_pretrained(
         UnsupportedModelError, StorageError: as `save_units`.
     """
     model = weights.module_hooks.model
+
+    def entries() -> list[Entry]:
+        return original_entries(model, _entries(weights, dtype=dtype), weights.directories)
+
+    _save(weights, directory, "model", entries, max_shard_bytes, dtype or _dtype_of(model))
+
+
+def _save(
+    weights: Weights,
+    directory: Path,
+    stem: str,
+    entries: Callable[[], list[Entry]],
+    max_shard_bytes: int | None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """``entries`` is not asked of a model with adapters. ``dtype``: of `save_configs`."""
+    model = weights.module_hooks.model
     with told_of(directory, sum(unit.num_bytes for unit in weights.module_hooks.units)):
         if is_adapted(model):
             save_adapters(model, directory)
             return
-        entries = original_entries(model, _entries(weights, dtype=dtype), weights.directories)
-        shards = cut(entries, max_shard_bytes)
-        configs = functools.partial(save_configs, model, dtype=dtype or _dtype_of(model))
-        with weights.progress(shards) as note:
-            write_shards(shards, directory, "model", configs, has_index=len(shards) > 1, note=note)
+        found = entries()
+        if max_shard_bytes is None:
+            shards = [list(group) for _, group in itertools.groupby(found, lambda e: e.source)]
+        else:
+            shards = cut(found, max_shard_bytes, file_bytes)
+        has_index = max_shard_bytes is None or len(shards) > 1
+        configs = functools.partial(save_configs, model, dtype=dtype)
+        total = sum(entry.num_bytes for entry in found)
+        with progress("saving weights", total, is_shown=weights.shows_progress) as note:
+            write_shards(shards, directory, stem, configs, has_index=has_index, note=note)
 
 
-def cut(entries: Sequence[Entry], max_shard_bytes: int) -> list[list[Entry]]:
-    """Shards of no more bytes, in the order of the entries; a larger tensor has one of its own."""
-    shards: list[list[Entry]] = [[]]
+def cut(tensors: Iterable[T], max_shard_bytes: int, num_bytes_of: Callable[[T], int]) -> list[list[T]]:
+    """Shards of no more bytes, in the order of the tensors; a larger one has a shard of its own."""
+    shards: list[list[T]] = [[]]
     size = 0
-    for entry in entries:
-        num_bytes = entry.num_bytes * len(entry.names)
+    for tensor in tensors:
+        num_bytes = num_bytes_of(tensor)
         if shards[-1] and size + num_bytes > max_shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append(entry)
+        shards[-1].append(tensor)
         size += num_bytes
     return shards
+
+
+def file_bytes(entry: Entry) -> int:
+    """Of a tensor under all of its names."""
+    return entry.num_bytes * len(entry.names)
 
 
 def write_shards(
@@ -170,7 +180,7 @@ def write_shards(
     entries = [entry for shard in shards for entry in shard]
     check_entries(entries)
     with Staging(directory, stem) as staging, OpenSource() as opened:
-        if shutil.disk_usage(staging.path).free < sum(entry.num_bytes * len(entry.names) for entry in entries):
+        if shutil.disk_usage(staging.path).free < sum(map(file_bytes, entries)):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for number, shard in enumerate(shards, start=1):
             with staging.file(f"shard-{number}") as file:
@@ -224,7 +234,7 @@ def _publish(
 
 def _index(shards: Sequence[Sequence[Entry]], names: Sequence[str]) -> bytes:
     index = {name: file for shard, file in zip(shards, names, strict=True) for entry in shard for name in entry.names}
-    total = sum(entry.num_bytes * len(entry.names) for shard in shards for entry in shard)
+    total = sum(file_bytes(entry) for shard in shards for entry in shard)
     contents = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
     return (json.dumps(contents, indent=2) + "\n").encode()
 
@@ -263,7 +273,9 @@ def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype
     for key, parameter in others.items():
         found.append(Entry(names[key], parameter.shape, _cast(parameter, dtype), rest, _always(parameter.detach)))
     if not trained_only:
-        for fqn, buffer in persistent_buffers(module_hooks.model):
+        for fqn, buffer in persistent_buffers(module_hooks.model, remove_duplicate=False):
+            if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
+                refuse(fqn, f"it is {'on the meta device' if buffer.is_meta else 'sparse or quantized'}")
             kept = dtype if dtype is not None and buffer.dtype == _dtype_of(module_hooks.model) else buffer.dtype
             found.append(Entry((fqn,), buffer.shape, kept, rest, _always(buffer.detach)))
     return found
@@ -278,7 +290,7 @@ def _entries_of(
 ) -> Iterator[Entry]:
     source: Source = functools.partial(weights.pager.opened, unit)
     if dtype is not None:
-        source = functools.partial(_opened_main_weights, weights, unit)
+        source = functools.partial(_main_weights_of, weights, unit)
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
         if id(parameter) in names and id(parameter) in tiles:
             yield _entry_of_tiles(tiles[id(parameter)][0], names[id(parameter)], weights, dtype)
@@ -307,9 +319,8 @@ class _MainWeights:
         return self._small[slot.index]
 
 
-@contextlib.contextmanager
-def _opened_main_weights(weights: Weights, unit: Unit) -> Iterator[_MainWeights]:
-    yield _MainWeights(weights, unit)
+def _main_weights_of(weights: Weights, unit: Unit) -> contextlib.AbstractContextManager[_MainWeights]:
+    return contextlib.nullcontext(_MainWeights(weights, unit))
 
 
 def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weights, dtype: torch.dtype | None) -> Entry:
@@ -342,23 +353,7 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    found = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
-    return found
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each buffer that a state dict has.
-
-    Raises:
-        UnsupportedModelError: the format has no form for one.
-    """
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                fqn = f"{prefix}.{name}" if prefix else name
-                if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
-                    refuse(fqn, f"it is {'on the meta device' if buffer.is_meta else 'sparse or quantized'}")
-                yield fqn, buffer
+    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
 
 
 def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None, generation: Any = None) -> list[str]:

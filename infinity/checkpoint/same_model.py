@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.saved import Checkpoint
-from infinity.errors import UnsupportedModelError
+from infinity.errors import UnsupportedModelError, listed
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.optim.groups import TiledGroups
 from infinity.paging.module_hooks import ModuleHooks
@@ -23,7 +23,6 @@ from swapper.wrappers.checksum import crc32c
 
 logger = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20
-_MOST_SHOWN = 4
 Checksums = dict[str, tuple[str, int]]
 """FQN -> dtype, and crc32c of the elements in C order."""
 
@@ -40,10 +39,12 @@ class LeftOut:
         self._pager = pager
         self._tiled = tiled
 
-    def checksums(self) -> Checksums:
-        """Of the values as they are now."""
+    def checksums(self, fqns: Collection[str]) -> Checksums:
+        """Of the values of these as they are now."""
         found = {}
         for fqn, parameter in self._parameters.items():
+            if fqn not in fqns:
+                continue
             checksum = 0
             for part in self._tiled.all_of(parameter):
                 for piece in self._pieces(part):
@@ -51,24 +52,22 @@ class LeftOut:
             found[fqn] = str(self._tiled.first_of(parameter).dtype).removeprefix("torch."), checksum
         return found
 
-    def check(self, saved: Mapping[str, tuple[str, int]]) -> None:
-        """Compare with what a checkpoint has; what has another dtype now cannot be compared, and what it does not know neither.
+    def check(self, fqns: Collection[str], saved: Mapping[str, tuple[str, int]]) -> None:
+        """Compare these with what a checkpoint has. What it does not know, or has another dtype now, cannot be compared.
 
         Raises:
             UnsupportedModelError: some are others than when the checkpoint was written.
         """
         others, casts = [], []
-        known = {fqn: each for fqn, each in self._parameters.items() if fqn in saved}
-        for fqn, (dtype, checksum) in LeftOut(known, self._hooks, self._pager, self._tiled).checksums().items():
+        for fqn, (dtype, checksum) in self.checksums(saved.keys() & fqns).items():
             if dtype != saved[fqn][0]:
                 casts.append(fqn)
             elif checksum != saved[fqn][1]:
                 others.append(fqn)
         if others:
-            shown, num_more = ", ".join(f"'{fqn}'" for fqn in others[:4]), len(others) - 4
+            shown = listed([f"'{fqn}'" for fqn in others])
             raise UnsupportedModelError(
-                f"the checkpoint was written without frozen parameters, and those of the model have other values now: {shown}"
-                + (f" and {num_more} more" if num_more > 0 else ""),
+                f"the checkpoint was written without frozen parameters, and those of the model have other values now: {shown}",
                 cure="Load the weights with which it was trained before infinity.initialize, or pass load_module_strict=False "
                 "to take those that are there",
             )
@@ -138,21 +137,16 @@ class SameModel:
             self._extra += extra
         if problems:
             raise UnsupportedModelError(
-                f"the checkpoint's {group} are not the model's: {_shown(problems, '; ')}",
+                f"the checkpoint's {group} are not the model's: {listed(problems, '; ')}",
                 cure="Make the model as it was, or pass load_module_strict=False to leave out what only one of them has",
             )
 
     def tell(self, place: object) -> None:
         """Log what was let pass, in one line."""
         sides = {"not in the checkpoint, and as before": self._missing, "not in the model, and left out": self._extra}
-        told = [f"{_shown([repr(each) for each in names], ', ')} ({how})" for how, names in sides.items() if names]
+        told = [f"{listed([*map(repr, names)])} ({how})" for how, names in sides.items() if names]
         if told:
             logger.warning("load_module_strict=False, '%s' is not all of this model: %s", place, "; ".join(told))
-
-
-def _shown(words: Collection[str], between: str) -> str:
-    num_others = len(words) - _MOST_SHOWN
-    return between.join([*words][:_MOST_SHOWN]) + (f" and {num_others} more" if num_others > 0 else "")
 
 
 __all__ = ["Checksums", "LeftOut", "SameModel"]

@@ -16,22 +16,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from infinity.checkpoint.arrays import CHUNK_BYTES, ArrayReader, ArraySpec, ArrayWriter, reading_from
+from infinity.checkpoint.arrays import CHUNK_BYTES, TENSORS, WEIGHT, ArraySpec, ArrayWriter, SavedTensor, reading_from
 from infinity.checkpoint.manifest import (
     MANIFEST,
-    TENSORS,
-    Manifest,
-    SavedArray,
-    array_path,
     checksum_of,
     completed_at,
+    manifest_of,
     read_checked,
     read_manifest,
 )
@@ -48,8 +42,6 @@ _FILE_BYTES = 12 << 10
 """What the small files and directories of a tensor take."""
 
 LATEST, REST, OBJECTS = "latest", "training.json", "objects.pt"
-WEIGHT = "weight"
-"""The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
 T = TypeVar("T")
 _MOST_READS = 5
 _MOST_TAG_BYTES = 255 - 26
@@ -57,72 +49,6 @@ _MOST_TAG_BYTES = 255 - 26
 
 EXCLUDED, EXCLUDED_CHECKSUMS, TIED = "excluded", "excluded_checksums", "tied"
 """What `Checkpoint.excluded`, `Checkpoint.excluded_checksums` and `Checkpoint.tied` are called in the file."""
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """One tensor of a checkpoint.
-
-    Attributes:
-        folder: the checkpoint's.
-        array: where it lies in it.
-    """
-
-    folder: Path
-    array: SavedArray
-
-    @property
-    def group(self) -> str:
-        """ "parameters" or "buffers"."""
-        return self.array.spec.group
-
-    @property
-    def fqn(self) -> str:
-        """Of the parameter or buffer."""
-        return self.array.spec.fqn
-
-    @property
-    def kind(self) -> str:
-        """ "weight", or the name of an optimizer state (fp32)."""
-        return self.array.spec.kind
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
-        return self.array.spec.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor: fp32 for main weights and states."""
-        return self.array.spec.torch_dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its elements."""
-        return self.array.spec.numel * self.dtype.itemsize
-
-    def parts(self, threads: BlockThreads | None = None) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Pairs of the first element's number (in C order) and 1-D elements, valid until the next pair is asked for.
-
-        Memory: a few chunks. ``threads``: do the reading; None: some of its own.
-
-        Raises:
-            CheckpointError: something of it is damaged.
-        """
-        with contextlib.ExitStack() as stack:
-            blocks = threads or stack.enter_context(BlockThreads(max(CHUNK_BYTES, self.array.spec.block_bytes)))
-            yield from ArrayReader(blocks, self.folder / self.array.path, self.array.spec, self.array.checksum).parts()
-
-    def read(self, threads: BlockThreads | None = None) -> torch.Tensor:
-        """The whole tensor, in memory.
-
-        Raises:
-            CheckpointError: something of it is damaged.
-        """
-        whole = torch.empty(self.array.spec.numel, dtype=self.dtype, device="cpu")
-        for start, part in self.parts(threads):
-            whole[start : start + part.numel()].copy_(part)
-        return whole.reshape(self.shape)
 
 
 class Checkpoint:
@@ -140,8 +66,7 @@ class Checkpoint:
             CheckpointError: it is damaged, of a newer version, or no checkpoint.
         """
         self.folder = folder
-        self._manifest: Manifest = read_manifest(folder)
-        self.tensors = [SavedTensor(folder, array) for array in self._manifest.arrays]
+        self.tensors, self._files = read_manifest(folder)
         self._by_name = {(each.group, each.fqn, each.kind): each for each in self.tensors}
         if len(self._by_name) != len(self.tensors):
             raise CheckpointError(folder / MANIFEST, "it has a tensor twice")
@@ -176,7 +101,7 @@ class Checkpoint:
     @property
     def largest_block(self) -> int:
         """Bytes of the largest chunk."""
-        return max([CHUNK_BYTES + 4096, *(each.array.spec.block_bytes for each in self.tensors if each.shape)])
+        return max([CHUNK_BYTES + 4096, *(each.block_bytes for each in self.tensors if each.shape)])
 
     @property
     def excluded(self) -> list[str]:
@@ -210,7 +135,7 @@ class Checkpoint:
 
     def _names(self, key: str, read: Callable[[Any], T]) -> T:
         try:
-            return read(json.loads(read_checked(self.folder, self._manifest, REST)).get(key))
+            return read(json.loads(read_checked(self.folder, self._files, REST)).get(key))
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(self.folder / REST, "it is not what a checkpoint has") from error
 
@@ -221,10 +146,10 @@ class Checkpoint:
             CheckpointError: it is damaged, or holds objects of classes that torch does not load unasked.
         """
         objects: list[Any] = []
-        if OBJECTS in self._manifest.files:
-            objects = unpickled(self.folder / OBJECTS, read_checked(self.folder, self._manifest, OBJECTS))
+        if OBJECTS in self._files:
+            objects = unpickled(self.folder / OBJECTS, read_checked(self.folder, self._files, OBJECTS))
         try:
-            found = decode(json.loads(read_checked(self.folder, self._manifest, REST)), objects)
+            found = decode(json.loads(read_checked(self.folder, self._files, REST)), objects)
         except CheckpointError:
             raise
         except (
@@ -244,11 +169,7 @@ class Checkpoint:
 
     def verify_small_files(self) -> int:
         """As `verify`, of all files but those of large tensors, which are checked as they are read."""
-        num_bytes = 0
-        for name, (size, _) in self._manifest.files.items():
-            read_checked(self.folder, self._manifest, name)
-            num_bytes += size
-        return num_bytes
+        return sum(len(read_checked(self.folder, self._files, name)) for name in self._files)
 
     def verify(self) -> int:
         """Read everything and compare all checksums; returns how many bytes that were.
@@ -261,7 +182,7 @@ class Checkpoint:
             for tensor in self.tensors:
                 for _ in tensor.parts(threads):
                     pass
-                num_bytes += tensor.array.spec.num_bytes
+                num_bytes += tensor.file_bytes
         return num_bytes
 
 
@@ -326,44 +247,78 @@ def is_tag(tag: str) -> bool:
 
 # -------------------------------------------------------------------------------------------------------------- writing
 
-OpenArray = Callable[[ArraySpec], ArrayWriter]
-"""See `CheckpointFiles.open_array`."""
-
 
 class CheckpointFiles:
     """The files of a checkpoint while it is being written. Used by one thread at a time."""
 
-    def __init__(self, folder: Path, threads: BlockThreads, stack: contextlib.ExitStack) -> None:
-        """``stack``: closes what is left open."""
+    def __init__(
+        self, folder: Path, specs: Sequence[ArraySpec], threads: BlockThreads, stack: contextlib.ExitStack
+    ) -> None:
+        """``specs``: of all tensors. ``stack``: closes what is left open."""
         self._folder = folder
+        self._specs = specs
         self._threads = threads
         self._stack = stack
-        self._writers: list[ArrayWriter] = []
+        self._writers: dict[ArraySpec, ArrayWriter] = {}
         _make_group(folder / TENSORS)
         for group in ("parameters", "buffers"):
             _make_group(folder / TENSORS / group)
 
     def open_array(self, spec: ArraySpec) -> ArrayWriter:
-        """Begin a tensor; its elements are then written in order, and ``finish()`` ends it. Several may be open."""
-        place = self._folder / array_path(spec)
+        """Where a tensor's elements are written, in order: begun, or as it was left. Several may be open."""
+        if spec in self._writers:
+            return self._writers[spec]
+        place = self._folder / spec.path
         if not place.parent.exists():
             _make_group(place.parent)
         place.mkdir()
-        writer = ArrayWriter(self._threads, place, spec)
-        self._stack.callback(writer.drop)
-        self._writers.append(writer)
+        self._writers[spec] = writer = ArrayWriter(self._threads, place, spec)
+        self._stack.callback(writer.let_go)
         return writer
 
     def write_rest(self, rest: Mapping[str, Any]) -> None:
         """All that is no large tensor: "counters", "client_state", "param_groups", ... Once."""
-        _write_rest(self._folder, rest)
+        objects: list[Any] = []
+        try:
+            text = json.dumps(encode(dict(rest), objects), allow_nan=False, separators=(",", ":"))
+            data = pickled(objects) if objects else b""
+        except Exception as error:  # whatever the objects' classes raise
+            problem = f"what it is to hold beside tensors cannot be written: {str(error) or type(error).__name__}"
+            kinds = "functions, locks, open files and references to itself"
+            cure = f"Leave {kinds} out of client_state (and of the scheduler's state)"
+            raise CheckpointError(self._folder, problem, cure=cure) from error
+        (self._folder / REST).write_text(text)
+        if objects:
+            (self._folder / OBJECTS).write_bytes(data)
+            try:
+                unpickled(Path(OBJECTS), data)
+            except CheckpointError as error:
+                logger.warning("engine.save_checkpoint: load_checkpoint will refuse this one as it is. %s", error)
 
     def finish(self, time: int) -> None:
-        """All has come: wait until it is written, and add the manifest. ``time``: now, in nanoseconds."""
+        """All has come: wait until it is written, and add the manifest. ``time``: now, in nanoseconds.
+
+        Raises:
+            RuntimeError: elements of a tensor have not come.
+        """
+        for spec in self._specs:
+            if not self.open_array(spec).is_complete:  # one without elements is, from the beginning
+                raise RuntimeError(f"'{spec.fqn}' ({spec.kind}) has got too few elements")
         self._threads.finish()
-        arrays = [SavedArray(writer.spec, writer.checksum) for writer in self._writers]
-        manifest = Manifest(tuple(arrays), _small_files(self._folder, arrays), time)
-        (self._folder / MANIFEST).write_bytes(manifest.to_bytes())
+        arrays = [(spec, writer.checksum) for spec, writer in self._writers.items()]
+        (self._folder / MANIFEST).write_bytes(manifest_of(arrays, self._small_files(), time))
+
+    def _small_files(self) -> dict[str, tuple[int, int]]:
+        large = {f"{spec.path}/{spec.file_name}" for spec in self._writers if spec.shape}
+        found: dict[str, tuple[int, int]] = {}
+        for place, _, names in os.walk(self._folder):
+            for name in names:
+                path = Path(place) / name
+                inside = str(path.relative_to(self._folder))
+                if inside not in large:
+                    data = path.read_bytes()
+                    found[inside] = len(data), checksum_of(data)
+        return found
 
 
 @contextlib.contextmanager
@@ -394,7 +349,7 @@ def writing(
         raise ValueError(f"a checkpoint's tag must be the name of a directory, not {tag!r}")
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last counts the new checkpoint, so it is 1 or more, not {keep_last}")
-    needed = sum(each.num_bytes + _FILE_BYTES for each in specs)
+    needed = sum(each.file_bytes + _FILE_BYTES for each in specs)
     try:
         if os.path.lexists(directory / tag) and not (directory / tag).is_dir():
             raise NotADirectoryError(errno.ENOTDIR, f"'{tag}' in it is no directory")
@@ -415,7 +370,7 @@ def writing(
             folder = staging.path / "checkpoint"
             folder.mkdir()
             with BlockThreads(CHUNK_BYTES + 4096, num_threads) as threads, contextlib.ExitStack() as stack:
-                files = CheckpointFiles(folder, threads, stack)
+                files = CheckpointFiles(folder, specs, threads, stack)
                 yield files
                 newest = max((since for since, _ in _complete(directory)), default=0)
                 files.finish(max(time.time_ns(), newest + 1))  # a clock may go back
@@ -483,37 +438,6 @@ def _make_group(folder: Path) -> None:
     (folder / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
 
 
-def _write_rest(folder: Path, rest: Mapping[str, Any]) -> None:
-    objects: list[Any] = []
-    try:
-        text = json.dumps(encode(dict(rest), objects), allow_nan=False, separators=(",", ":"))
-        data = pickled(objects) if objects else b""
-    except Exception as error:  # whatever the objects' classes raise
-        problem = f"what it is to hold beside tensors cannot be written: {str(error) or type(error).__name__}"
-        cure = "Leave functions, locks, open files and references to itself out of client_state (and of the scheduler's state)"
-        raise CheckpointError(folder, problem, cure=cure) from error
-    (folder / REST).write_text(text)
-    if objects:
-        (folder / OBJECTS).write_bytes(data)
-        try:
-            unpickled(Path(OBJECTS), data)
-        except CheckpointError as error:
-            logger.warning("engine.save_checkpoint: load_checkpoint will refuse this one as it is. %s", error)
-
-
-def _small_files(folder: Path, arrays: Sequence[SavedArray]) -> dict[str, tuple[int, int]]:
-    large = {f"{each.path}/{each.spec.file_name}" for each in arrays if each.spec.shape}
-    found: dict[str, tuple[int, int]] = {}
-    for place, _, names in os.walk(folder):
-        for name in names:
-            path = Path(place) / name
-            inside = str(path.relative_to(folder))
-            if inside not in large:
-                data = path.read_bytes()
-                found[inside] = len(data), checksum_of(data)
-    return found
-
-
 __all__ = [
     "EXCLUDED",
     "EXCLUDED_CHECKSUMS",
@@ -524,7 +448,6 @@ __all__ = [
     "WEIGHT",
     "Checkpoint",
     "CheckpointFiles",
-    "OpenArray",
     "SavedTensor",
     "find",
     "is_tag",

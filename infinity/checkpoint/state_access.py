@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from infinity.numerics.stamp import checksum
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.threads.interrupts import surely
-from infinity.tiers.state_store import Lease, StateStore
+from infinity.tiers.state_store import StateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk, Piece, Slot, round_up
@@ -86,8 +86,10 @@ class StateAccess:
             self.shared = SharedStream(self.stream, exchange.shares, exchange.division, module_hooks.units)
         self._saver: Saver | None = None
         self._elements_follow = False
-        self._has_main_in_records = record_format.main is not MainWeight.MODEL_WEIGHT
-        self._has_halves = record_format.main is MainWeight.REMAINDER
+        self.has_main_weights = record_format.main is not MainWeight.MODEL_WEIGHT
+        """Whether main weights are something else than model weights."""
+        self.has_halves = record_format.main is MainWeight.REMAINDER
+        """Whether the model weight is one half of the main weight."""
 
     # ----------------------------------------------------------------------------------------------------- initialising
 
@@ -104,9 +106,9 @@ class StateAccess:
         base.zero_()
         for slot, original in zip(unit.layout.slots, originals, strict=True):
             unit.view(base, slot).copy_(original)
-            if self._has_halves and self.shared is not None and slot.spec.is_trainable:
+            if self.has_halves and self.shared is not None and slot.spec.is_trainable:
                 self._round(unit.trainable_view(base)[slot.start : slot.stop], in_memory_order(original, slot))
-        if self._has_main_in_records:
+        if self.has_main_weights:
             for chunk in self._chunks[unit.index]:
                 self._store_main(unit, chunk, originals)
         self._write_weights(unit, base)
@@ -123,9 +125,8 @@ class StateAccess:
             for piece in chunk.pieces:
                 original = in_memory_order(originals[piece.slot.index], piece.slot)
                 workspace.write_main(_span(piece), original[piece.start : piece.stop])
-                if self._has_halves and unit.flat is not None:
-                    flat = unit.trainable_view(unit.flat.tensor())[chunk.start : chunk.stop]
-                    flat[_span(piece)].copy_(workspace.weight[_span(piece)])
+                if self.has_halves:
+                    unit.weights_of(chunk)[_span(piece)].copy_(workspace.weight[_span(piece)])
 
     def _write_weights(self, unit: Unit, base: torch.Tensor, changed: Sequence[Slot] | None = None) -> None:
         """Store a whole flat buffer, or as much of it as holds these slots."""
@@ -145,7 +146,7 @@ class StateAccess:
     def _changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[ChunkBuffer]:
         """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
         self._let_save(unit)
-        lease = self._lease(unit, chunk)
+        lease = self.stream.lease(unit, chunk)
         try:
             lease.wait()
             yield lease.workspace
@@ -157,7 +158,7 @@ class StateAccess:
     @contextlib.contextmanager
     def _reading(self, unit: Unit, chunk: Chunk) -> Iterator[ChunkBuffer]:
         """A chunk in working memory, of which nothing is stored."""
-        lease = self._lease(unit, chunk)
+        lease = self.stream.lease(unit, chunk)
         try:
             lease.wait()
             yield lease.workspace
@@ -172,19 +173,14 @@ class StateAccess:
         if self._saver is not None:
             self._saver.wait_for(unit)
 
-    def _lease(self, unit: Unit, chunk: Chunk) -> Lease:
-        lease = self._records.open(unit, chunk, is_blocking=True)
-        if lease is None:
-            raise RuntimeError("a blocking lease gave nothing")
-        return lease
-
     # ---------------------------------------------------------------------------------------------------------- reading
 
-    def _pieces(self, unit: Unit, slot: Slot) -> Iterator[tuple[Chunk, Piece]]:
+    def _pieces(self, unit: Unit, indices: Collection[int]) -> Iterator[tuple[Chunk, list[Piece]]]:
+        """Chunks in which parameters of these slots lie, each with its pieces of them: of one slot, that is one."""
         for chunk in self._chunks[unit.index]:
-            for piece in chunk.pieces:
-                if piece.slot.index == slot.index:
-                    yield chunk, piece
+            pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
+            if pieces:
+                yield chunk, pieces
 
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of the fp32 main weight (for a frozen parameter, of its weight), on the CPU, with the parameter's shape."""
@@ -198,22 +194,20 @@ class StateAccess:
                 slot.index: stack.enter_context(self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
                 for slot in slots
             }
-            recorded = {slot.index for slot in slots if self._has_main_in_records and slot.spec.is_trainable}
+            recorded = {slot.index for slot in slots if self.has_main_weights and slot.spec.is_trainable}
             for slot in slots:
                 if slot.index not in recorded:
                     with self._pager.opened(unit):
                         weight = _flat(unit.weight(slot))
                         for start in range(0, slot.numel, _PART_NUMEL):
                             made[slot.index].write(start, weight[start : start + _PART_NUMEL].to("cpu", torch.float32))
-            for chunk in self._chunks[unit.index]:
-                pieces = [piece for piece in chunk.pieces if piece.slot.index in recorded]
-                if pieces:
-                    with self._reading(unit, chunk) as workspace:
-                        if self._has_halves:
-                            self._bring_weights(unit, chunk, workspace)
-                        for piece in pieces:
-                            with made[piece.slot.index].part(piece.start, piece.stop) as part:
-                                workspace.read_main(_span(piece), part)
+            for chunk, pieces in self._pieces(unit, recorded):
+                with self._reading(unit, chunk) as workspace:
+                    if self.has_halves:
+                        self._bring_weights(unit, chunk, workspace)
+                    for piece in pieces:
+                        with made[piece.slot.index].part(piece.start, piece.stop) as part:
+                            workspace.read_main(_span(piece), part)
             found = {index: copy.finish() for index, copy in made.items()}
         for slot in slots:
             if slot.index in recorded:
@@ -236,8 +230,7 @@ class StateAccess:
 
     def has_place(self, parameter: torch.Tensor) -> bool:
         """Whether there is room for optimizer state of the parameter."""
-        unit, slot = self._module_hooks.locate(parameter)
-        return (unit.index, slot.index) in self._states
+        return self._state_of(parameter) is not None
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether an update or a load has given the parameter optimizer state, its main weight counted as such."""
@@ -250,24 +243,25 @@ class StateAccess:
         return None if state is None or state.is_fresh else self.stream.names_of(*self._module_hooks.locate(parameter))
 
     def _state_after_first(self, parameter: torch.Tensor) -> ParameterState | None:
-        unit, slot = self._module_hooks.locate(parameter)
-        state = self._states.get((unit.index, slot.index))
+        state = self._state_of(parameter)
         if state is not None and state.is_fresh:
+            unit, _ = self._module_hooks.locate(parameter)
             self._pager.residency.await_update(unit)  # its first may be pending
         return state
+
+    def _state_of(self, parameter: torch.Tensor) -> ParameterState | None:
+        unit, slot = self._module_hooks.locate(parameter)
+        return self._states.get((unit.index, slot.index))
 
     def state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
         unit, slot = self._module_hooks.locate(parameter)
-        state = self._states.get((unit.index, slot.index))
-        if state is None or state.is_fresh:
-            return {}
-        return {**self.scalars(parameter), **self._collect(unit, slot, self.stream.names_of(unit, slot))}
+        names = self.stream.names_of(unit, slot)
+        return {**self.scalars(parameter), **(self._collect(unit, slot, names) if names else {})}
 
     def scalars(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of what of a parameter's state is not per element; empty before its first update."""
-        unit, slot = self._module_hooks.locate(parameter)
-        state = self._states.get((unit.index, slot.index))
+        state = self._state_of(parameter)
         if state is None or state.is_fresh:
             return {}
         return {
@@ -280,7 +274,7 @@ class StateAccess:
                 name: stack.enter_context(self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
                 for name in names
             }
-            for chunk, piece in self._pieces(unit, slot):
+            for chunk, (piece,) in self._pieces(unit, [slot.index]):
                 with self._reading(unit, chunk) as workspace:
                     for name, copy in made.items():
                         with copy.part(piece.start, piece.stop) as part:
@@ -321,7 +315,7 @@ class StateAccess:
         if self._elements_follow:
             return
         flats = {name: in_memory_order(tensor, slot) for name, tensor in tensors.items()}
-        for chunk, piece in self._pieces(unit, slot):
+        for chunk, (piece,) in self._pieces(unit, [slot.index]):
             with self._changing(unit, chunk) as workspace:
                 for name, flat in flats.items():
                     workspace.write_state(name, _span(piece), flat[piece.start : piece.stop])
@@ -345,11 +339,6 @@ class StateAccess:
     def divides(self, unit: Unit) -> bool:
         """Whether other ranks keep parts of the unit's model weights, so that all of them write to it together."""
         return self._exchange.divides(unit)
-
-    @property
-    def has_main_weights(self) -> bool:
-        """Whether main weights are something else than model weights."""
-        return self._has_main_in_records
 
     def gather_weights(self) -> None:
         """Main weights have been replaced on all ranks: model weights follow where other ranks keep the main weights."""
@@ -377,28 +366,29 @@ class StateAccess:
         self._let_save(unit)
         with self._pager.opened(unit):
             place = unit.weight(slot)
-            if not self._has_main_in_records or not slot.spec.is_trainable:
+            if not self.has_main_weights or not slot.spec.is_trainable:
                 place.copy_(values)
                 self.store_modified(unit, [slot])
                 return
             unit.outdate()
             main = in_memory_order(values, slot)
             self._exchange.before(unit)
-            segment = unit.trainable_view(_base_of(unit))
-            for chunk, piece in self._pieces(unit, slot):
-                weights, span = segment[chunk.start : chunk.stop], _span(piece)
+            for chunk, (piece,) in self._pieces(unit, [slot.index]):
+                weights, span = unit.weights_of(chunk), _span(piece)
                 with self._changing(unit, chunk) as workspace:
                     workspace.weight.copy_(weights)
                     workspace.write_main(span, main[piece.start : piece.stop])
                     workspace.cast_main()
                     weights[span].copy_(workspace.weight[span])
-                self._write_chunk(unit, chunk, weights)
+                written = self.stream.write_weights(unit, chunk, weights)
+                if written is not None:
+                    written.wait()
             self._exchange.gather([unit])
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Take over a saved main weight where the parameter, as it came, is its cast; elsewhere it was changed since."""
         _, slot = self._module_hooks.locate(parameter)
-        if not self._has_main_in_records or tuple(values.shape) != tuple(slot.spec.shape):
+        if not self.has_main_weights or tuple(values.shape) != tuple(slot.spec.shape):
             return
         came, main = self.main_weight(parameter), values.cpu()
         casts = [main.to(slot.spec.dtype).float()]
@@ -406,17 +396,6 @@ class StateAccess:
             casts.append(split_bits(main.contiguous())[0].view(torch.bfloat16).float())
         is_same = functools.reduce(torch.logical_or, [cast == came for cast in casts])
         self.load_main_weight(parameter, torch.where(is_same, main, came))
-
-    def _write_chunk(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> None:
-        if self._weights is not None and not unit.stays_resident:
-            written = self._weights.write_chunk(unit, chunk, weights.cpu())
-            if written is not None:
-                written.wait()
-
-    @property
-    def has_halves(self) -> bool:
-        """Whether the model weight is one half of the main weight."""
-        return self._has_halves
 
     def store_modified(
         self,
@@ -441,21 +420,15 @@ class StateAccess:
         base = unit.flat.tensor()
         if is_outdating:
             unit.outdate()
-        indices = {slot.index for slot in changed}
         with self._exchange.changing(unit):
-            if self._has_main_in_records:
-                for chunk in self._chunks[unit.index]:
-                    pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
-                    if pieces:
-                        weights = unit.trainable_view(base)[chunk.start : chunk.stop]
-                        self._store_changed(unit, chunk, pieces, weights, before)
+            if self.has_main_weights:
+                for chunk, pieces in self._pieces(unit, {slot.index for slot in changed}):
+                    self._store_changed(unit, chunk, pieces, before)
             self._write_weights(unit, base, changed)
 
-    def _store_changed(
-        self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], weights: torch.Tensor, before: torch.Tensor | None
-    ) -> None:
+    def _store_changed(self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], before: torch.Tensor | None) -> None:
         with self._changing(unit, chunk) as workspace:
-            if not self._has_halves:
+            if not self.has_halves:
                 workspace.cast_main()
             elif before is not None:
                 workspace.weight.copy_(before[chunk.start : chunk.stop])
@@ -463,7 +436,7 @@ class StateAccess:
                 self._bring_weights(unit, chunk, workspace)
             for piece in pieces:
                 span = _span(piece)
-                new = weights[span].to(workspace.weight.device)
+                new = unit.weights_of(chunk)[span].to(workspace.weight.device)
                 integer = {2: torch.int16, 4: torch.int32}[new.element_size()]
                 is_kept = workspace.weight[span].view(integer) == new.view(integer)
                 main = torch.empty(piece.numel, dtype=torch.float32, device=new.device)
@@ -495,7 +468,7 @@ class StateAccess:
     @property
     def is_divided(self) -> bool:
         """Whether ranks keep parts of the main weights, so that one alone cannot read them."""
-        return self._exchange.shares.is_divided and self._has_main_in_records
+        return self._exchange.shares.is_divided and self.has_main_weights
 
     def stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """What is stored of a parameter: a trainable one's main weight, on the CPU; a frozen one's weight, in its own dtype.
@@ -549,7 +522,7 @@ class StateAccess:
 
     def _kept(self, unit: Unit) -> torch.Tensor | None:
         """A copy of what else nobody would know any more: half of the main weights, if it rests nowhere but here."""
-        if not self._has_halves or not unit.stays_resident or unit.flat is None or not unit.layout.trainable_numel:
+        if not self.has_halves or not unit.stays_resident or unit.flat is None or not unit.layout.trainable_numel:
             return None
         return unit.trainable_view(unit.flat.tensor()).clone()
 
@@ -577,12 +550,6 @@ class StateAccess:
 
     def _checksums(self, unit: Unit) -> dict[int, int]:
         return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}
-
-
-def _base_of(unit: Unit) -> torch.Tensor:
-    if unit.flat is None:
-        raise RuntimeError(f"unit {unit.name} is not resident")
-    return unit.flat.tensor()
 
 
 def _span(piece: Piece) -> slice:

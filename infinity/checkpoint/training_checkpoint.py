@@ -11,24 +11,25 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
-from infinity.checkpoint.record_stream import AHEAD_BYTES, WEIGHT
+from infinity.checkpoint.record_stream import AHEAD_BYTES
 from infinity.checkpoint.same_model import LeftOut, SameModel
 from infinity.checkpoint.saved import (
     EXCLUDED,
     EXCLUDED_CHECKSUMS,
     TIED,
     Checkpoint,
-    OpenArray,
+    CheckpointFiles,
     find,
     reading_again,
     writing,
@@ -46,6 +47,7 @@ from infinity.paging.pager import Pager
 from infinity.telemetry.progress import progress
 from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
+from infinity.units.buffers import persistent_buffers
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states, takers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
@@ -80,13 +82,11 @@ class _Planned:
     """A tensor that is to be saved."""
 
     spec: ArraySpec
+    """Tiles of one weight have the same: their elements lie in one array, in their order."""
     value: Callable[[], torch.Tensor] | None
-    """Gives it; None: it comes with the unit's records."""
+    """Gives it while the unit is open, if there is one; None: it comes with the unit's records."""
     unit: Unit | None = None
     slot: Slot | None = None
-    is_first: bool = True
-    is_last: bool = True
-    """Not both: the elements of a tile, which lie in one array with those of the others."""
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -108,16 +108,15 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
         kinds = [WEIGHT, *training.access.stream.names_of(unit, slot)] if slot.spec.is_trainable else [WEIGHT]
         for kind in kinds:
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
-            tiled, number = tiles.get(id(parameter), (None, 0))
+            tiled, _ = tiles.get(id(parameter), (None, 0))
             name, shape = (fqn, slot.spec.shape) if tiled is None else (tiled.fqn, tiled.shape)
-            spec = _spec("parameters", name, kind, shape, dtype)
-            is_last = tiled is None or number == len(tiled.tiles) - 1
-            found.append(_Planned(spec, None, unit, slot, is_first=not number, is_last=is_last))
-    found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in buffers_of(training.model).items()]
+            spec = ArraySpec.of("parameters", name, kind, shape, dtype)
+            found.append(_Planned(spec, None if slot.spec.is_trainable else partial(unit.weight, slot), unit, slot))
+    found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in persistent_buffers(training.model)]
     beside: dict[str, Any] = {TIED: _tied(training.model)}
     if excluded:
         beside[EXCLUDED] = list(dict.fromkeys(excluded.values()))
-        sums = _left_out(training, beside[EXCLUDED]).checksums()
+        sums = _left_out(training).checksums(beside[EXCLUDED])
         beside[EXCLUDED_CHECKSUMS] = {fqn: list(each) for fqn, each in sums.items()}
     if training.optimizer is None:
         return found, beside
@@ -173,9 +172,8 @@ def _frozen(training: Training) -> dict[int, str]:
     return found
 
 
-def _left_out(training: Training, fqns: Collection[str]) -> LeftOut:
-    parameters = {fqn: each for fqn, each in whole_parameters(training.model).items() if fqn in fqns}
-    return LeftOut(parameters, training.module_hooks, training.pager, training.tiled)
+def _left_out(training: Training) -> LeftOut:
+    return LeftOut(whole_parameters(training.model), training.module_hooks, training.pager, training.tiled)
 
 
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
@@ -185,24 +183,7 @@ def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
             cure="Make it a dense tensor, or register it with persistent=False",
             fqn=fqn,
         )
-    return _Planned(_spec(group, fqn, kind, value.shape, value.dtype), lambda: value)
-
-
-def _spec(group: str, fqn: str, kind: str, shape: Sequence[int], dtype: torch.dtype) -> ArraySpec:
-    try:
-        return ArraySpec.of(group, fqn, kind, shape, dtype)
-    except TypeError as error:
-        raise UnsupportedModelError(str(error), cure="Cast it to another dtype", fqn=fqn) from error
-
-
-def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Those that a state dict has."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
+    return _Planned(ArraySpec.of(group, fqn, kind, value.shape, value.dtype), lambda: value)
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -252,27 +233,20 @@ class Saving:
         self._wanted: deque[int] = deque()
         """Units that somebody waits for."""
         self._before = _units_before(training)
-        specs = [each.spec for each in planned if each.is_first]
+        specs = list(dict.fromkeys(each.spec for each in planned))
         num_threads = 2 if is_watching else 8
         with contextlib.ExitStack() as stack, one_thread():
             files = stack.enter_context(
                 writing(directory, tag, specs, is_latest=is_latest, keep_last=keep_last, num_threads=num_threads)
             )
-            total = sum(each.numel * each.torch_dtype.itemsize for each in specs)
+            total = sum(each.num_bytes for each in specs)
             self._note = stack.enter_context(progress("saving a checkpoint", total, is_shown=shows_progress))
-            opened: dict[ArraySpec, ArrayWriter] = {}
-
-            def open_array(spec: ArraySpec) -> ArrayWriter:
-                if spec not in opened:
-                    opened[spec] = files.open_array(spec)
-                return opened[spec]
-
             frozen: dict[int, list[_Planned]] = {}
             for each in planned:
                 if each.unit is None or each.slot is None:
-                    _write_planned(open_array, each)
-                elif each.slot.spec.is_trainable:
-                    sink = _Sink(training.access, each, each.slot, open_array, stack)
+                    _write_planned(files, each)
+                elif each.value is None:
+                    sink = _Sink(training.access, each.spec, each.slot, files, stack)
                     self._sinks[each.unit.index, each.slot.index, each.spec.kind] = sink
                     if each.slot.numel:
                         self._left[each.unit.index] = self._left.get(each.unit.index, 0) + 1
@@ -281,9 +255,7 @@ class Saving:
             for index, members in frozen.items():
                 with training.pager.opened(self._units[index]):
                     for each in members:
-                        _write_planned(open_array, each)
-                        if each.slot is not None:
-                            self._note(each.slot.numel * each.spec.torch_dtype.itemsize)
+                        self._note(_write_planned(files, each))
             files.write_rest({"client_state": dict(client_state), **optimizer, **training.read_rest()})
             self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].stays_resident}
             self._stack = stack.pop_all()
@@ -304,8 +276,6 @@ class Saving:
                     self._note(part.values.nbytes)
                     if sink is not None and sink.write(part.values):
                         self._one_is_saved(index)
-                for sink in self._sinks.values():
-                    sink.end()
         finally:
             with self._lock:
                 self._left.clear()
@@ -418,14 +388,13 @@ def _units_before(training: Training) -> dict[int, list[int]]:
     return found
 
 
-def _write_planned(open_array: OpenArray, planned: _Planned) -> None:
-    writer = open_array(planned.spec)
-    if planned.value is not None:
-        _write_whole(writer, planned.value())
-    elif planned.unit is not None and planned.slot is not None:
-        _write_whole(writer, planned.unit.weight(planned.slot))
-    if planned.is_last:
-        writer.finish()
+def _write_planned(files: CheckpointFiles, planned: _Planned) -> int:
+    """Returns how many bytes it has."""
+    if planned.value is None:
+        return 0
+    value = planned.value()
+    _write_whole(files.open_array(planned.spec), value)
+    return value.nbytes
 
 
 class _Sink:
@@ -434,43 +403,28 @@ class _Sink:
     def __init__(
         self,
         access: StateAccess,
-        planned: _Planned,
+        spec: ArraySpec,
         slot: Slot,
-        open_array: OpenArray,
+        files: CheckpointFiles,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._slot = slot
-        self._is_last = planned.is_last
-        self._open: Callable[[], ArrayWriter] = lambda: open_array(planned.spec)
-        self._left = slot.numel
-        self._writer: ArrayWriter | None = None
+        self._files = files
+        self._spec = spec
+        self._numel = self._left = slot.numel
         self._copy: NewCopy | None = None
-        self._is_done = False
         if not slot.is_in_order:  # of dimensions: zarr's is C's
             self._copy = stack.enter_context(access.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
 
     def write(self, values: torch.Tensor) -> bool:
         """The next elements; returns whether they were the last."""
-        if self._copy is not None:
-            self._copy.write(self._slot.numel - self._left, values)
+        if self._copy is None:
+            self._files.open_array(self._spec).write(values)
         else:
-            if self._writer is None:
-                self._writer = self._open()
-            self._writer.write(values)
+            self._copy.write(self._numel - self._left, values)
         self._left -= values.numel()
-        if not self._left:
-            self.end()
+        if self._copy is not None and not self._left:
+            _write_whole(self._files.open_array(self._spec), self._copy.finish())
         return not self._left
-
-    def end(self) -> None:
-        if self._is_done:
-            return
-        self._is_done = True
-        writer = self._writer if self._writer is not None else self._open()
-        if self._copy is not None:
-            _write_whole(writer, self._copy.finish())
-        if self._is_last:
-            writer.finish()
 
 
 def _write_whole(writer: ArrayWriter, value: torch.Tensor) -> None:
@@ -515,7 +469,7 @@ def load(
     saved = Checkpoint(folder)
     saved.verify_small_files()
     rest = saved.rest()
-    parameters, buffers = whole_parameters(training.model), buffers_of(training.model)
+    parameters, buffers = whole_parameters(training.model), dict(persistent_buffers(training.model))
     shapes = {fqn: training.tiled.shape_of(each) for fqn, each in parameters.items()}
     left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
     same = SameModel(is_strict=is_strict)
@@ -525,7 +479,7 @@ def load(
     if extra is not None:  # DeepSpeed has saved none
         same.names("extra states", takers(training.model), extra)
     if is_strict and left_out:
-        _left_out(training, left_out).check(saved.excluded_checksums)
+        _left_out(training).check(left_out, saved.excluded_checksums)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
         loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
         if with_scheduler and not only_module:

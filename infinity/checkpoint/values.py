@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from infinity.checkpoint.arrays import name_of
 from infinity.errors import CheckpointError
 from infinity.numerics.raw_bytes import raw_bytes
 
@@ -40,21 +42,19 @@ def encode(value: Any, objects: list[Any]) -> Any:
         pairs = [[encode(key, objects), encode(each, objects)] for key, each in value.items()]
         return {_TAG: "dict", "value": pairs}
     if kind is torch.Tensor and _is_small(value):
-        data = raw_bytes(value).numpy().tobytes()
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {_TAG: "tensor", "dtype": dtype, "shape": list(value.shape), "value": base64.b64encode(data).decode()}
+        data = _text(raw_bytes(value).numpy())
+        return {_TAG: "tensor", "dtype": name_of(value.dtype), "shape": list(value.shape), "value": data}
     if kind is np.ndarray and value.dtype.kind in "biufc":
-        data = np.ascontiguousarray(value).tobytes()
-        return {
-            _TAG: "array",
-            "dtype": value.dtype.str,
-            "shape": list(value.shape),
-            "value": base64.b64encode(data).decode(),
-        }
+        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": _text(value)}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return {_TAG: "number", "dtype": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
+        return {_TAG: "number", "dtype": value.dtype.str, "value": _text(value)}
     objects.append(value)
     return {_TAG: "object", "value": len(objects) - 1}
+
+
+def _text(data: npt.NDArray[Any] | np.generic) -> str:
+    """Its bytes, in C order."""
+    return base64.b64encode(data.tobytes()).decode()
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

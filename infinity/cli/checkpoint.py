@@ -119,7 +119,7 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     return {
         "folder": str(found.folder.absolute()),
         "counters": counters,
-        "num_parameters": sum(each.array.spec.numel for each in weights),
+        "num_parameters": sum(each.numel for each in weights),
         "num_parameter_tensors": len(weights),
         "num_bytes": sum(each.num_bytes for each in found.tensors),
         "kinds": dict(kinds),

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from infinity.errors import StorageError
 from infinity.torch_internals.foreign_writes import plain_address, plain_storage
+from infinity.torch_internals.large_results import LargeResults
 from infinity.torch_internals.modes import outside_modes
 from infinity.torch_internals.names import num_owners
 from swapper.errors import VolumeError, VolumeTooSmallError
@@ -81,6 +83,14 @@ class DriveTensors:
         del storage, source
         tensor.data = made
         return True
+
+
+def large_results_on(directories: Sequence[Path]) -> contextlib.AbstractContextManager[Any]:
+    """What torch makes on the CPU inside the ``with`` block, in this thread, lies on drives if there are any."""
+    if not directories:
+        return contextlib.nullcontext()
+    tensors = DriveTensors(directories)
+    return LargeResults(LEAST_BYTES, lambda num_bytes: tensors.empty((num_bytes,), torch.uint8))
 
 
 @outside_modes

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import UnsupportedModelError, listed
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.units.buffers import write_buffer
 from infinity.units.unit import Unit
@@ -73,9 +73,8 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
             if found[name] != wanted[name]:
                 problems.append(f"{word} {found[name]}, not {wanted[name]}")
     if problems:
-        more = f" and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
         raise UnsupportedModelError(
-            f"the durable run in '{where}' is of another training: {'; '.join(problems[:_MOST_SHOWN])}{more}",
+            f"the durable run in '{where}' is of another training: {listed(problems, '; ', _MOST_SHOWN)}",
             cure="Make model, optimizer and config as they were, or name another infinity.durable_path",
         )
 

@@ -48,7 +48,6 @@ from infinity.planning.plan import Plan
 from infinity.planning.workload import Workload
 from infinity.profiling.profiled_step import ProfiledStep
 from infinity.run_log.notes import RunNotes
-from infinity.telemetry import Settings
 from infinity.threads.interrupts import refuse_in_between, surely
 from infinity.threads.turn import take_turns
 from infinity.torch_internals.foreign_writes import unwatch, watch
@@ -492,9 +491,14 @@ class Engine(Relayout):
         is_skipped = self._stepper.is_skipped
         self._was_applied = not is_skipped
         self.skipped_steps += is_skipped
-        settings = Settings(tuple(self.get_lr()), self.loss_scale(), self.train_batch_size())
-        norm = self.get_global_grad_norm()
-        self.report = self._reporter.end_step(self.global_steps, norm, settings, is_skipped=is_skipped)
+        self.report = self._reporter.end_step(
+            self.global_steps,
+            self.get_global_grad_norm(),
+            lr=tuple(self.get_lr()),
+            loss_scale=self.loss_scale(),
+            num_samples=self.train_batch_size(),
+            is_skipped=is_skipped,
+        )
         self._parts.plan_tracker.note(self.report)
         self._notes.step(self, self.report)
         if is_profiled and self._profiled is not None:

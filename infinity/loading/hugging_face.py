@@ -83,8 +83,9 @@ def load_class(
             local_files_only=True,
             subfolder="",
         )
-    outcome = Outcome(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), _shapes(info["mismatched_keys"]))
-    return model, outcome.and_kinds(_of_another_kind(model, tensors))
+    missing, unexpected, mismatched = (info[f"{key}_keys"] for key in ("missing", "unexpected", "mismatched"))
+    odd = _of_another_kind(model, tensors)
+    return model, Outcome(sorted(missing), sorted(unexpected), _shapes(mismatched), odd)
 
 
 def load_module(
@@ -117,13 +118,11 @@ def load_module(
         else:
             info.missing_keys.difference_update(kept)
             info.mismatched_keys.difference_update({each for each in info.mismatched_keys if each[0] in kept})
-            values = {name: value for name, value in buffers.items() if name in has_values}
             model._finalize_model_loading(model, load_config, info)
-            _put_back_buffers(model, values, set(info.missing_keys))
+            _put_back_buffers(model, {name: value for name, value in buffers.items() if name in has_values})
             missing = info.missing_keys | (kept - {name for name, *_ in mismatched})
     _keep_objects(model, before)
-    outcome = Outcome(sorted(missing), sorted(info.unexpected_keys), mismatched)
-    return outcome.and_kinds(_of_another_kind(model, tensors))
+    return Outcome(sorted(missing), sorted(info.unexpected_keys), mismatched, _of_another_kind(model, tensors))
 
 
 def _read_config(model_class: Any, path: Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -227,7 +226,7 @@ def _keep_objects(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
             module._parameters[name] = old
 
 
-def _put_back_buffers(model: Any, values: Mapping[str, torch.Tensor], missing: set[str]) -> None:
+def _put_back_buffers(model: Any, values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         module, _, last = name.rpartition(".")
         owner = model.get_submodule(module)

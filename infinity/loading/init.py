@@ -86,7 +86,7 @@ class Init:
         """
         self._is_enabled = bool(enabled)
         self._dtype = dtype
-        self._entered: list[tuple[torch.dtype, ExitStack]] = []
+        self._entered: list[ExitStack] = []
         self._tensors: DriveTensors | None = None
         self._placed: list[weakref.ref[nn.Parameter]] = []
         if not self._is_enabled:
@@ -118,7 +118,9 @@ class Init:
             init_distributed()
         self._tensors = _tensors_for(config if config is not None else config_dict_or_path, remote_device)
         if module is not None:
-            self._move_all(module)
+            for parameter in module.parameters():
+                self.place(parameter)
+            write_out()
 
     def __enter__(self) -> Init:
         if self._is_enabled:
@@ -126,9 +128,10 @@ class Init:
             stack = ExitStack()
             if self._tensors is not None:
                 stack.enter_context(one_after_the_other())
-            self._entered.append((torch.get_default_dtype(), stack))
             if self._dtype is not None:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                 torch.set_default_dtype(self._dtype)
+            self._entered.append(stack)
         return self
 
     def __exit__(
@@ -137,21 +140,13 @@ class Init:
         if not self._is_enabled:
             return
         _active.stack.remove(self)
-        before, stack = self._entered.pop()
-        stack.close()
-        if self._dtype is not None:
-            torch.set_default_dtype(before)
+        self._entered.pop().close()
         if error is None:
             self._try_again(len(self._placed))
             if self._tensors is not None:
                 write_out()
         if self not in _active.stack:
             self._placed.clear()
-
-    def _move_all(self, module: nn.Module) -> None:
-        for parameter in module.parameters():
-            self.place(parameter)
-        write_out()
 
     def place(self, parameter: torch.Tensor) -> None:
         """Bring a tensor that a module gets to the drives, now or later."""

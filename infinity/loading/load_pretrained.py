@@ -8,11 +8,9 @@ transformers' business, and what memory is needed is the kernel's: pages that it
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,10 @@ import torch
 from torch import nn
 
 from infinity.config import InfinityConfig, load_config, make_directories
-from infinity.device.drive_tensors import LEAST_BYTES, DriveTensors
+from infinity.device.drive_tensors import large_results_on
 from infinity.errors import WeightFileError
 from infinity.loading import hugging_face, plain_module
 from infinity.loading.weight_files import open_weights
-from infinity.torch_internals.large_results import LargeResults
 
 
 def load_pretrained(
@@ -84,7 +81,7 @@ def load_pretrained(
     directories = resolved.nvme_paths if resolved is not None else ()
     make_directories(directories)
     tensors = open_weights(place)
-    with _large_results_on_drives(directories):
+    with large_results_on(directories):
         if not is_module:
             extra = {"dtype": dtype} if dtype is not None else {}
             mapped = {"key_mapping": dict(key_mapping)} if key_mapping is not None else {}
@@ -115,17 +112,6 @@ def _renamed(
             raise WeightFileError(path, f"has two tensors for '{new}' with key_mapping", cure="Change its patterns")
         renamed[new] = value
     return renamed
-
-
-@contextlib.contextmanager
-def _large_results_on_drives(directories: Sequence[Path]) -> Iterator[None]:
-    """What torch makes on the CPU inside the ``with`` block, in this thread, lies on drives if there are any."""
-    with contextlib.ExitStack() as stack:
-        if directories:
-            tensors = DriveTensors(directories)
-            new = functools.partial(tensors.empty, dtype=torch.uint8)
-            stack.enter_context(LargeResults(LEAST_BYTES, lambda num_bytes: new((num_bytes,))))
-        yield
 
 
 __all__ = ["load_pretrained"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,8 @@ class Outcome:
     missing: Sequence[str]
     unexpected: Sequence[str]
     mismatched: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
-    of_another_kind: Sequence[tuple[str, str]] = ()
-
-    def and_kinds(self, of_another_kind: Sequence[tuple[str, str]]) -> Outcome:
-        """The same with what has a dtype that it must not have."""
-        return dataclasses.replace(self, of_another_kind=of_another_kind)
+    of_another_kind: Sequence[tuple[str, str]]
+    """What has a dtype that it must not have."""
 
     def check(
         self, path: Path, *, ignore_missing: bool, ignore_unexpected: bool, ignore_mismatched: bool

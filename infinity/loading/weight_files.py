@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infinity.errors import WeightFileError
+from infinity.errors import WeightFileError, listed
 from infinity.torch_internals.zip_files import load_over
 from swapper.volumes.mapped import map_file
 
@@ -94,10 +94,9 @@ def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
             yield from _sharded(index)
             return
     there = sorted(each.name for each in path.iterdir())
-    shown = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
     raise WeightFileError(
         path,
-        f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {shown or 'nothing'}",
+        f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {listed(there, most=8) or 'nothing'}",
         cure="Name the directory that save_pretrained or engine.save_16bit_model wrote to, or one file with tensors",
     )
 

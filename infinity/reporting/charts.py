@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,20 +115,8 @@ def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
     busy = [(number, value / 1e9) for number, value in rows if value is not None]
     over = [(step.step, (step.read_bytes + step.write_bytes) / step.seconds / 1e9) for step in steps if step.seconds]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.plot(*_thinned(*_columns(busy)), color=_COLOURS["b"], linewidth=1.4, label="while a drive was busy")
-        axes.plot(*_thinned(*_columns(over)), color=_COLOURS["a"], linewidth=1.4, label="over the whole step")
-        if speed is not None:
-            ceiling = speed.mixed_bytes_per_second / 1e9
-            axes.axhline(
-                ceiling, color=_COLOURS["bad"], linewidth=1.2, linestyle=(0, (5, 2)), label="ceiling, measured"
-            )
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("GB/s, both ways")
-        axes.set_xlabel("step")
-        _legend(figure, axes)
-
+    curves = {"while a drive was busy": ("b", busy), "over the whole step": ("a", over)}
+    levels = {} if speed is None else {"ceiling, measured": ("bad", speed.mixed_bytes_per_second / 1e9)}
     mean = np.mean([value for _, value in over]) if over else 0.0
     text = f"Reads and writes together: {mean:.3g} GB/s over the steps."
     if speed is not None:
@@ -137,7 +125,7 @@ def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
         text += (
             " No ceiling is known: the drives were never measured here (infinity.autotune_io, `infinity profile DIR`)."
         )
-    return _chart("NVMe throughput", text, draw)
+    return _chart("NVMe throughput", text, _curves(curves, levels, "GB/s, both ways"))
 
 
 def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
@@ -145,24 +133,13 @@ def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
     host = [(step.step, step.host_bytes / 1e9) for step in steps if step.host_bytes]
     device = [(step.step, step.device_peak_bytes / 1e9) for step in steps if step.device_peak_bytes is not None]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.plot(*_thinned(*_columns(host)), color=_COLOURS["a"], linewidth=1.4, label="process")
-        if device:
-            axes.plot(*_thinned(*_columns(device)), color=_COLOURS["b"], linewidth=1.4, label="GPU, peak")
-        if plan is not None:
-            budget = plan.host_budget_bytes / 1e9
-            axes.axhline(budget, color=_COLOURS["c"], linewidth=1.2, linestyle=(0, (5, 2)), label="host memory budget")
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel("GB")
-        axes.set_xlabel("step")
-        _legend(figure, axes)
-
+    curves = {"process": ("a", host)} | ({"GPU, peak": ("b", device)} if device else {})
+    levels = {} if plan is None else {"host memory budget": ("c", plan.host_budget_bytes / 1e9)}
     peak = max((step.host_peak_bytes for step in steps), default=0)
     text = f"The process held at most {peak / 1e9:.3g} GB of host memory, Python, libraries and activations included."
     if device:
         text += f" torch held at most {max(value for _, value in device):.3g} GB of the GPU's."
-    return _chart("Memory", text, draw)
+    return _chart("Memory", text, _curves(curves, levels, "GB"))
 
 
 def tiers(plan: Plan) -> Chart:
@@ -209,6 +186,25 @@ def timeline(trace: StepTrace) -> Chart:
 
 
 # ------------------------------------------------------------------------------------------------------------- drawing
+
+
+def _curves(
+    curves: Mapping[str, tuple[str, Sequence[tuple[int, float]]]], levels: Mapping[str, tuple[str, float]], unit: str
+) -> Callable[[Any], None]:
+    """Label -> ink and values of steps; and of levels, ink and value."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for label, (ink, points) in curves.items():
+            axes.plot(*_thinned(*_columns(points)), color=_COLOURS[ink], linewidth=1.4, label=label)
+        for label, (ink, level) in levels.items():
+            axes.axhline(level, color=_COLOURS[ink], linewidth=1.2, linestyle=(0, (5, 2)), label=label)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(unit)
+        axes.set_xlabel("step")
+        _legend(figure, axes)
+
+    return draw
 
 
 def _chart(title: str, text: str, draw: Callable[[Any], None], height: float = 1.0) -> Chart:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -44,32 +44,37 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
         RunLogError: there is no log, or it cannot be read.
     """
     reader = RunReader(directory)
-    reader.read_on()
-    if once or not console.is_terminal:
-        return _as_lines(reader, console, once=once)
-    is_first = True
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            goes_on = reader.has_writer  # asked first: what was written before its end is read
-            is_new = reader.read_on()
-            _check(reader, goes_on=goes_on)
-            if is_new or is_first or not goes_on:
+    looks = _looks(reader)
+    if once:
+        console.print(show(reader.run, goes_on=next(looks)))
+    elif not console.is_terminal:
+        _as_lines(reader, looks, console)
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            for goes_on in looks:
                 live.update(show(reader.run, goes_on=goes_on), refresh=True)
-            is_first = False
-            if not goes_on:
-                return reader.run.has_ended
-            _pause()
+    return reader.run.has_ended
 
 
-def _as_lines(reader: RunReader, console: Console, *, once: bool) -> bool:
-    shown: list[StepReport] = []
+def _looks(reader: RunReader) -> Iterator[bool]:
+    """Each time that there is something new, whether the run goes on; until it does not."""
+    is_first = True
     while True:
-        goes_on = reader.has_writer
-        reader.read_on()
-        _check(reader, goes_on=goes_on)
-        if once:
-            console.print(show(reader.run, goes_on=goes_on))
-            return reader.run.has_ended
+        goes_on = reader.has_writer  # asked first: what was written before its end is read
+        is_new = reader.read_on()
+        if not reader.run.num_starts and not goes_on:
+            raise RunLogError(reader.run.directory, "its log has no start: it is empty, damaged, or no log of a run")
+        if is_new or is_first or not goes_on:
+            yield goes_on
+        if not goes_on:
+            return
+        is_first = False
+        Latch().wait(_BETWEEN_SECONDS)
+
+
+def _as_lines(reader: RunReader, looks: Iterator[bool], console: Console) -> None:
+    shown: list[StepReport] = []
+    for goes_on in looks:
         steps = reader.run.steps
         while shown and (len(shown) > len(steps) or shown[-1] is not steps[len(shown) - 1]):
             shown.pop()  # the run went back
@@ -79,17 +84,6 @@ def _as_lines(reader: RunReader, console: Console, *, once: bool) -> bool:
             shown.append(step)
         if not goes_on:
             console.print(_state(reader.run, goes_on=False), markup=False, highlight=False)
-            return reader.run.has_ended
-        _pause()
-
-
-def _check(reader: RunReader, *, goes_on: bool) -> None:
-    if not reader.run.num_starts and not goes_on:
-        raise RunLogError(reader.run.directory, "its log has no start: it is empty, damaged, or no log of a run")
-
-
-def _pause() -> None:
-    Latch().wait(_BETWEEN_SECONDS)
 
 
 def show(run: Run, *, goes_on: bool) -> RenderableType:

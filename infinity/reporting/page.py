@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from infinity.planning.plan import Plan
-from infinity.planning.workload import of_record
 from infinity.reporting import charts
 from infinity.reporting.trace import last_step
-from infinity.reporting.verdict import Verdict, judge, steady_steps
+from infinity.reporting.verdict import Verdict, judge, known_plan, steady_steps
 from infinity.run_log import Run, read_run
 from infinity.telemetry.report import StepReport
 from swapper.volumes.publish import replacing
@@ -49,7 +48,8 @@ def render(run: Run) -> str:
     """The page as text."""
     from jinja2 import Environment, PackageLoader
 
-    plan = _plan(run)
+    known = known_plan(run)
+    plan = None if known is None else known[1]
     verdict = judge(run)
     steps = run.steps
     drawn = []
@@ -76,13 +76,6 @@ def render(run: Run) -> str:
         config=_json(run.start.get("config")),
         machine=_json(run.start.get("machine")),
     )
-
-
-def _plan(run: Run) -> Plan | None:
-    try:
-        return of_record(run.plan)[1]
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _accuracy(verdict: Verdict, run: Run) -> str:

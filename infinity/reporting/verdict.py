@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError
-from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
 from infinity.planning.workload import Workload, of_record
 from infinity.run_log import Run
@@ -76,7 +75,7 @@ def judge(run: Run) -> Verdict:
     bound_by = Counter(step.bound_by for step in steps).most_common(1)[0][0]
     total = sum(step.seconds for step in steps) or 1.0
     share = sum(_busy_seconds(step, bound_by) for step in steps) / total
-    known = _known(run)
+    known = known_plan(run)
     subject = _subject(bound_by, known)
     words = [f"{subject} bound this run: {share:.0%} of the step.".replace("%", " %")]
     measured = total / len(steps)
@@ -107,17 +106,13 @@ def alternatives(workload: Workload, plan: Plan) -> tuple[Alternative, ...]:
 def _with_two_drives(plan: Plan) -> Plan:
     """Stripes go to both, so each direction is twice as fast."""
     seen, speed = plan.seen_bytes_per_second, plan.bandwidth
+    if speed is not None:
+        names = ("read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second")
+        speed = dataclasses.replace(speed, **{name: 2 * getattr(speed, name) for name in names})
     return dataclasses.replace(
         plan,
         seen_bytes_per_second=None if seen is None else 2 * seen,
-        bandwidth=None
-        if speed is None
-        else dataclasses.replace(
-            speed,
-            read_bytes_per_second=2 * speed.read_bytes_per_second,
-            write_bytes_per_second=2 * speed.write_bytes_per_second,
-            mixed_bytes_per_second=2 * speed.mixed_bytes_per_second,
-        ),
+        bandwidth=speed,
     )
 
 
@@ -141,12 +136,8 @@ def _with_memory(workload: Workload, plan: Plan) -> list[tuple[str, Plan]]:
         except (BudgetTooSmallError, ConfigValueError):
             continue
         other = dataclasses.replace(workload, request=wanted)
-        found.append(
-            (
-                means,
-                other.predicted(dataclasses.replace(plan, placement=placement, host_budget_bytes=wanted.budget_bytes)),
-            )
-        )
+        placed = dataclasses.replace(plan, placement=placement, host_budget_bytes=wanted.budget_bytes)
+        found.append((means, other.predicted(placed)))
     return found
 
 
@@ -167,7 +158,8 @@ def _in_words(found: Sequence[Alternative]) -> str:
     return "; ".join([first_words, *(f"{each.means} {each.gain:.1f}x" for each in others)]) + "."
 
 
-def _known(run: Run) -> tuple[Workload, Plan] | None:
+def known_plan(run: Run) -> tuple[Workload, Plan] | None:
+    """What was trained, and its plan as it was known last; None if this version cannot read it."""
     try:
         return of_record(run.plan)
     except (KeyError, TypeError, ValueError):  # of another version
@@ -180,8 +172,7 @@ def _subject(bound_by: str, known: tuple[Workload, Plan] | None) -> str:
         if known is None:
             return what
         workload, plan = known
-        prediction: Prediction = workload.prediction(plan.placement)
-        kinds = prediction.kinds
+        kinds = workload.prediction(plan.placement).kinds
         column = 0 if bound_by == "read" else 1
         kind = max(kinds, key=lambda name: kinds[name][column])
         return f"{what} of {'the ' if kind == 'optimizer state' else ''}{kind}" if kinds[kind][column] else what

@@ -78,7 +78,7 @@ class Run:
         elif kind == "plan":
             self.plan = dict(record["plan"])
         elif kind == "step":
-            report = _report(record)
+            report = StepReport(**{name: _value(name, record[name]) for name in _FIELDS if name in record})
             self._forget_after(step - 1)
             self.steps.append(report)
             self.times.append(seconds)
@@ -199,11 +199,6 @@ def _time(value: Any) -> float:
     if not 0 <= value <= _LAST_TIME:
         raise ValueError(f"no time: {value!r}")
     return float(value)
-
-
-def _report(record: Mapping[str, Any]) -> StepReport:
-    values = {name: _value(name, record[name]) for name in _FIELDS if name in record}
-    return StepReport(**values)
 
 
 def _value(name: str, value: Any) -> Any:

@@ -4,6 +4,6 @@ from infinity.telemetry.clock import StepClock
 from infinity.telemetry.counters import DriveCounters
 from infinity.telemetry.recording import Recording
 from infinity.telemetry.report import StepReport
-from infinity.telemetry.reporter import Reporter, Settings, Sources
+from infinity.telemetry.reporter import Reporter, Sources
 
-__all__ = ["DriveCounters", "Recording", "Reporter", "Settings", "Sources", "StepClock", "StepReport"]
+__all__ = ["DriveCounters", "Recording", "Reporter", "Sources", "StepClock", "StepReport"]

@@ -19,15 +19,6 @@ from infinity.telemetry.timeline import Row, Span, StepSpan, Timeline
 from swapper.volumes.publish import replacing
 
 KEY = "infinity.timeline"
-_TITLES = {
-    Row.STEPS: "steps",
-    Row.COMPUTE: "compute",
-    Row.WAITING: "waiting",
-    Row.READS: "reads",
-    Row.WRITES: "writes",
-    Row.OPTIMIZER: "optimizer",
-    Row.COPIES: "copies",
-}
 
 
 def check_writable(path: Path) -> None:
@@ -71,36 +62,35 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     process = os.getpid()
     dropped = f" (the oldest {timeline.num_dropped} spans were dropped)" if timeline.num_dropped else ""
     yield _metadata("process_name", process, 0, {"name": f"infinity{dropped}"})
-    for row, title in _TITLES.items():
-        yield _metadata("thread_name", process, row + 1, {"name": title})
+    for row in Row:
+        yield _metadata("thread_name", process, row + 1, {"name": row.title})
         yield _metadata("thread_sort_index", process, row + 1, {"sort_index": row.value})
     zero = timeline.began_seconds
     for step in timeline.steps():
-        event = _event(
-            f"step {step.report.step}", process, Row.STEPS, step.begin_seconds - zero, step.end_seconds - zero
-        )
-        yield event | {"args": _step_arguments(step)}
+        yield _event(f"step {step.report.step}", process, Row.STEPS, step, zero, _step_arguments(step))
     for row, spans in timeline.spans().items():
         for span in spans:
-            event = _event(span.name, process, row, span.begin_seconds - zero, span.end_seconds - zero)
-            yield event | {"args": _arguments(span)}
+            yield _event(span.name, process, row, span, zero, _arguments(span))
 
 
 def _metadata(name: str, process: int, thread: int, arguments: dict[str, object]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": arguments}
 
 
-def _event(name: str, process: int, row: Row, begin_seconds: float, end_seconds: float) -> dict[str, Any]:
+def _event(
+    name: str, process: int, row: Row, span: Span | StepSpan, zero: float, arguments: dict[str, object]
+) -> dict[str, Any]:
     # Whole nanoseconds: rounded apart, a begin and a duration could end behind the next begin.
-    begin, end = round(begin_seconds * 1e9), round(end_seconds * 1e9)
+    begin, end = round((span.begin_seconds - zero) * 1e9), round((span.end_seconds - zero) * 1e9)
     return {
         "ph": "X",
         "name": name,
-        "cat": _TITLES[row],
+        "cat": row.title,
         "pid": process,
         "tid": row + 1,
         "ts": begin / 1e3,
         "dur": (end - begin) / 1e3,
+        "args": arguments,
     }
 
 
@@ -119,14 +109,11 @@ def _arguments(span: Span) -> dict[str, object]:
 
 def _step_arguments(step: StepSpan) -> dict[str, object]:
     report = step.report
+    is_number = report.loss is None or math.isfinite(report.loss)  # JSON has no NaN
+    shares = ("compute_share", "drive_busy_share", "read_busy_share", "write_busy_share")
     return {
-        "loss": report.loss
-        if report.loss is None or math.isfinite(report.loss)
-        else str(report.loss),  # JSON has no NaN
-        "compute_share": round(report.compute_share, 4),
-        "drive_busy_share": round(report.drive_busy_share, 4),
-        "read_busy_share": round(report.read_busy_share, 4),
-        "write_busy_share": round(report.write_busy_share, 4),
+        "loss": report.loss if is_number else str(report.loss),
+        **{name: round(getattr(report, name), 4) for name in shares},
         "read_bytes": report.read_bytes,
         "write_bytes": report.write_bytes,
         "bound_by": report.bound_by,

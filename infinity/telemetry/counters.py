@@ -17,10 +17,4 @@ class DriveCounters:
 
     def since(self, before: DriveCounters) -> DriveCounters:
         """What happened between two snapshots."""
-        return DriveCounters(
-            self.read_bytes - before.read_bytes,
-            self.write_bytes - before.write_bytes,
-            self.read_busy_seconds - before.read_busy_seconds,
-            self.write_busy_seconds - before.write_busy_seconds,
-            self.busy_seconds - before.busy_seconds,
-        )
+        return DriveCounters(**{name: now - getattr(before, name) for name, now in vars(self).items()})

@@ -46,24 +46,6 @@ class Sources:
     num_processes: int = 1
 
 
-@dataclass(frozen=True)
-class Settings:
-    """With what a step was made.
-
-    Attributes:
-        lr: learning rate of each parameter group.
-        loss_scale: 1 without scaling.
-        num_samples: what the config says of all processes together; None if it leaves that to the data.
-    """
-
-    lr: tuple[float, ...] = ()
-    loss_scale: float = 1.0
-    num_samples: int | None = None
-
-
-_UNKNOWN = Settings()
-
-
 class Reporter:
     """Collects losses, seconds and bytes between two steps. Must not know where they come from."""
 
@@ -126,12 +108,22 @@ class Reporter:
         self._sizes.clear()
 
     def end_step(
-        self, step: int, grad_norm: float | None, settings: Settings = _UNKNOWN, *, is_skipped: bool = False
+        self,
+        step: int,
+        grad_norm: float | None,
+        *,
+        lr: tuple[float, ...] = (),
+        loss_scale: float = 1.0,
+        num_samples: int | None = None,
+        is_skipped: bool = False,
     ) -> StepReport:
-        """The report of the step that ends now, which is the ``step``-th."""
+        """The report of the step that ends now, which is the ``step``-th; see `StepReport`.
+
+        ``num_samples``: what the config says of all processes together; None if it leaves that to the data.
+        """
         self._settle()
         phases = dict(self._clock.phase_seconds)
-        num_samples, num_tokens = self._sizes_of_step()
+        seen_samples, num_tokens = self._sizes_of_step()
         host_bytes, host_peak_bytes, device_peak_bytes = self._sources.memory()
         began, waited = self._clock.began_seconds, dict(self._clock.waited_seconds)
         compute_busy_seconds, copy_busy_seconds = self._clock.compute_seconds, self._copy_seconds
@@ -173,9 +165,9 @@ class Reporter:
             forward_seconds=phases["forward"],
             backward_seconds=phases["backward"],
             update_seconds=phases["step"],
-            lr=settings.lr,
-            loss_scale=settings.loss_scale,
-            num_samples=num_samples if settings.num_samples is None else settings.num_samples,
+            lr=lr,
+            loss_scale=loss_scale,
+            num_samples=seen_samples if num_samples is None else num_samples,
             num_tokens=num_tokens,
             host_bytes=host_bytes,
             host_peak_bytes=host_peak_bytes,

@@ -36,6 +36,11 @@ class Row(IntEnum):
     OPTIMIZER = 5
     COPIES = 6
 
+    @property
+    def title(self) -> str:
+        """What traces call it."""
+        return self.name.lower()
+
 
 @dataclass(frozen=True)
 class Span:

@@ -40,9 +40,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from infinity.errors import ForkedError, TurnError
 from infinity.threads.frames import is_alive, is_in, position
@@ -104,21 +105,20 @@ def guard(function: Callable[..., Any]) -> Any:
     return property(functools.partial(getattr, _part, "torch_function"))
 
 
+@dataclass(eq=False)
 class _Ticket:
     """Stands for a thread that waits."""
 
-    def __init__(self, thread: int, reads: bool) -> None:
-        self.thread = thread
-        self.reads = reads
+    thread: int
+    reads: bool
 
 
-class _Share:
+class _Share(NamedTuple):
     """What a thread has in a turn, its own or another's."""
 
-    def __init__(self, part: dict[str, Any], inside: CodeType | None) -> None:
-        self.part = part
-        self.inside = inside
-        """The code of the function that it lasts as long as; None: for what ends it in any case."""
+    part: dict[str, Any]
+    inside: CodeType | None
+    """The code of the function that it lasts as long as; None: for what ends it in any case."""
 
 
 def _end_shares(shares: dict[int, _Share], turn: int) -> None:

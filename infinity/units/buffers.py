@@ -11,7 +11,7 @@ the parameters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,14 @@ Place = tuple[nn.Module, str, torch.Tensor | None]
 def buffers_of(model: nn.Module) -> list[Place]:
     """All buffers as they are."""
     return [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+
+
+def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """FQN and value of those that a state dict has; ``remove_duplicate``: of a module that is there twice, under one name."""
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def restore_buffers(buffers: Sequence[Place]) -> None:

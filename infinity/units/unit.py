@@ -18,7 +18,7 @@ from infinity.threads.interrupts import surely
 from infinity.torch_internals.foreign_writes import plain_address
 from infinity.torch_internals.modes import outside_modes
 from infinity.torch_internals.names import as_plain, with_lazy_bits
-from infinity.units.layout import ParameterSpec, Slot, UnitLayout
+from infinity.units.layout import Chunk, ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
 from infinity.units.unit_state import UNIT_MOVES, UnitState
 
@@ -259,6 +259,12 @@ class Unit:
         if self.flat is None:
             raise RuntimeError(f"unit {self.name} is paged out")
         return self.view(self.flat.tensor(), slot)
+
+    def weights_of(self, chunk: Chunk) -> torch.Tensor:
+        """A chunk's model weights: a view of the flat buffer, which must hold the weights."""
+        if self.flat is None:
+            raise RuntimeError(f"unit {self.name} is paged out")
+        return self.trainable_view(self.flat.tensor())[chunk.start : chunk.stop]
 
     def trainable_view(self, base: torch.Tensor) -> torch.Tensor:
         """The trainable segment inside ``base``: 1-D, compute dtype, padding included."""

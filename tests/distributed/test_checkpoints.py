@@ -330,10 +330,10 @@ def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
             ranks, meetings = world(), []
             meet = ranks.meet
 
-            def slow(*args: Any) -> None:
+            def slow(*args: Any) -> int:
                 before = len(meetings)
                 wait_until(lambda: len(meetings) > before + 20)
-                write(*args)
+                return write(*args)
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ranks, "meet", lambda *args: (meet(*args), meetings.append(args))[0])

@@ -297,7 +297,7 @@ def test_going_back_makes_whole_what_a_load_has_left_in_parts(tmp_path: Path) ->
         _steps(engine, 1)
         engine.save_checkpoint(tmp_path / "saved")
         damaged = Checkpoint.open(tmp_path / "saved").of("parameters")["first.weight"]
-        path = damaged.folder / damaged.array.path / damaged.array.spec.file_name
+        path = damaged.folder / damaged.path / damaged.file_name
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)

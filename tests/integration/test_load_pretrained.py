@@ -25,7 +25,6 @@ from tests.small_transformers import MODELS, SMALL, assert_equal, make
 def large_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tensors of these models are large."""
     monkeypatch.setattr("infinity.device.drive_tensors.LEAST_BYTES", 64)
-    monkeypatch.setattr("infinity.loading.load_pretrained.LEAST_BYTES", 64)
 
 
 @pytest.fixture

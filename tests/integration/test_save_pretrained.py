@@ -55,7 +55,7 @@ def _assert_same_files(ours: Path, theirs: Path) -> None:
 def test_files_are_those_that_transformers_writes(
     name: str, precision: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.checkpoint.original_names.LEAST_BYTES", 64)
+    monkeypatch.setattr("infinity.device.drive_tensors.LEAST_BYTES", 64)
     torch.manual_seed(0)
     model = MODELS[name]()
     model.save_pretrained(tmp_path / "fp32")

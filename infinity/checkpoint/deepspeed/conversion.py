@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.arrays import ArraySpec
-from infinity.checkpoint.deepspeed.contents import Contents
-from infinity.checkpoint.deepspeed.files import Files, find
+from infinity.checkpoint.deepspeed.files import find
 from infinity.checkpoint.deepspeed.model_states import ModelStates
 from infinity.checkpoint.deepspeed.optimizer_states import OptimizerStates, loss_scale_of
 from infinity.checkpoint.deepspeed.pickles import check
@@ -72,36 +70,6 @@ def convert(
     total = sum(path.stat().st_size for path in files.all)
     for path in files.all:
         check(path, lambda done: progress("Checking", done, total))
-    contents, model = _read(files, skips_unknown=skips_unknown)
-    target, name = Path(target), files.folder.resolve().name
-    if (target / name).exists():
-        raise CheckpointError(
-            target / name, "it is there already, and is not replaced", cure="Give another directory to write to"
-        )
-    specs = [ArraySpec.of(each.group, each.fqn, each.kind, each.shape, each.dtype) for each in contents.tensors]
-    num_bytes = sum(each.num_bytes for each in contents.tensors)
-    with writing(target, name, specs, is_latest=True) as saved:
-        for each, spec in zip(contents.tensors, specs, strict=True):
-            writer = saved.open_array(spec)
-            for piece in each.pieces:
-                for start in range(0, piece.numel(), _PART_NUMEL):
-                    part = piece[start : start + _PART_NUMEL].to(each.dtype).contiguous()
-                    writer.write(part)
-                    progress("Writing", part.numel() * each.dtype.itemsize, num_bytes)
-            writer.finish()
-        saved.write_rest(_rest(contents))
-    return Converted(
-        files.folder,
-        target / name,
-        len(specs),
-        num_bytes,
-        model.version,
-        model.num_steps,
-        list(contents.left_out),
-    )
-
-
-def _read(files: Files, *, skips_unknown: bool) -> tuple[Contents, ModelStates]:
     model = ModelStates(files.model, skips_unknown=skips_unknown)
     states: OptimizerStates | UniversalStates
     if files.universal is not None:
@@ -110,35 +78,49 @@ def _read(files: Files, *, skips_unknown: bool) -> tuple[Contents, ModelStates]:
         states = OptimizerStates(files.optimizer, model, skips_unknown=skips_unknown)
     trained, scalars = states.tensors()
     client_state, left_out = model.client_state()
-    counters = {**model.counters(), "loss_scale": loss_scale_of(states.scaler)}
-    tensors = [*trained, *model.fixed_tensors()]
-    contents = Contents(
-        tensors, states.groups(), scalars, model.lr_scheduler, counters, client_state, left_out, model.tied
-    )
-    return contents, model
-
-
-def _rest(contents: Contents) -> Mapping[str, Any]:
-    """All that is no large tensor, see the format's description."""
-    names: dict[int, str] = {}
-    groups = []
-    for group in contents.groups:
-        ids = list(range(len(names), len(names) + len(group.fqns)))
-        names.update(zip(ids, group.fqns, strict=True))
-        groups.append({**group.settings, "params": ids})
-    states = [[key, fqn, dict(contents.scalars[fqn])] for key, fqn in names.items() if fqn in contents.scalars]
     rest = {
-        "client_state": dict(contents.client_state),
-        "param_groups": groups,
-        "states": states,
+        "client_state": client_state,
+        "counters": {**model.counters(), "loss_scale": loss_scale_of(states.scaler)},
+        TIED: model.tied,
+        **_of_optimizer(states.groups(), scalars),
+    }
+    if model.lr_scheduler is not None:
+        rest["lr_scheduler"] = dict(model.lr_scheduler)
+    tensors = [*trained, *model.fixed_tensors()]
+    target, name = Path(target), files.folder.resolve().name
+    if (target / name).exists():
+        raise CheckpointError(
+            target / name, "it is there already, and is not replaced", cure="Give another directory to write to"
+        )
+    specs = [each.spec for each in tensors]
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    with writing(target, name, specs, is_latest=True) as saved:
+        for each in tensors:
+            writer = saved.open_array(each.spec)
+            for piece in each.pieces:
+                for start in range(0, piece.numel(), _PART_NUMEL):
+                    part = piece[start : start + _PART_NUMEL].to(each.spec.dtype).contiguous()
+                    writer.write(part)
+                    progress("Writing", part.nbytes, num_bytes)
+        saved.write_rest(rest)
+    return Converted(files.folder, target / name, len(specs), num_bytes, model.version, model.num_steps, left_out)
+
+
+def _of_optimizer(groups: Sequence[Mapping[str, Any]], scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What is no large tensor, see the format's description.
+
+    Args:
+        groups: whose members are FQNs.
+        scalars: FQN of a trained parameter with states -> those that are one number.
+    """
+    names = dict(enumerate(fqn for group in groups for fqn in group["params"]))
+    ids = iter(names)
+    return {
+        "param_groups": [{**group, "params": [next(ids) for _ in group["params"]]} for group in groups],
+        "states": [[key, fqn, dict(scalars[fqn])] for key, fqn in names.items() if fqn in scalars],
         "others": {},
         "names": names,
-        "counters": dict(contents.counters),
-        TIED: dict(contents.tied),
     }
-    if contents.lr_scheduler is not None:
-        rest["lr_scheduler"] = dict(contents.lr_scheduler)
-    return rest
 
 
 __all__ = ["Converted", "Progress", "convert"]

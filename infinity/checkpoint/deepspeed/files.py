@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.checkpoint.deepspeed.contents import COPY_ALL, ONE_STATE_DICT
 from infinity.errors import CheckpointError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -14,7 +15,6 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_state
 _UNIVERSAL = "zero"
 _STATE = "optimizer_state.pt"
 _LATEST = ("latest", "latest_universal")
-_WHOLE = "Copy the whole checkpoint, the files of all ranks"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def find(directory: Path, tag: str | None = None) -> Files:
             "infinity.load_pretrained",
         )
     if not model:
-        raise CheckpointError(folder, "it has no file '..._model_states.pt'", cure=_WHOLE)
+        raise CheckpointError(folder, "it has no file '..._model_states.pt'", cure=COPY_ALL)
     return Files(folder, _complete(folder, model), _complete(folder, optimizer), None)
 
 
@@ -117,9 +117,7 @@ def _refuse_parallel(folder: Path, names: Sequence[str]) -> None:
             kind = "tensor or pipeline parallelism"
         if kind is not None:
             raise CheckpointError(
-                folder / name,
-                f"it belongs to a model that was divided by {kind}",
-                cure="Save the weights with DeepSpeed's own tools as one state dict, and load that",
+                folder / name, f"it belongs to a model that was divided by {kind}", cure=ONE_STATE_DICT
             )
 
 
@@ -143,7 +141,9 @@ def _complete(folder: Path, by_rank: dict[int, Path]) -> list[Path]:
     missing = [rank for rank in range(max(by_rank, default=-1) + 1) if rank not in by_rank]
     if missing or not by_rank:
         example = next(iter(by_rank.values())).name if by_rank else "..._model_states.pt"
-        raise CheckpointError(folder, f"files of ranks {missing} are missing, such as '{example}' is one", cure=_WHOLE)
+        raise CheckpointError(
+            folder, f"files of ranks {missing} are missing, such as '{example}' is one", cure=COPY_ALL
+        )
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.deepspeed.contents import FoundTensor
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec
+from infinity.checkpoint.deepspeed.contents import OF_DEEPSPEED, OF_ONE_SAVE, ONE_STATE_DICT, FoundTensor
 from infinity.checkpoint.deepspeed.pickles import read, without_records
 from infinity.errors import CheckpointError
 
@@ -41,7 +42,6 @@ _OWN = frozenset(
     ]
 )
 _NOT_TAKEN = {"data_sampler": "the state of curriculum learning", "random_ltd": "the state of random-LTD"}
-_WEIGHT = "weight"
 
 
 class ModelStates:
@@ -51,6 +51,9 @@ class ModelStates:
         shapes: of the trained parameters, as the optimizer's states have them: one mapping for each of its flat tensors.
         ds_config: the configuration of the run; empty if the checkpoint has none.
         version: DeepSpeed's.
+        num_ranks: how many files there are: 1, or in stage 3 the world size.
+        num_steps: of the training so far.
+        tied: further FQN of a parameter -> the one that has the tensor.
     """
 
     def __init__(self, paths: Sequence[Path], *, skips_unknown: bool) -> None:
@@ -60,33 +63,18 @@ class ModelStates:
         """
         self._paths = paths
         self._ranks: list[dict[str, Any]] = [_read(path, skips_unknown=skips_unknown) for path in paths]
-        first = self._first
+        self._first = first = self._ranks[0]
         shapes: Sequence[Mapping[str, Sequence[int]]] = first["param_shapes"]
         self.shapes = [{fqn: tuple(shape) for fqn, shape in each.items()} for each in shapes]
         self.ds_config: Mapping[str, Any] = first.get("ds_config") or {}
         self.version = str(first.get("ds_version"))
+        self.num_ranks = len(paths)
+        self.num_steps = int(first["global_steps"])
+        self.tied = {str(fqn): str(of) for fqn, of in (first.get("shared_params") or {}).items()}
         for path, other in zip(paths, self._ranks, strict=True):
             for key in ("param_shapes", "global_steps", "ds_version"):
                 if other.get(key) != first.get(key):
-                    raise CheckpointError(
-                        path,
-                        f"its '{key}' is not that of '{paths[0].name}'",
-                        cure="Take the files of all ranks from one and the same save_checkpoint",
-                    )
-
-    @property
-    def _first(self) -> dict[str, Any]:
-        return self._ranks[0]
-
-    @property
-    def num_ranks(self) -> int:
-        """How many files there are: 1, or in stage 3 the world size."""
-        return len(self._ranks)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the training so far."""
-        return int(self._first["global_steps"])
+                    raise CheckpointError(path, f"its '{key}' is not that of '{paths[0].name}'", cure=OF_ONE_SAVE)
 
     @property
     def lr_scheduler(self) -> Mapping[str, Any] | None:
@@ -117,11 +105,6 @@ class ModelStates:
         left_out += [what for key, what in _NOT_TAKEN.items() if self._first.get(key) is not None]
         return kept, left_out
 
-    @property
-    def tied(self) -> dict[str, str]:
-        """Further FQN of a parameter -> the one that has the tensor."""
-        return {str(fqn): str(first) for fqn, first in (self._first.get("shared_params") or {}).items()}
-
     def fixed_tensors(self) -> list[FoundTensor]:
         """Buffers and frozen parameters."""
         module, first = self._first["module"], self._first
@@ -131,19 +114,13 @@ class ModelStates:
             )
         buffers = set(first["buffer_names"])
         trained = {fqn for each in self.shapes for fqn in each}
-        found = [
-            FoundTensor("buffers", fqn, _WEIGHT, tuple(value.shape), value.dtype, [value.reshape(-1)])
-            for fqn, value in module.items()
-            if fqn in buffers
-        ]
+        found = [FoundTensor.whole("buffers", fqn, WEIGHT, value) for fqn, value in module.items() if fqn in buffers]
         frozen: Mapping[str, Sequence[int]] = first.get("frozen_param_shapes") or {}
-        for fqn, shape in frozen.items():
-            found.append(self._frozen(fqn, tuple(shape)))
+        found += [self._frozen(fqn, tuple(shape)) for fqn, shape in frozen.items()]
+        known = {*buffers, *self.tied, *trained, *frozen}
         for fqn, value in module.items():
-            is_other = fqn not in buffers and fqn not in self.tied and fqn not in trained and fqn not in frozen
-            if is_other and isinstance(value, torch.Tensor) and self.num_ranks == 1 and value.numel():
-                pieces = [value.reshape(-1)]
-                found.append(FoundTensor("parameters", fqn, _WEIGHT, tuple(value.shape), value.dtype, pieces))
+            if fqn not in known and isinstance(value, torch.Tensor) and self.num_ranks == 1 and value.numel():
+                found.append(FoundTensor.whole("parameters", fqn, WEIGHT, value))
         return found
 
     def _frozen(self, fqn: str, shape: tuple[int, ...]) -> FoundTensor:
@@ -161,13 +138,13 @@ class ModelStates:
             raise CheckpointError(
                 self._paths[-1], f"the parts of the frozen parameter '{fqn}' have {left} elements less than {shape}"
             )
-        return FoundTensor("parameters", fqn, _WEIGHT, shape, pieces[0].dtype, pieces)
+        return FoundTensor(ArraySpec.of("parameters", fqn, WEIGHT, shape, pieces[0].dtype), pieces)
 
 
 def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
     found = read(path, skips_unknown=skips_unknown)
     if not isinstance(found, dict) or "module" not in found or "buffer_names" not in found:
-        raise CheckpointError(path, "it holds no states of a model", cure="Give a checkpoint that DeepSpeed wrote")
+        raise CheckpointError(path, "it holds no states of a model", cure=OF_DEEPSPEED)
     for key in ("ds_autoep_layers", "autoep_layers", "num_experts"):
         if found.get(key):
             raise CheckpointError(path, "it is of a mixture of experts (MoE)", cure="There is no way to take it over")
@@ -176,7 +153,7 @@ def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
         raise CheckpointError(
             path,
             f"its model was divided by tensor or pipeline parallelism: {dict(dimensions)}",
-            cure="Save the weights with DeepSpeed's own tools as one state dict, and load that",
+            cure=ONE_STATE_DICT,
         )
     if found.get("param_shapes") is None:
         raise CheckpointError(

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.deepspeed.contents import FoundGroup, FoundTensor
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec
+from infinity.checkpoint.deepspeed.contents import COPY_ALL, OF_DEEPSPEED, OF_ONE_SAVE, ONLY_WEIGHTS, FoundTensor
 from infinity.checkpoint.deepspeed.model_states import ModelStates
 from infinity.checkpoint.deepspeed.pickles import Record, read
 from infinity.errors import CheckpointError
 
-WEIGHT = "weight"
 _MECHANICS = frozenset(["params", "step", "foreach", "fused", "capturable", "differentiable", "bias_correction"])
 """Of a group: what it consists of, and how a device is to compute; no hyperparameters."""
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
@@ -39,6 +39,8 @@ class OptimizerStates:
         """
         self._paths, self._model = paths, model
         self._ranks = [_read(path, skips_unknown=skips_unknown) for path in paths]
+        self.scaler = self._ranks[0].get("loss_scaler")
+        """DeepSpeed's loss scaler, or None."""
         self.stage = stage_of(paths[0], self._ranks[0], model.ds_config)
         check_optimizer(paths[0], model.ds_config)
         for path, rank in zip(paths, self._ranks, strict=True):
@@ -56,7 +58,7 @@ class OptimizerStates:
                 paths[0].parent,
                 f"it was saved by {num_ranks} ranks, and has optimizer states of {len(paths)}"
                 + (f" and model states of {model.num_ranks}" if self.stage == 3 else ""),
-                cure="Copy the whole checkpoint, the files of all ranks",
+                cure=COPY_ALL,
             )
         if self._ranks[0].get("ds_zero_partition_groups") is not None:
             raise CheckpointError(
@@ -64,17 +66,12 @@ class OptimizerStates:
             )
 
     @property
-    def scaler(self) -> Any:
-        """The loss scaler, or None."""
-        return self._ranks[0].get("loss_scaler")
-
-    @property
     def _groups(self) -> Sequence[Mapping[str, Any]]:
         found: Sequence[Mapping[str, Any]] = self._base(self._ranks[0], self._paths[0])["param_groups"]
         return found
 
-    def groups(self) -> list[FoundGroup]:
-        """Hyperparameters, and whose they are."""
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters, and whose they are; see `groups_of`."""
         return groups_of(self._paths[0], self._groups, self._model.shapes)
 
     def tensors(self) -> tuple[list[FoundTensor], dict[str, dict[str, Any]]]:
@@ -93,16 +90,13 @@ class OptimizerStates:
                         if not _is_flat(values):
                             continue
                         if start < 0 or start + numel > flat.numel():
-                            raise CheckpointError(
-                                path,
-                                f"'{fqn}' would end at element {start + numel} of {flat.numel()}",
-                                cure="Take the files of all ranks from one and the same save_checkpoint",
-                            )
+                            problem = f"'{fqn}' would end at element {start + numel} of {flat.numel()}"
+                            raise CheckpointError(path, problem, cure=OF_ONE_SAVE)
                         if start + numel > values.numel():  # stages 1 and 2 leave out what fills up the last one
                             raise CheckpointError(
                                 path,
                                 f"its optimizer keeps '{kind}', which is not one number per element (an 8-bit one?)",
-                                cure="Load the weights alone, with infinity.load_pretrained",
+                                cure=ONLY_WEIGHTS,
                             )
                         pieces.setdefault((fqn, kind), []).append(values[start : start + numel])
                     if state:
@@ -116,20 +110,16 @@ class OptimizerStates:
             raise CheckpointError(
                 self._paths[0].parent,
                 f"'{fqn}' ({kind}) has {numel} elements in the files of all ranks, not {shape}",
-                cure="Take the files of all ranks from one and the same save_checkpoint",
+                cure=OF_ONE_SAVE,
             )
-        return FoundTensor("parameters", fqn, kind, shape, torch.float32, pieces)
+        return FoundTensor(ArraySpec.of("parameters", fqn, kind, shape, torch.float32), pieces)
 
     def _check_scalars(self, path: Path, fqn: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         if {name: float(each) for name, each in first.items()} != {name: float(each) for name, each in other.items()}:
             self._disagree(path, f"what it has of '{fqn}' besides tensors ({dict(other)}) is")
 
     def _disagree(self, path: Path, what: str) -> None:
-        raise CheckpointError(
-            path,
-            f"{what} not that of '{self._paths[0].name}'",
-            cure="Take the files of all ranks from one and the same save_checkpoint",
-        )
+        raise CheckpointError(path, f"{what} not that of '{self._paths[0].name}'", cure=OF_ONE_SAVE)
 
     def _base(self, rank: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
         base = rank.get(_KEY if self.stage == 3 else "base_optimizer_state")
@@ -152,7 +142,7 @@ class OptimizerStates:
                 path,
                 f"it has {len(flats) if isinstance(flats, list) else 'no'} flat tensors of fp32 weights and "
                 f"{len(ids)} of states, where the model's file names {len(self._model.shapes)}",
-                cure="Take the files of all ranks from one and the same save_checkpoint",
+                cure=OF_ONE_SAVE,
             )
         for index, (flat, key) in enumerate(zip(flats, ids, strict=True)):
             state = _settled(base["param_groups"], key, base["state"].get(key, {}))
@@ -189,8 +179,13 @@ class OptimizerStates:
 
 def groups_of(
     path: Path, groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Sequence[int]]]
-) -> list[FoundGroup]:
-    """Groups of the base optimizer, whose members stand for one mapping of ``shapes`` each.
+) -> list[dict[str, Any]]:
+    """Groups with the FQNs of their parameters as "params", out of those of the base optimizer.
+
+    Args:
+        path: of the file, for messages.
+        groups: the base optimizer's; each of their members stands for one mapping of ``shapes``.
+        shapes: see `ModelStates`.
 
     Raises:
         CheckpointError: they are not as many, or Adam's moments are not corrected as torch does.
@@ -200,7 +195,7 @@ def groups_of(
         raise CheckpointError(
             path,
             f"its groups have {len(ids)} flat tensors, and the model's file names {len(shapes)}",
-            cure="Take the files of all ranks from one and the same save_checkpoint",
+            cure=OF_ONE_SAVE,
         )
     found = []
     for group in groups:
@@ -211,7 +206,7 @@ def groups_of(
                 cure="Load its weights alone: the states of such an Adam are not converted",
             )
         settings = {name: value for name, value in group.items() if name not in _MECHANICS}
-        found.append(FoundGroup(settings, [fqn for key in group["params"] for fqn in shapes[key]]))
+        found.append({**settings, "params": [fqn for key in group["params"] for fqn in shapes[key]]})
     return found
 
 
@@ -257,7 +252,7 @@ def _one_bit(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
         path,
         f"its optimizer, {name}, compresses gradients, and keeps their errors",
-        cure="Load the weights alone, with infinity.load_pretrained",
+        cure=ONLY_WEIGHTS,
     )
 
 
@@ -281,8 +276,8 @@ def _read(path: Path, *, skips_unknown: bool) -> Mapping[str, Any]:
     found = read(path, skips_unknown=skips_unknown)
     states = found.get(_KEY) if isinstance(found, dict) else None
     if not isinstance(states, dict):
-        raise CheckpointError(path, "it holds no optimizer's states", cure="Give a checkpoint that DeepSpeed wrote")
+        raise CheckpointError(path, "it holds no optimizer's states", cure=OF_DEEPSPEED)
     return states
 
 
-__all__ = ["WEIGHT", "OptimizerStates", "check_optimizer", "groups_of", "loss_scale_of", "stage_of"]
+__all__ = ["OptimizerStates", "check_optimizer", "groups_of", "loss_scale_of", "stage_of"]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from infinity.checkpoint.deepspeed.contents import COPY_ALL
 from infinity.errors import CheckpointError
 
 _OWN = "deepspeed."
@@ -63,7 +64,7 @@ def read(path: Path, *, skips_unknown: bool = False) -> Any:
         CheckpointError: it is truncated, no such file, or names classes that are not DeepSpeed's.
     """
     if not path.is_file():
-        raise CheckpointError(path, "it is missing", cure="Copy the whole checkpoint, the files of all ranks")
+        raise CheckpointError(path, "it is missing", cure=COPY_ALL)
     try:
         names = sorted(get_unsafe_globals_in_checkpoint(str(path)))
     except Exception as error:  # torch raises several kinds

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.deepspeed.contents import FoundGroup, FoundTensor
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec
+from infinity.checkpoint.deepspeed.contents import FoundTensor
 from infinity.checkpoint.deepspeed.model_states import ModelStates
-from infinity.checkpoint.deepspeed.optimizer_states import WEIGHT, check_optimizer, groups_of
+from infinity.checkpoint.deepspeed.optimizer_states import check_optimizer, groups_of
 from infinity.checkpoint.deepspeed.pickles import read
 from infinity.errors import CheckpointError
 
@@ -39,14 +40,11 @@ class UniversalStates:
         if not isinstance(found, dict) or "param_groups" not in found:
             raise CheckpointError(states, "it has no groups of an optimizer", cure=_CURE)
         self._states: Mapping[str, Any] = found
+        self.scaler = found.get("loss_scaler")
+        """DeepSpeed's loss scaler, or None."""
 
-    @property
-    def scaler(self) -> Any:
-        """The loss scaler, or None."""
-        return self._states.get("loss_scaler")
-
-    def groups(self) -> list[FoundGroup]:
-        """Hyperparameters, and whose they are."""
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters, and whose they are; see `groups_of`."""
         return groups_of(self._path, self._states["param_groups"], self._model.shapes)
 
     def tensors(self) -> tuple[list[FoundTensor], dict[str, dict[str, Any]]]:
@@ -79,7 +77,7 @@ class UniversalStates:
         if not isinstance(value, torch.Tensor) or value.numel() != math.prod(shape):
             what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CheckpointError(path, f"it holds {what}, and '{fqn}' has shape {shape}", cure=_CURE)
-        return FoundTensor("parameters", fqn, kind, shape, torch.float32, [value.reshape(-1)])
+        return FoundTensor(ArraySpec.of("parameters", fqn, kind, shape, torch.float32), [value.reshape(-1)])
 
     def _step(self, index: int) -> dict[str, Any]:
         """Of stage 3, the files of parameters have no step."""

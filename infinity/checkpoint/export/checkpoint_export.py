@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.original_names import original_entries
-from infinity.checkpoint.safetensors_export import cut, save_configs, told_of, write_shards
+from infinity.checkpoint.safetensors_export import cut, file_bytes, save_configs, told_of, write_shards
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
-from infinity.errors import CheckpointError, UnsupportedModelError
+from infinity.errors import CheckpointError, UnsupportedModelError, listed
 from swapper.volumes.publish import Staging
 
 
@@ -71,7 +71,7 @@ class CheckpointExport:
         entries = [self._entry(names[fqn], saved, is_cast=True) for fqn, saved in parameters.items()]
         entries += [self._entry(names[fqn], saved, is_cast=False) for fqn, saved in buffers.items()]
         self._entries = original_entries(self._model, entries, [directory])
-        self.num_bytes = sum(entry.num_bytes * len(entry.names) for entry in self._entries)
+        self.num_bytes = sum(map(file_bytes, self._entries))
 
     def write(self, max_shard_bytes: int, note: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Write it; all files appear at once, when they are whole and on the drive.
@@ -84,7 +84,7 @@ class CheckpointExport:
             CheckpointError: something in the checkpoint is damaged; nothing has changed in the directory.
             StorageError: the directory cannot take it; what was there before is still there.
         """
-        shards = cut(self._entries, max_shard_bytes)
+        shards = cut(self._entries, max_shard_bytes, file_bytes)
         with told_of(self._directory, self.num_bytes):
             write_shards(shards, self._directory, "model", self._configs, has_index=len(shards) > 1, note=note)
 
@@ -99,11 +99,7 @@ class CheckpointExport:
             return (part for _, part in saved.parts())
 
         def value(given: Any) -> torch.Tensor:
-            whole = DriveTensors([self._directory]).empty(saved.shape, saved.dtype)
-            flat = whole.view(-1)
-            for start, part in saved.parts():
-                flat[start : start + part.numel()].copy_(part)
-            return whole
+            return saved.read(into=DriveTensors([self._directory]).empty(saved.shape, saved.dtype))
 
         dtype = self._dtype if self._dtype is not None and is_cast and saved.dtype.is_floating_point else saved.dtype
         return Entry(names, saved.shape, dtype, contextlib.nullcontext, value, parts)
@@ -146,10 +142,9 @@ def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor
         f"'{name}' is missing" for name, _ in model.named_parameters() if name not in {*saved, *names.values()}
     ]
     if problems:
-        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise CheckpointError(
             checkpoint.folder,
-            f"it is not of the model that the config describes ({type(model).__name__}): {'; '.join(problems[:4])}{more}",
+            f"it is not of the model that the config describes ({type(model).__name__}): {listed(problems, '; ')}",
             cure="Name the config of the model that was trained",
         )
     return names

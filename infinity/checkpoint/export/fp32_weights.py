@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.export.checkpoint_export import CheckpointExport
+from infinity.checkpoint.safetensors_export import cut
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigValueError
@@ -120,14 +120,17 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         CheckpointExport(Checkpoint.open(checkpoint_dir, tag), output, dtype=torch.float32).write(limit)
         return
     output.mkdir(parents=True, exist_ok=True)
-    shards = list(_shards(lazy, limit))
+    tied: dict[LazyTensor, list[str]] = {}  # what is tied comes together, and counts once
+    for fqn, tensor in lazy.items():
+        tied.setdefault(tensor, []).append(fqn)
+    shards = [[fqn for tensor in shard for fqn in tied[tensor]] for shard in cut(tied, limit, _num_bytes)]
     names = [f"pytorch_model-{number:05}-of-{len(shards):05}.bin" for number in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else ["pytorch_model.bin"]
     for name, shard in zip(names, shards, strict=True):
         torch.save(_read({fqn: lazy[fqn] for fqn in shard}), output / name)
     if len(names) > 1:
         found = {fqn: name for name, shard in zip(names, shards, strict=True) for fqn in shard}
-        index = {"metadata": {"total_size": sum(map(_num_bytes, dict.fromkeys(lazy.values())))}, "weight_map": found}
+        index = {"metadata": {"total_size": sum(map(_num_bytes, tied))}, "weight_map": found}
         (output / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
@@ -171,23 +174,6 @@ def _read(lazy: dict[str, LazyTensor]) -> dict[str, torch.Tensor]:
 
 def _num_bytes(tensor: LazyTensor) -> int:
     return tensor.shape.numel() * tensor.dtype.itemsize
-
-
-def _shards(tensors: dict[str, LazyTensor], limit_bytes: int) -> Iterator[list[str]]:
-    """Names of the tensors in each file. What is tied comes together, and counts once."""
-    names: dict[LazyTensor, list[str]] = {}
-    for fqn, tensor in tensors.items():
-        names.setdefault(tensor, []).append(fqn)
-    shard: list[str] = []
-    used = 0
-    for tensor, tied in names.items():
-        num_bytes = _num_bytes(tensor)
-        if shard and used + num_bytes > limit_bytes:
-            yield shard
-            shard, used = [], 0
-        shard += tied
-        used += num_bytes
-    yield shard
 
 
 __all__ = [

@@ -38,9 +38,7 @@ def saved(tmp_path: Path) -> Path:
     for tag in ("first", "second"):
         with writing(tmp_path / "saved", tag, specs, is_latest=True) as files:
             for spec in specs:
-                writer = files.open_array(spec)
-                writer.write(torch.arange(2100, dtype=torch.float32))
-                writer.finish()
+                files.open_array(spec).write(torch.arange(2100, dtype=torch.float32))
             files.write_rest(rest)
     return tmp_path / "saved"
 

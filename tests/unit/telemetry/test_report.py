@@ -12,7 +12,7 @@ import torch
 import infinity.telemetry.clock
 from infinity.device.compute import Copy
 from infinity.errors import ConfigValueError
-from infinity.telemetry import DriveCounters, Reporter, Settings, Sources, StepClock, StepReport
+from infinity.telemetry import DriveCounters, Reporter, Sources, StepClock, StepReport
 from infinity.telemetry.timeline import Row, Timeline
 
 
@@ -268,13 +268,13 @@ def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phas
     seconds = dict(engine.clock.phase_seconds)
     for _ in range(2):
         reporter.note_size(3, 12)
-    first = reporter.end_step(1, None, Settings((0.1, 0.2), 8.0))
+    first = reporter.end_step(1, None, lr=(0.1, 0.2), loss_scale=8.0)
     assert (first.forward_seconds, first.backward_seconds, first.update_seconds) == tuple(seconds.values())
     assert first.compute_busy_seconds == pytest.approx(sum(seconds.values())) and min(seconds.values()) > 0
     assert (first.lr, first.loss_scale, first.num_samples, first.num_tokens) == ((0.1, 0.2), 8.0, 12, 48)
     assert (first.host_bytes, first.host_peak_bytes, first.device_peak_bytes) == (5, 7, None)
     reporter.note_size(3, None)
-    second = reporter.end_step(2, None, Settings(num_samples=100))
+    second = reporter.end_step(2, None, num_samples=100)
     assert (second.num_samples, second.num_tokens, second.forward_seconds) == (100, None, 0)
     third = reporter.end_step(3, None)
     assert (third.num_samples, third.num_tokens) == (None, None)
