@@ -129,7 +129,6 @@ class UnitCall:
         self._is_trial = is_trial
         self._tree: Tree | None = None
         self._inputs: list[Kept | nn.Parameter] = []
-        self._needs_gradient: list[bool] = []
         self._edges: list[Edge | None] = []
         self._untold_edges: list[Edge] = []
         self._results: list[int] = []
@@ -206,12 +205,10 @@ class UnitCall:
         for tensor in tree.tensors:
             if isinstance(tensor, nn.Parameter):
                 self._inputs.append(tensor)
-                self._needs_gradient.append(False)
                 self._edges.append(None)
                 given.append(tensor)
                 continue
             self._inputs.append(self._boundary.keep(tensor))
-            self._needs_gradient.append(tensor.requires_grad)
             self._edges.append(edge_of(tensor) if tensor.requires_grad else None)
             given.append(_enter(tensor.detach().requires_grad_(), trail) if tensor.requires_grad else tensor)
         self._tree = tree
@@ -303,8 +300,8 @@ class UnitCall:
         leaves = [
             item
             if isinstance(item, nn.Parameter)
-            else self._boundary.load(item).detach().requires_grad_(needs_gradient)
-            for item, needs_gradient in zip(self._inputs, self._needs_gradient, strict=True)
+            else self._boundary.load(item).detach().requires_grad_(edge is not None)
+            for item, edge in zip(self._inputs, self._edges, strict=True)
         ]
         with contextlib.ExitStack() as stack:
             if self._random is not None:
