@@ -46,6 +46,3 @@ class HostActivations(SavedActivations):
 
 def _no_drive(num_bytes: int) -> NoReturn:
     raise RuntimeError("activations in host memory are not written")
-
-
-__all__ = ["HostActivations"]
