@@ -178,19 +178,19 @@ class Lane:
     def stop(self) -> None:
         """Have the thread end, in the midst of a function as well if that has parked. Waits for nothing."""
         self._mailbox.is_abandoned = self._mailbox.is_lost = True
-        self._mailbox.job = None
-        with contextlib.suppress(RuntimeError):
-            self._mailbox.go.release()
+        self._let_end()
 
     def close(self) -> None:
         """End the thread. Nothing may be running in it."""
-        mailbox = self._mailbox
-        if not mailbox.is_lost:
-            mailbox.job = None
-            with contextlib.suppress(RuntimeError):
-                mailbox.go.release()
+        if not self._mailbox.is_lost:
+            self._let_end()
         if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.thread.join(_PATIENCE_SECONDS)
+
+    def _let_end(self) -> None:
+        self._mailbox.job = None
+        with contextlib.suppress(RuntimeError):  # it runs already
+            self._mailbox.go.release()
 
     # ------------------------------------------------------------------------------------------------ inside the lane
 
