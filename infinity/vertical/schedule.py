@@ -153,9 +153,8 @@ class VerticalSchedule:
         resumed_bytes = 0 if is_trial else self._on.stepper.gradients.resumed_bytes - resumed_bytes
         self.traffic = Traffic(is_vertical=True, spilled_bytes=step.boundary.spilled_bytes, resumed_bytes=resumed_bytes)
         self._on.space.tidy()
-        self._on.stepper.gradients.average_last(
-            self._loop.step()
-        )  # outside of what would begin anew in the ordinary order
+        # Outside of what would begin anew in the ordinary order.
+        self._on.stepper.gradients.average_last(self._loop.step())
         return losses
 
     def _cut_off(self, step: VerticalStep, error: BaseException) -> None:
