@@ -13,35 +13,19 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from infinity.activations.refusal import Refusal
+from infinity.activations.spill_space import BLOCK_BYTES, SpillSpace
+from infinity.device.drive_tensors import is_dense
 from infinity.paging.saved_tensors import top_hooks
 from infinity.telemetry.clock import StepClock
 from swapper import AlignedRegion, Extent, Handle, Priority, Swapper, SwapperError
 
-_BLOCK_BYTES = 4096
-"""Direct I/O moves whole blocks of so many bytes."""
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Where torch's own memory begins. A tensor that begins elsewhere would be computed with differently after a detour."""
-
-
-class Space(Protocol):
-    """Room on NVMe."""
-
-    def take(self, num_bytes: int) -> tuple[Swapper, Extent]:
-        """An extent of at least ``num_bytes``. Raises `Refusal` if there is no room, or no NVMe tier."""
-        ...
-
-    def give_back(self, num_bytes: int, place: tuple[Swapper, Extent]) -> None:
-        """What `take` gave for ``num_bytes`` is free again."""
-        ...
-
-    def discard(self, place: tuple[Swapper, Extent]) -> None:
-        """What `take` gave cannot be used again: a request on it has failed, and may not even have ended."""
-        ...
 
 
 class Kept:
@@ -53,7 +37,7 @@ class Kept:
         self.stride: tuple[int, ...] = ()
         self.num_bytes = tensor.nbytes
         """Of its contents."""
-        self.moved_bytes = -(-tensor.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        self.moved_bytes = -(-tensor.nbytes // BLOCK_BYTES) * BLOCK_BYTES
         """Of the memory that it takes on its way, and of what is read and written."""
         self.can_leave = False
         self.token = token
@@ -75,7 +59,7 @@ class Boundary:
 
     def __init__(
         self,
-        space: Space,
+        space: SpillSpace,
         clock: StepClock,
         pack: Callable[[torch.Tensor], Any],
         unpack: Callable[[Any], torch.Tensor],
@@ -101,10 +85,8 @@ class Boundary:
         self._away: dict[Kept, None] = {}
         self._held_bytes = 0
         self._slack_bytes = 0
-        self.kept_bytes = 0
-        """Bytes kept so far."""
         self.spilled_bytes = 0
-        """Bytes of it that went to NVMe."""
+        """Bytes that went to NVMe so far."""
 
     # ----------------------------------------------------------------------------------------------------- forward
 
@@ -143,7 +125,6 @@ class Boundary:
         return kept
 
     def _admit(self, kept: Kept, tensor: torch.Tensor) -> None:
-        self.kept_bytes += kept.num_bytes
         if self._capacity_bytes is None or not _can_leave(tensor):
             return
         kept.can_leave = True
@@ -174,7 +155,7 @@ class Boundary:
         kept.check_unchanged()
         kept.place = swapper, extent = self._space.take(kept.num_bytes)
         self._away[kept] = None
-        memory = _memory_for(kept)
+        memory = drive_memory(kept.moved_bytes)
         _view(memory, kept).copy_(self._unpack(kept.token))
         kept.token = None
         kept.writing = swapper.write(extent, memory), memory
@@ -227,7 +208,7 @@ class Boundary:
         if kept.place is None:
             raise RuntimeError("a tensor that was kept is gone")
         swapper, extent = kept.place
-        memory = _memory_for(kept)
+        memory = drive_memory(kept.moved_bytes)
         kept.reading = swapper.read(extent, memory, priority=Priority.PREFETCH), _view(memory, kept)
         self._held_bytes += kept.moved_bytes
 
@@ -281,31 +262,18 @@ def _written_to() -> Refusal:
 
 def _can_leave(tensor: torch.Tensor) -> bool:
     return (
-        tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        tensor.device.type == "cpu"
         and tensor.numel() > 0
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and tensor.data_ptr() % _ALIGNMENT == 0
-        and _is_dense(tensor)
+        and is_dense(tensor)
+        and tensor.data_ptr() % ALIGNMENT == 0
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gap or overlap, in whatever order of dimensions."""
-    expected = 1
-    for step, size in sorted(
-        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
-    ):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _memory_for(kept: Kept) -> torch.Tensor:
-    """See [Note: memory on the way]: uint8, in whole blocks."""
-    return torch.from_numpy(AlignedRegion(kept.moved_bytes).array())
+def drive_memory(num_bytes: int) -> torch.Tensor:
+    """See [Note: memory on the way]: uint8; ``num_bytes`` are whole blocks."""
+    return torch.from_numpy(AlignedRegion(num_bytes).array())
 
 
 def _view(memory: torch.Tensor, kept: Kept) -> torch.Tensor:

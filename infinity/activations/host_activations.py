@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import NoReturn
 
 from infinity.activations.saved_activations import SavedActivations
+from infinity.activations.spill_space import SpillSpace
 from infinity.errors import BudgetTooSmallError, format_bytes
 from infinity.telemetry.clock import StepClock
-from swapper import Extent, Swapper
 
 _KEY = "infinity.host_memory_budget"
 
@@ -25,7 +25,7 @@ class HostActivations(SavedActivations):
             capacity_bytes: host memory that there is for it.
             budget_bytes: the budget of which that is a part, for messages.
         """
-        super().__init__(_NoSpace(), clock, capacity_bytes)
+        super().__init__(SpillSpace(_no_drive), clock, capacity_bytes)
         self._budget_bytes = budget_bytes
 
     def _make_room(self) -> None:
@@ -44,17 +44,5 @@ class HostActivations(SavedActivations):
             stored.bring_to_host()
 
 
-class _NoSpace:
-    """Of drives there are none."""
-
-    def take(self, num_bytes: int) -> NoReturn:
-        raise RuntimeError("activations in host memory are not written")
-
-    def give_back(self, num_bytes: int, place: tuple[Swapper, Extent]) -> None: ...
-
-    def discard(self, place: tuple[Swapper, Extent]) -> None: ...
-
-    def tidy(self) -> None: ...
-
-
-__all__ = ["HostActivations"]
+def _no_drive(num_bytes: int) -> NoReturn:
+    raise RuntimeError("activations in host memory are not written")

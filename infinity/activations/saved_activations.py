@@ -18,23 +18,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.activations.boundary import Space
+from infinity.activations.boundary import ALIGNMENT, drive_memory
 from infinity.activations.refusal import Refusal
+from infinity.activations.spill_space import BLOCK_BYTES, SpillSpace
 from infinity.errors import EngineClosedError
 from infinity.telemetry.clock import StepClock
 from infinity.threads.turn import in_backward
-from swapper import AlignedRegion, Extent, Handle, Priority, Swapper, SwapperError
+from swapper import Extent, Handle, Priority, Swapper, SwapperError
 
-_BLOCK_BYTES = 4096
-"""Direct I/O moves whole blocks of so many bytes."""
-_ALIGNMENT = 64
-"""Where torch's own memory begins. A tensor that begins elsewhere would be computed with differently after a detour."""
 _LEAST_BYTES = 64 << 10
 """Smaller storages stay where they are."""
 _LARGEST_SHARE = 8
@@ -50,7 +46,7 @@ class _Stored:
         storage = tensor.untyped_storage()
         self.number = number
         self.num_bytes = storage.nbytes()
-        self.moved_bytes = -(-self.num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        self.moved_bytes = -(-self.num_bytes // BLOCK_BYTES) * BLOCK_BYTES
         """Of the memory that it takes, and of what is read and written."""
         self.device = tensor.device
         self.key = StorageWeakRef(storage)
@@ -124,18 +120,10 @@ class _Token:
         return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
-class Room(Space, Protocol):
-    """Room on NVMe that is used again and again."""
-
-    def tidy(self) -> None:
-        """Nothing of a step is left."""
-        ...
-
-
 class SavedActivations:
     """Takes what autograd saves, and gives it back in backward. Safe for several threads."""
 
-    def __init__(self, space: Room, clock: StepClock, capacity_bytes: int) -> None:
+    def __init__(self, space: SpillSpace, clock: StepClock, capacity_bytes: int) -> None:
         """
         Args:
             space: where to put what exceeds the capacity.
@@ -221,7 +209,7 @@ class SavedActivations:
             stored.place = swapper, extent = self._space.take(stored.num_bytes)
         except Refusal as refusal:
             raise refusal.__cause__ or refusal from None
-        memory = _memory_for(stored)
+        memory = drive_memory(stored.moved_bytes)
         memory[: stored.num_bytes].copy_(source)
         stored.memory = memory
         stored.under_way = swapper.write(extent, memory)
@@ -275,7 +263,7 @@ class SavedActivations:
             if oldest.memory is not None and oldest.under_way is None:
                 self._drop_memory(oldest)
         swapper, extent = stored.place
-        memory = _memory_for(stored)
+        memory = drive_memory(stored.moved_bytes)
         stored.under_way = swapper.read(extent, memory, priority=Priority.PREFETCH)
         stored.memory = memory
         stored.is_held = True
@@ -372,10 +360,5 @@ def _can_leave(tensor: torch.Tensor) -> bool:
         and num_bytes <= _LARGEST_SHARE * tensor.nbytes
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and tensor.untyped_storage().data_ptr() % _ALIGNMENT == 0
+        and tensor.untyped_storage().data_ptr() % ALIGNMENT == 0
     )
-
-
-def _memory_for(stored: _Stored) -> torch.Tensor:
-    """uint8, in whole blocks and where drives take it, as in `infinity.activations.boundary`."""
-    return torch.from_numpy(AlignedRegion(stored.moved_bytes).array())

@@ -15,7 +15,8 @@ from swapper import Extent, OutOfSpaceError, Swapper, SwapperError
 
 logger = logging.getLogger(__name__)
 _FIRST_BYTES = 64 << 20
-_BLOCK_BYTES = 4096
+BLOCK_BYTES = 4096
+"""Direct I/O moves whole blocks of so many bytes."""
 
 
 class SpillSpace:
@@ -31,8 +32,6 @@ class SpillSpace:
         self._free: dict[int, list[tuple[Swapper, Extent]]] = {}
         self._sizes: set[int] = set()
         """Of the extents taken since the last `tidy`."""
-        self.expected_bytes = 0
-        """What a step is expected to need: the next volume is as large as what is missing."""
 
     def take(self, num_bytes: int) -> tuple[Swapper, Extent]:
         """An extent of ``num_bytes``.
@@ -54,8 +53,8 @@ class SpillSpace:
 
     def _grow(self, num_bytes: int) -> Swapper:
         present = sum(swapper.capacity_bytes for swapper in self._swappers)
-        rounded = -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
-        wished = max(rounded, self.expected_bytes - present, present, _FIRST_BYTES)
+        rounded = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        wished = max(rounded, present, _FIRST_BYTES)
         try:
             try:
                 swapper = self._open_swapper(wished)

@@ -50,12 +50,12 @@ class FlatBuffer(Protocol):
     @property
     def is_held(self) -> bool:
         """Whether a read or write still has memory of it, whatever became of whoever started that."""
-        ...
+        return is_held(self.address, self.num_bytes)
 
     @property
     def hang(self) -> SwapperError | None:
         """The error of a read or write that has memory of it and hangs, if there is one."""
-        ...
+        return hang_of(self.address, self.num_bytes)
 
     def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
         """As `tensor`, for others to keep; the reference is dead when nobody holds it, or anything derived from it.
@@ -73,25 +73,7 @@ class FlatBuffer(Protocol):
         ...
 
 
-class _Addressed:
-    """What requests have of a buffer, which knows its address and size."""
-
-    num_bytes: int
-
-    @property
-    def address(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def is_held(self) -> bool:
-        return is_held(self.address, self.num_bytes)
-
-    @property
-    def hang(self) -> SwapperError | None:
-        return hang_of(self.address, self.num_bytes)
-
-
-class HostFlatBuffer(_Addressed):
+class HostFlatBuffer(FlatBuffer):
     """A page-aligned region of host memory.
 
     [Note: counting views without private API] Every tensor over the region shares one storage, and that storage holds
@@ -145,7 +127,7 @@ class _CudaExporter:
         }
 
 
-class CudaFlatBuffer(_Addressed):
+class CudaFlatBuffer(FlatBuffer):
     """A block of the caching allocator. Allocated and freed on the compute stream, so reuse follows its order."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

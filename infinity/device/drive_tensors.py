@@ -46,7 +46,7 @@ class DriveTensors:
         """
         size = torch.Size(shape)
         num_bytes = size.numel() * dtype.itemsize
-        steps = tuple(stride) if stride is not None else _row_major(size)
+        steps = stride if stride is not None else torch.empty(size, dtype=dtype, device="meta").stride()
         if num_bytes < LEAST_BYTES:
             return torch.empty_strided(size, steps, dtype=dtype, device="cpu")
         with explained():
@@ -153,14 +153,6 @@ def explained() -> Iterator[None]:
             f"cannot hold the model's parameters: {error}",
             cure="Look at the drive, or choose another one",
         ) from error
-
-
-def _row_major(size: torch.Size) -> tuple[int, ...]:
-    steps, step = [], 1
-    for length in reversed(size):
-        steps.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(steps))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ weights that the others do not have.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -108,28 +109,24 @@ class CheckpointCalls(ExportCalls):
         if self._mesh.is_divided and keep_last is not None:
             keep_last = max(keep_last, 2)  # see [Note: checkpoints of parts]
 
-        def save_all() -> None:
-            self._save(
-                what, folder, name, client_state or {}, save_latest, exclude_frozen_parameters, blocking, keep_last
-            )
-
-        together(self._mesh.everyone, what, save_all)
+        begin = functools.partial(
+            checkpoint.Saving,
+            directory=folder,
+            tag=name,
+            client_state=client_state or {},
+            is_latest=save_latest,
+            keep_last=keep_last,
+            is_watching=not blocking,
+            excludes_frozen=exclude_frozen_parameters,
+            shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
+        )
+        together(self._mesh.everyone, what, lambda: self._save(what, begin, blocking))
         self._is_saving = not blocking
         self._num_saved_steps = self.global_steps
         self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
         return True
 
-    def _save(
-        self,
-        what: str,
-        folder: Path,
-        name: str,
-        client_state: Mapping[str, Any],
-        is_latest: bool,
-        excludes_frozen: bool,
-        blocking: bool,
-        keep_last: int | None,
-    ) -> None:
+    def _save(self, what: str, begin: Callable[[checkpoint.Training], checkpoint.Saving], blocking: bool) -> None:
         of_ranks = together(self._mesh.data, what, self._begin_checkpoint)
         if self.is_in_accumulation():
             logger.warning(
@@ -138,17 +135,7 @@ class CheckpointCalls(ExportCalls):
             )
 
         def save() -> None:
-            saving = checkpoint.Saving(
-                self._training(of_ranks[1:]),
-                folder,
-                name,
-                client_state,
-                is_latest=is_latest,
-                keep_last=keep_last,
-                is_watching=not blocking,
-                excludes_frozen=excludes_frozen,
-                shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
-            )
+            saving = begin(self._training(of_ranks[1:]))
             if blocking:
                 saving.run()
             else:

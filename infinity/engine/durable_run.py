@@ -461,18 +461,12 @@ class DurableRun:
         return {"weights": weights, "records": {str(k): v for k, v in self._records.places().items()}}
 
     def _damaged(self, error: Exception) -> StorageError:
+        problem, cure = "that cannot be gone on from", "Name another directory, and load a checkpoint there"
         if isinstance(error, NewerFormatError):
-            return StorageError(
-                self._path,
-                f"holds a durable run of another version of this package: {error}",
-                cure="Or name another directory, and load a checkpoint there",
-                key="infinity.durable_path",
-            )
+            problem = "of another version of this package"
+            cure = "Or name another directory, and load a checkpoint there"
         return StorageError(
-            self._path,
-            f"holds a durable run that cannot be gone on from: {error}",
-            cure="Name another directory, and load a checkpoint there",
-            key="infinity.durable_path",
+            self._path, f"holds a durable run {problem}: {error}", cure=cure, key="infinity.durable_path"
         )
 
 

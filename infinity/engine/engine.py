@@ -52,6 +52,7 @@ from infinity.threads.interrupts import refuse_in_between, surely
 from infinity.threads.turn import take_turns
 from infinity.torch_internals.foreign_writes import unwatch, watch
 from infinity.vertical.schedule import VerticalSchedule
+from infinity.vertical.step import Loop
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +111,8 @@ class Engine(Relayout):
             is_in_no_sync=lambda: self._is_in_no_sync,
             listener=parts.upper.gradient_listener,
         )
-        self._vertical = VerticalSchedule(
-            parts.vertical, self._backwards, self._guard, lambda: self.global_steps, self._reporter.note_loss
-        )
+        loop = Loop(self._backwards, self._guard, lambda: self.global_steps, self._reporter.note_loss)
+        self._vertical = VerticalSchedule(parts.vertical, loop)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter.note_schedule)
         self._gradients = GradAccess(parts.module_hooks, self._residency, self._stepper, self._backwards)
         self._listener = EngineListener(parts, self._backwards, self._guard, self._paged.settle_states)

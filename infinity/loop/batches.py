@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from infinity.errors import StepOrderError
-from infinity.torch_internals.operations import replaced
+from infinity.torch_internals.operations import leaves, replaced
 
 
 def call_with(function: Any, batch: Any) -> Any:
@@ -47,14 +47,7 @@ def loss_of(output: Any) -> torch.Tensor:
 def size_of(batch: Any) -> tuple[int, int | None] | None:
     """Samples and tokens of a micro-batch: the leading size of its first tensor that has one, and the elements of its first
     matrix of whole numbers (token ids, padding included; None without one). None: it has no such tensor."""
-    found: list[torch.Tensor] = []
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            found.append(leaf)
-        return leaf
-
-    replaced(batch, look)
+    found = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if not found:
         return None
     ids = [t.numel() for t in found if t.ndim == 2 and not t.is_floating_point() and t.dtype != torch.bool]

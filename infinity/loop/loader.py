@@ -47,7 +47,8 @@ class Loader(DataLoader[Any]):
     _num_epochs = 0
     _begun_with: Mapping[str, Any] | None = None
     """The random generators when the present epoch began: samplers draw from them."""
-    _is_resumed = False
+    is_resumed = False
+    """Whether a position was loaded that no iterator has taken up."""
     _loaded_epoch: int | None = None
     """The sampler's, that the loaded position is one of."""
 
@@ -79,7 +80,7 @@ class Loader(DataLoader[Any]):
         if state["sampler_epoch"] is not None and hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(state["sampler_epoch"])
         self._loaded_epoch = state["sampler_epoch"]
-        self._is_resumed = True
+        self.is_resumed = True
 
     @property
     def _num_ranks(self) -> int:
@@ -91,7 +92,7 @@ class Loader(DataLoader[Any]):
 
     def begin(self) -> Iterator[Any]:
         """torch's iterator, at the position that was loaded or at the start."""
-        is_resumed, self._is_resumed = self._is_resumed, False
+        is_resumed, self.is_resumed = self.is_resumed, False
         if not is_resumed or not self._num_given:
             self._num_given = self._num_samples = 0
             self._begun_with = random_states()
@@ -142,11 +143,6 @@ class Loader(DataLoader[Any]):
         self._num_given = self._num_samples = 0
         self._num_epochs += 1
         self._begun_with = None
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether a position was loaded that no iterator has taken up."""
-        return self._is_resumed
 
 
 class _Batches:

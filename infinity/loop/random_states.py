@@ -62,6 +62,3 @@ def _stamp(states: Mapping[str, Any]) -> str:
     text = repr((states["python"], keys.tolist(), rest)).encode()
     tensors = [states["torch"], *states.get("cuda", ())]
     return hashlib.sha256(text + b"".join(bytes(each.cpu().numpy()) for each in tensors)).hexdigest()
-
-
-__all__ = ["random_states", "set_random_states", "set_random_states_of"]

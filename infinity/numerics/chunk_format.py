@@ -173,20 +173,11 @@ class ChunkFormat:
 
         ``weight``: where the model weight is, if it has memory of its own.
         """
-        record_bytes = self.stored_bytes(numel, len(names))
-        if weight is not None:
-            return self.over_scratch(memory[:record_bytes], numel, names, memory[record_bytes:], weight)
-        if self.main is MainWeight.MODEL_WEIGHT:
+        if weight is None and self.main is MainWeight.MODEL_WEIGHT:  # it lies before the record
             weight_bytes = numel * _FP32_BYTES
             weight, memory = memory[:weight_bytes].view(torch.float32), memory[weight_bytes:]
-            record = memory[:record_bytes]
-            gradient = memory[record.numel() : record.numel() + weight_bytes].view(torch.float32)
-            return self.over(record, numel, names, gradient, weight)
-        record = memory[:record_bytes]
-        gradient_end = record.numel() + numel * _FP32_BYTES
-        gradient = memory[record.numel() : gradient_end].view(torch.float32)
-        weight = memory[gradient_end : gradient_end + numel * self.weight_dtype.itemsize].view(self.weight_dtype)
-        return self.over(record, numel, names, gradient, weight)
+        record_bytes = self.stored_bytes(numel, len(names))
+        return self.over_scratch(memory[:record_bytes], numel, names, memory[record_bytes:], weight)
 
     def over_scratch(
         self,

@@ -33,7 +33,7 @@ def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> 
         weight: bf16, of the same shape and device, without gaps; receives the model weight.
         remainder: int16, likewise; receives the remainder.
     """
-    if _has_kernels(main):
+    if has_kernels(main):
         _kernels().split(main.numpy(), _bits(weight), remainder.numpy())
         return
     high, low = split_bits(main)
@@ -43,7 +43,7 @@ def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor, main: torch.Tensor) -> None:
     """The inverse of `split`: write ``main`` from its halves."""
-    if _has_kernels(main):
+    if has_kernels(main):
         _kernels().join(_bits(weight), remainder.numpy(), main.numpy())
         return
     main.view(torch.int32).copy_(join_bits(weight.view(torch.int16), remainder))
@@ -65,7 +65,8 @@ def _bits(weight: torch.Tensor) -> Any:
     return plain_array(weight.view(torch.int16))
 
 
-def _has_kernels(tensor: torch.Tensor) -> bool:
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether compiled loops can take the tensor's memory."""
     # Late: numba costs half a second and 60 MB, and only trainings with remainders need it.
     from infinity.numerics.kernels import can_compile
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.numerics.remainder import has_kernels
 from infinity.numerics.state_format import STATE_BLOCK, STATE_BLOCK_BYTES, StateFormat
 
 _SQUARES = frozenset({"exp_avg_sq"})
@@ -72,7 +73,7 @@ def encode(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise:
     """
     if form is StateFormat.FP32 or (form is StateFormat.BF16 and noise is None):
         stored.copy_(values)
-    elif _has_kernels(values):
+    elif has_kernels(values):
         _encode_by_kernel(form, state, values, stored, noise)
     elif form is StateFormat.BF16 and noise is not None:
         bits = torch.where(values.isnan(), _NAN_BITS, values.view(torch.int32)).to(torch.int64)
@@ -87,7 +88,7 @@ def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> Non
         values.copy_(stored)
         return
     levels = _code_values(state in _SQUARES)
-    if _has_kernels(values):
+    if has_kernels(values):
         codes = stored.numpy()
         _kernels().decode(codes, codes.view("float32"), levels.numpy(), values.numpy())
         return
@@ -158,14 +159,7 @@ def _code_values(is_square: bool) -> Tensor:
     return levels if is_square else torch.cat([levels, -levels])
 
 
-def _has_kernels(tensor: Tensor) -> bool:
-    # Late, see infinity.numerics.remainder.
-    from infinity.numerics.kernels import can_compile
-
-    return tensor.device.type == "cpu" and can_compile()
-
-
 def _kernels() -> Any:
-    from infinity.numerics.state_kernels import state_kernels
+    from infinity.numerics.state_kernels import state_kernels  # late, see infinity.numerics.remainder
 
     return state_kernels()

@@ -24,6 +24,3 @@ def attention_formulas() -> dict[Any, Any]:
 
     found = [getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name)]
     return {each: _attention for each in found if each not in flop_registry}
-
-
-__all__ = ["attention_formulas"]

@@ -133,6 +133,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if _is_plain(tensor) else 0
-
-
-__all__ = ["LargeResults"]

@@ -89,6 +89,11 @@ def num_owners(storage: torch.UntypedStorage) -> int:
     return count
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """torch's count of writes to a tensor; -1 for one of inference mode, where nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Whether what lies in a tensor's memory is read as conjugated, and as negated: ``conj()`` of a complex one writes nothing
     there."""

@@ -47,14 +47,9 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(name)
 
 
-def _property(name: str) -> list[Any]:
-    descriptor = getattr(torch.Tensor, name, None)
-    return [descriptor.__get__] if descriptor is not None else []
-
-
 METADATA: frozenset[Any] = frozenset(
     [
-        getter
+        getattr(torch.Tensor, name).__get__
         for name in (
             "shape",
             "dtype",
@@ -91,7 +86,7 @@ METADATA: frozenset[Any] = frozenset(
             "_base",
             "_grad",
         )
-        for getter in _property(name)
+        if hasattr(torch.Tensor, name)
     ]
     + [
         getattr(torch.Tensor, name).__set__

@@ -33,6 +33,3 @@ def load_over(file: Path, data: torch.Tensor) -> Any:
     unpickler: Any = torch._weights_only_unpickler
     with module._open_zipfile_reader(str(file)) as reader:
         return module._load(reader, "cpu", unpickler, overall_storage=plain_storage(data), encoding="utf-8")
-
-
-__all__ = ["load_over"]

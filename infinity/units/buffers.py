@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
+from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.names import BatchNorm, SpectralParametrization
 
 Place = tuple[nn.Module, str, torch.Tensor | None]
@@ -52,13 +53,9 @@ def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
     """
     with torch.no_grad():
         once = tuple(slice(1 if step == 0 else None) for step in buffer.stride())
-        if buffer[once].shape != buffer.shape and _bytes_of(value[once].expand_as(value)).equal(_bytes_of(value)):
+        if buffer[once].shape != buffer.shape and raw_bytes(value[once].expand_as(value)).equal(raw_bytes(value)):
             buffer, value = buffer[once], value[once]
         buffer.copy_(value)
-
-
-def _bytes_of(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().view(-1).view(torch.uint8)
 
 
 class BufferCast:

@@ -37,6 +37,3 @@ def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     for fqn, module in takers(model).items():
         if fqn in states:
             module.set_extra_state(states[fqn])
-
-
-__all__ = ["EXTRA_STATES", "extra_states", "set_extra_states", "takers"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -176,17 +176,15 @@ class UnitLayout:
             chunk_numel, border: multiples of CHUNK_GRANULE.
             span: cut elements [start, stop) alone, multiples of CHUNK_GRANULE; None: all.
         """
-        return tuple(self._iterate_chunks(chunk_numel, border, span or (0, self.trainable_numel)))
-
-    def _iterate_chunks(self, chunk_numel: int, border: int, span: tuple[int, int]) -> Iterator[Chunk]:
         if chunk_numel <= 0 or chunk_numel % CHUNK_GRANULE:
             raise ValueError(f"chunk_numel must be a positive multiple of {CHUNK_GRANULE}, got {chunk_numel}")
         if border < 0 or border % CHUNK_GRANULE:
             raise ValueError(f"border must be a multiple of {CHUNK_GRANULE}, got {border}")
         if self.trainable is None:
-            return
-        first, last = span
+            return ()
+        first, last = span or (0, self.trainable_numel)
         starts = [*range(first, min(border, last), chunk_numel), *range(max(border, first), last, chunk_numel)]
+        chunks = []
         for index, (start, stop) in enumerate(itertools.pairwise([*starts, last])):
             pieces = tuple(
                 Piece(
@@ -198,4 +196,5 @@ class UnitLayout:
                 for slot in self.trainable.slots
                 if max(slot.start, start) < min(slot.stop, stop)
             )
-            yield Chunk(index, start, stop, pieces)
+            chunks.append(Chunk(index, start, stop, pieces))
+        return tuple(chunks)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from infinity.device.drive_tensors import is_dense
 from infinity.numerics.stamp import checksum
 from infinity.state_machine import moves
 from infinity.threads.interrupts import surely
@@ -43,14 +44,8 @@ class Arrival(Protocol):
         ...
 
 
-class PendingUpdate(Protocol):
+class PendingUpdate(Arrival, Protocol):
     """An optimizer update of a unit that is queued or running (see ``infinity.updates.job``)."""
-
-    def wait(self) -> None: ...
-
-    def done(self) -> bool: ...
-
-    def promote(self) -> None: ...
 
     @property
     def accepts_buffer(self) -> bool:
@@ -446,18 +441,5 @@ def spec_of(
 
 def dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """``stride`` if elements fill their memory with it, else what ``clone()`` gives: dimensions in the same order."""
-    if _is_dense(shape, stride):
-        return stride
-    return tuple(torch.empty_like(torch.empty_strided(shape, stride, device="meta", dtype=torch.float32)).stride())
-
-
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without gap or overlap, in whatever order of dimensions."""
-    if 0 in shape:
-        return True
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
+    form = torch.empty_strided(shape, stride, device="meta", dtype=torch.float32)
+    return stride if 0 in shape or is_dense(form) else tuple(torch.empty_like(form).stride())

@@ -156,7 +156,9 @@ class Lane:
         mailbox.is_abandoned = True
         if self._is_running:  # the training thread was interrupted while it waited
             mailbox.is_lost = True
-            _raise_in(self.thread, Abandoned)
+            if self.thread.ident is not None:
+                identity = ctypes.c_ulong(self.thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Abandoned))
             with contextlib.suppress(RuntimeError):
                 mailbox.go.release()  # it may have parked a moment ago
             self.thread.join(_PATIENCE_SECONDS)
@@ -176,15 +178,19 @@ class Lane:
     def stop(self) -> None:
         """Have the thread end, in the midst of a function as well if that has parked. Waits for nothing."""
         self._mailbox.is_abandoned = self._mailbox.is_lost = True
-        self._mailbox.job = None
-        with contextlib.suppress(RuntimeError):
-            self._mailbox.go.release()
+        self._let_end()
 
     def close(self) -> None:
         """End the thread. Nothing may be running in it."""
-        _stop(self._mailbox)
+        if not self._mailbox.is_lost:
+            self._let_end()
         if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.thread.join(_PATIENCE_SECONDS)
+
+    def _let_end(self) -> None:
+        self._mailbox.job = None
+        with contextlib.suppress(RuntimeError):  # it runs already
+            self._mailbox.go.release()
 
     # ------------------------------------------------------------------------------------------------ inside the lane
 
@@ -220,18 +226,6 @@ def _serve(mailbox: _Mailbox) -> None:
             mailbox.parked.release()
 
 
-def _stop(mailbox: _Mailbox) -> None:
-    if not mailbox.is_lost:
-        mailbox.job = None
-        with contextlib.suppress(RuntimeError):
-            mailbox.go.release()
-
-
-def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
-    if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(kind))
-
-
 class Lanes:
     """As many lanes as there are micro-batches, kept from step to step."""
 
@@ -265,7 +259,9 @@ class Lanes:
             self._is_asked_to_close = True
             return
         self.abandon()
-        _close_all(self._lanes)
+        while self._lanes:
+            self._lanes[-1].close()
+            del self._lanes[-1]
 
     def close_if_asked(self) -> None:
         """The training thread is back: do what `close` could not."""
@@ -277,9 +273,3 @@ def _stop_all(lanes: list[Lane]) -> None:
     """The owner is garbage. Takes no lock and waits for nothing: see [Note: reaping] in ``infinity.engine.shutdown``."""
     for lane in lanes:
         lane.stop()
-
-
-def _close_all(lanes: list[Lane]) -> None:
-    while lanes:
-        lanes[-1].close()
-        del lanes[-1]

@@ -40,7 +40,7 @@ from infinity.activations.caches import without_caches
 from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
 from infinity.paging.saved_tensors import is_saved_otherwise
-from infinity.torch_internals.names import has_transforms
+from infinity.torch_internals.names import has_transforms, version_of
 from infinity.units.unit import Unit
 from infinity.vertical.glue import Edge, Returned, edge_of
 from infinity.vertical.replay.ambient import Ambient, RandomState
@@ -129,7 +129,6 @@ class UnitCall:
         self._is_trial = is_trial
         self._tree: Tree | None = None
         self._inputs: list[Kept | nn.Parameter] = []
-        self._needs_gradient: list[bool] = []
         self._edges: list[Edge | None] = []
         self._untold_edges: list[Edge] = []
         self._results: list[int] = []
@@ -177,7 +176,7 @@ class UnitCall:
         del trail, form, saving
         built.check_unchanged()
         tree.check_unchanged()
-        if [_version(tensor) for tensor in given] != versions:
+        if [version_of(tensor) for tensor in given] != versions:
             raise Refusal(f"{self.site.name} writes to its input")
         if self.site.buffers.marks() != marks:
             self._note_written_buffers()
@@ -206,17 +205,15 @@ class UnitCall:
         for tensor in tree.tensors:
             if isinstance(tensor, nn.Parameter):
                 self._inputs.append(tensor)
-                self._needs_gradient.append(False)
                 self._edges.append(None)
                 given.append(tensor)
                 continue
             self._inputs.append(self._boundary.keep(tensor))
-            self._needs_gradient.append(tensor.requires_grad)
             self._edges.append(edge_of(tensor) if tensor.requires_grad else None)
             given.append(_enter(tensor.detach().requires_grad_(), trail) if tensor.requires_grad else tensor)
         self._tree = tree
         self._untold_edges = [edge for edge in self._edges if edge is not None]
-        return given, [_version(tensor) for tensor in given]
+        return given, [version_of(tensor) for tensor in given]
 
     def _note_written_buffers(self) -> None:
         self.site.buffers.note_written()
@@ -303,8 +300,8 @@ class UnitCall:
         leaves = [
             item
             if isinstance(item, nn.Parameter)
-            else self._boundary.load(item).detach().requires_grad_(needs_gradient)
-            for item, needs_gradient in zip(self._inputs, self._needs_gradient, strict=True)
+            else self._boundary.load(item).detach().requires_grad_(edge is not None)
+            for item, edge in zip(self._inputs, self._edges, strict=True)
         ]
         with contextlib.ExitStack() as stack:
             if self._random is not None:
@@ -354,10 +351,6 @@ class UnitCall:
         self._sums.clear()
         self._tree = self._ambient = self._random = self._buffer_values = None
         self.is_over = True
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _address(tensor: torch.Tensor) -> int | None:

@@ -39,7 +39,7 @@ class Interception:
                 continue
             for name, module in modules[block].named_modules(prefix=block):
                 units = {module_hooks.locate(p)[0].index for p in module.parameters() if module_hooks.holds(p)}
-                if home.index in units and _can_wrap(module):
+                if home.index in units and not isinstance(module, torch.jit.ScriptModule):
                     self._sites.append(Site(name, module, home))
         self._units = {site.unit.index for site in self._sites}
 
@@ -119,7 +119,3 @@ def _checkpoints_itself(module: Any) -> bool:
 
 def _set_checkpointing(module: Any, *, is_on: bool) -> None:
     module.gradient_checkpointing = is_on
-
-
-def _can_wrap(module: nn.Module) -> bool:
-    return not isinstance(module, torch.jit.ScriptModule)

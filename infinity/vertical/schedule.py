@@ -12,8 +12,6 @@ import torch
 
 from infinity.activations.refusal import LastingRefusal, Refusal
 from infinity.errors import EngineClosedError
-from infinity.loop.backward import Backwards
-from infinity.loop.phase import PhaseGuard
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.planning.cost_model import Traffic
 from infinity.threads.interrupts import surely
@@ -33,26 +31,10 @@ _NUM_IN_MEMORY = 2
 class VerticalSchedule:
     """Runs steps vertically, as long as the model allows."""
 
-    def __init__(
-        self,
-        surroundings: Surroundings,
-        backwards: Backwards,
-        guard: PhaseGuard,
-        step: Callable[[], int],
-        note_loss: Callable[[torch.Tensor, int], None],
-    ) -> None:
-        """
-        Args:
-            surroundings: see there.
-            backwards, guard: of the engine's loop.
-            step: gives the number of the present step.
-            note_loss: called with each micro-batch's loss and the number of the step.
-        """
+    def __init__(self, surroundings: Surroundings, loop: Loop) -> None:
+        """``surroundings``, ``loop``: see there."""
         self._on = surroundings
-        self._backwards = backwards
-        self._guard = guard
-        self._step = step
-        self._note_loss = note_loss
+        self._loop = loop
         self._suitability = surroundings.suitability
         self._interception = Interception(surroundings.module_hooks, surroundings.blocks)
         self._lanes = Lanes()
@@ -141,9 +123,8 @@ class VerticalSchedule:
         torch_device = self._on.device.torch_device
         self._on.module_hooks.follow_compilation()
         self._start = StepStart(self._on.module_hooks.model, torch_device, self._start, self._written)
-        loop = Loop(self._backwards, self._guard, self._step(), self._note_loss)
         is_trial = not self._suitability.is_proven
-        step = VerticalStep(self._on, loop, self._interception, terms, self._written, is_trial=is_trial)
+        step = VerticalStep(self._on, self._loop, self._interception, terms, self._written, is_trial=is_trial)
         resumed_bytes = self._on.stepper.gradients.resumed_bytes
         try:
             with self._interception.active(step.on_call):
@@ -172,7 +153,8 @@ class VerticalSchedule:
         resumed_bytes = 0 if is_trial else self._on.stepper.gradients.resumed_bytes - resumed_bytes
         self.traffic = Traffic(is_vertical=True, spilled_bytes=step.boundary.spilled_bytes, resumed_bytes=resumed_bytes)
         self._on.space.tidy()
-        self._on.stepper.gradients.average_last(loop.step)  # outside of what would begin anew in the ordinary order
+        # Outside of what would begin anew in the ordinary order.
+        self._on.stepper.gradients.average_last(self._loop.step())
         return losses
 
     def _cut_off(self, step: VerticalStep, error: BaseException) -> None:

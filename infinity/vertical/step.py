@@ -63,9 +63,10 @@ class Loop:
 
     backwards: Backwards
     guard: PhaseGuard
-    step: int
-    """Number of the step, for messages."""
+    step: Callable[[], int]
+    """Gives the number of the present step."""
     note_loss: Callable[[torch.Tensor, int], None]
+    """Called with each micro-batch's loss and that number."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class VerticalStep:
         self._updates_in_backward = on.stepper.rules.updates_in_backward and terms.updates
         self._updates_now = self._updates_in_backward and not is_trial
         self._shared = SharedForward(on.pager, interception)
-        self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=loop.step)
+        self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=loop.step())
         self._batches: list[MicroBatch] = []
         self._sites: list[Site] = []
         self._losses: list[torch.Tensor] = []
@@ -216,7 +217,7 @@ class VerticalStep:
         """A micro-batch has its loss: its backward begins at once, so that no more than one's logits are in memory."""
         on = self._on
         self._loop.guard.check_backward(loss)
-        self._loop.note_loss(loss, self._loop.step)
+        self._loop.note_loss(loss, self._loop.step())
         self._losses.append(loss.detach())
         with torch.enable_grad():
             share = on.stepper.scaler.share_of(loss, self._terms.divisor)
@@ -270,7 +271,7 @@ class VerticalStep:
         self.boundary.begin_backward(chain(inputs, self._tied.kept))
         self._is_final = self._updates_now
         if self._terms.updates and not self.is_trial:
-            self._on.stepper.begin_last(self._loop.step, updates_now=self._updates_now)
+            self._on.stepper.begin_last(self._loop.step(), updates_now=self._updates_now)
         self._end_moment(2 * len(self._sites))
         for position in positions:
             self._backward_of_unit(position, self._sites[position - 1].unit)
@@ -396,7 +397,7 @@ class VerticalStep:
             self._loop.guard.move_to(Phase.BROKEN)
         if self._is_final and on.stepper.is_between_steps:
             if isinstance(error, Refusal):
-                raise ScheduleError(str(error), step=self._loop.step) from error
+                raise ScheduleError(str(error), step=self._loop.step()) from error
             return
         on.stepper.clear()
         for other, gradient in self._others:

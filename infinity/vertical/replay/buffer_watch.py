@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from infinity.torch_internals.names import NormBase
+from infinity.torch_internals.names import NormBase, version_of
 from infinity.torch_internals.operations import leaves
 
 Key = tuple[int, str]
@@ -55,7 +55,7 @@ class BufferWatch:
         """A micro-batch has come to the end of ``place``. What has been replaced or written to since was so there."""
         self._at = {}
         for key, _, _, buffer in buffers_of(self._model):
-            mark = id(buffer), _version(buffer)
+            mark = id(buffer), version_of(buffer)
             if place is not None and self._marks.get(key) != mark:
                 self._places[key].add(place)
             self._marks[key] = mark
@@ -95,10 +95,6 @@ class _Watching(TorchFunctionMode):
         if func is torch.Tensor.register_hook:
             self._note_hook(args[0])
         return func(*args, **kwargs or {})
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _address(tensor: torch.Tensor) -> int | None:

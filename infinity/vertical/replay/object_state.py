@@ -18,6 +18,7 @@ from torch import nn
 
 from infinity.errors import UnsupportedModelError
 from infinity.numerics.raw_bytes import raw_bytes
+from infinity.torch_internals.names import version_of
 
 _MOST_LEVELS = 12
 _MOST_HOLDERS = 10_000
@@ -161,11 +162,8 @@ def _of_known(value: Any) -> _Holder | None:
 
 
 def _of_tensor(value: torch.Tensor) -> _Holder:
-    def version() -> int:
-        return -1 if value.is_inference() else value._version
-
     if value.nbytes > _MOST_BYTES or value.layout is not torch.strided or value.is_inference():
-        return _Holder(version, None, lambda a, b: bool(a == b))
+        return _Holder(lambda: version_of(value), None, lambda a, b: bool(a == b))
 
     def write(state: torch.Tensor) -> None:
         with torch.no_grad():

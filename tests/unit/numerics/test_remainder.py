@@ -67,7 +67,7 @@ def test_other_devices_use_torch_operations(monkeypatch: pytest.MonkeyPatch) -> 
     main = _all_highs_with_edges().view(torch.float32)
     expected = _halves(main)
     monkeypatch.setattr("infinity.numerics.remainder._kernels", lambda: pytest.fail("that is for the CPU"))
-    monkeypatch.setattr("infinity.numerics.remainder._has_kernels", lambda tensor: False)
+    monkeypatch.setattr("infinity.numerics.remainder.has_kernels", lambda tensor: False)
     weight, remainder = _halves(main)
     assert torch.equal(weight.view(torch.int16), expected[0].view(torch.int16))
     assert torch.equal(remainder, expected[1])

@@ -40,7 +40,7 @@ def _round_trip(form: StateFormat, state: str, values: torch.Tensor, noise: Nois
 
 
 def _without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_codec, "_has_kernels", lambda tensor: False)
+    monkeypatch.setattr(state_codec, "has_kernels", lambda tensor: False)
 
 
 @pytest.mark.parametrize("has_kernels", [True, False], ids=["kernel", "torch"])
