@@ -6,7 +6,6 @@ python tools/profile_io.py /mnt/nvme takes about two minutes; --help says what e
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,8 +16,9 @@ def main() -> int:
     # While the libraries are loaded there is nothing to report yet: Ctrl-C just ends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from infinity.io_profile import program
-        from infinity.io_profile.arguments import parse
+        from infinity.cli.main import main as run
+
+        return run(["profile", *sys.argv[1:]])
     except ModuleNotFoundError as error:
         root = Path(__file__).resolve().parent.parent
         print(
@@ -27,12 +27,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    return program.run(parse(None, None, program.__doc__))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BrokenPipeError:  # whoever read the output has gone: `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    sys.exit(main())

@@ -44,7 +44,7 @@ COMMANDS = {
     "config": Entry("infinity.cli.config:config", "check a config, show what it comes to, or print its JSON schema"),
     "train": Entry("infinity.demo.command:train", "train a small language model from NVMe, on your text"),
     "profile": Entry(
-        "infinity.cli.old_style:profile", "measure what drives do, beside fio, and what that means for a model"
+        "infinity.cli.profile:profile", "measure what drives do, beside fio, and what that means for a model"
     ),
     "bench": Entry("infinity.bench.command:bench", "measure the training step against its bound and beside its peers"),
     "report": Entry("infinity.cli.report:report", "write one HTML page about a run, and what bound it"),

@@ -1,17 +1,29 @@
-"""``infinity train``: the demo trainer as a command."""
+"""``infinity train``: the demo trainer as a command. It was a script before, and still is: argparse reads its options."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import click
 
-from infinity.cli.old_style import parsed, reads_by_itself
 
-
-@reads_by_itself
+@click.command(
+    add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def train(arguments: tuple[str, ...]) -> int:
     """Train a byte-level Llama from NVMe, on your text."""
     try:
         from infinity.demo.train import main, parse_arguments
     except ModuleNotFoundError as error:
         raise click.ClickException(f"it needs {error.name}: pip install 'infinity-offload[hf,plot]'") from error
-    return main(parsed(lambda: parse_arguments(arguments, "infinity train")))
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            parsed = parse_arguments(arguments, "infinity train")
+    except SystemExit as ended:  # becomes click's, with one line
+        if ended.code:
+            raise click.UsageError(told.getvalue().rpartition("error: ")[2].strip()) from None
+        raise click.exceptions.Exit(0) from None
+    return main(parsed)

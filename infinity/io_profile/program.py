@@ -1,13 +1,4 @@
-"""Measures what drives do under the engine's requests, compares that with fio, and gives the settings for it.
-
-    /mnt/nvme                                   # about two minutes
-    /mnt/nvme0 /mnt/nvme1 --quick --no-fio      # several drives, striped
-    /mnt/nvme --json io.json --png io.png --model 7B --tbw 600 --apply ds_config.json
-    /mnt/nvme --quick --json                    # results on stdout, all else on stderr
-
-Ctrl-C ends it at any time, with a report of what was measured by then. The test files have no names, so that nothing
-is left in the directories, whatever ends the program. It writes for about a minute as fast as it can, and says how much.
-"""
+"""Measures what drives do under the engine's requests, compares that with fio, and gives the settings for it."""
 
 from __future__ import annotations
 
@@ -44,7 +35,7 @@ def run(asked: Asked) -> int:
         The exit code: 0, 1 if a drive failed, 2 if a directory turned out to be useless, 130 after Ctrl-C or SIGTERM.
         Both signals are ignored from then on.
     """
-    is_printed = asked.options.json == STDOUT
+    is_printed = asked.options.json_file == STDOUT
     console = Console(highlight=False, stderr=is_printed, width=None if sys.stdout.isatty() else 100)
     executable = None if asked.options.no_fio else shutil.which("fio")
     facts = describe_machine(asked.places.paths[0]) | {
@@ -133,13 +124,13 @@ def _report(console: Console, asked: Asked, facts: dict[str, Any], results: Resu
         tables.print_advice(console, advice)
     training = _print_training(console, asked, results)
     try:
-        if options.json is not None:
+        if options.json_file is not None:
             found = as_json(results, asked, facts, advice, training)
-            if options.json == STDOUT:
+            if options.json_file == STDOUT:
                 json.dump(found, sys.stdout, indent=1, allow_nan=False)
             else:
-                write_json(options.json, found)
-                _say(console, f"Results: {options.json}")
+                write_json(options.json_file, found)
+                _say(console, f"Results: {options.json_file}")
         if options.png is not None and results.ours:
             picture.draw(options.png, results, asked.effort, _subtitle(asked.places, facts))
             _say(console, f"Picture: {options.png}")

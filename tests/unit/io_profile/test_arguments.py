@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
-from infinity.io_profile import arguments
+from infinity.cli.profile import profile
+from infinity.io_profile.arguments import Asked, ask
 
 _MIB = 1 << 20
+
+
+def parse(words: list[str]) -> Asked:
+    return ask(**profile.make_context("profile", words).params)
 
 
 @pytest.mark.parametrize(
@@ -29,37 +35,33 @@ _MIB = 1 << 20
         (["--request-sizes", "1MiB,,4MiB"], "must be a size"),
         (["--request-sizes", "4GiB"], "at most"),
         (["--in-flight", "-4"], "whole number"),
-        (["--backends", "magic"], "choose from"),
+        (["--backends", "magic"], "is not one of"),
         (["--tokens-per-second", "inf"], "above 0"),
         (["--tbw", "0"], "above 0"),
         (["--tbw", "inf"], "terabytes"),
         (["--model", "nothing"], "neither"),
-        (["--json", "/nowhere/at/all.json"], "no directory"),
+        (["--json", "/nowhere/at/all.json"], "is no directory"),
         (["--json", "/"], "is a directory"),
         (["--apply", "/nowhere.json"], "no such file"),
     ],
 )
-def test_bad_options_are_refused_in_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        arguments.parse([str(tmp_path), *options], None, "")
-    assert caught.value.code == 2
-    message = capsys.readouterr().err.rpartition("error: ")[2]
+def test_bad_options_are_refused_in_words(tmp_path: Path, options: list[str], words: str) -> None:
+    with pytest.raises(click.UsageError) as caught:
+        parse([str(tmp_path), *options])
+    message = caught.value.format_message()
     assert words in message
     assert options[0].removeprefix("--") in message or "free" in message or "such file" in message
 
 
-def test_no_directory_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        arguments.parse([], None, "")
-    assert caught.value.code == 2
-    assert "DIR" in capsys.readouterr().err
+def test_no_directory_is_an_error() -> None:
+    with pytest.raises(click.UsageError) as caught:
+        parse(["--quick"])
+    assert "DIR" in caught.value.format_message()
 
 
 def test_sizes_are_rounded_and_that_is_said(tmp_path: Path) -> None:
     options = ["--size", "400000001", "--request-sizes", "1000000,4MiB", "--in-flight", "6,8"]
-    parsed = arguments.parse([str(tmp_path), *options], None, "")
+    parsed = parse([str(tmp_path), *options])
     assert parsed.effort.file_bytes % 4096 == 0
     assert parsed.effort.file_bytes - 400000001 < 4096
     assert parsed.effort.request_sizes == (1003520, 4 * _MIB)
@@ -70,15 +72,10 @@ def test_sizes_are_rounded_and_that_is_said(tmp_path: Path) -> None:
 
 def test_ratings_are_terabytes(tmp_path: Path) -> None:
     for text, num_bytes in (("600", 600e12), ("0.6PB", 0.6e15), ("1200TB", 1.2e15)):
-        assert arguments.parse([str(tmp_path), "--quick", "--tbw", text], None, "").options.tbw == pytest.approx(
-            num_bytes
-        )
+        assert parse([str(tmp_path), "--quick", "--tbw", text]).options.tbw == pytest.approx(num_bytes)
 
 
-def test_pictures_need_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pictures_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit):
-        arguments.parse([str(tmp_path), "--quick", "--png", str(tmp_path / "io.png")], None, "")
-    assert "pip install" in capsys.readouterr().err
+    with pytest.raises(click.UsageError, match="pip install"):
+        parse([str(tmp_path), "--quick", "--png", str(tmp_path / "io.png")])

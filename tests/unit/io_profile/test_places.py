@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.cli.profile import profile
 from infinity.io_profile import arguments, places
 from swapper.volumes.file_system import Drive, describe_drive
 
@@ -74,6 +75,6 @@ def test_a_network_file_system_gets_the_portable_backend(tmp_path: Path, monkeyp
         return replace(describe_drive(path), file_system="nfs4", is_network=True)
 
     monkeypatch.setattr(places, "describe_drive", describe)
-    parsed = arguments.parse([str(tmp_path), "--quick"], None, "")
+    parsed = arguments.ask(**profile.make_context("profile", [str(tmp_path), "--quick"]).params)
     assert parsed.backends == ("aiofiles",)
     assert any("network file system" in remark for remark in parsed.remarks)
