@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 
 from swapper.backend import IOBackend, IORequest, register_memory
 from swapper.memory.region import AlignedRegion
@@ -19,12 +18,35 @@ class BackendWrapper:
     def __init__(self, inner: IOBackend) -> None:
         self.inner = inner
 
-    capacity_bytes = property(attrgetter("inner.capacity_bytes"))
-    block_bytes = property(attrgetter("inner.block_bytes"))
-    boundary_bytes = property(attrgetter("inner.boundary_bytes"))
-    concurrency = property(attrgetter("inner.concurrency"))
-    is_direct = property(attrgetter("inner.is_direct"))
-    num_bounced = property(attrgetter("inner.num_bounced"))
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the address space."""
+        return self.inner.capacity_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """See :class:`IOBackend`."""
+        return self.inner.block_bytes
+
+    @property
+    def boundary_bytes(self) -> int:
+        """See :class:`IOBackend`."""
+        return self.inner.boundary_bytes
+
+    @property
+    def concurrency(self) -> int:
+        """See :class:`IOBackend`."""
+        return self.inner.concurrency
+
+    @property
+    def is_direct(self) -> bool:
+        """See :class:`IOBackend`."""
+        return self.inner.is_direct
+
+    @property
+    def num_bounced(self) -> int:
+        """See :class:`IOBackend`."""
+        return self.inner.num_bounced
 
     def locate(self, offset: int) -> tuple[str, int]:
         """See :class:`IOBackend`."""
