@@ -123,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ended.exit_code
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else PROGRAM
-        return _told(f"{where}: {first_line(error.format_message())} See `{where} --help`.", MISUSED)
+        what = first_line(error.format_message()).removesuffix(".")
+        return _told(f"{where}: {what}. See `{where} --help`.", MISUSED)
     except click.ClickException as error:
         return _told(first_line(error.format_message()), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
