@@ -55,6 +55,7 @@ processes).
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,16 +77,15 @@ def listed(words: Collection[str], between: str = ", ", most: int = 4) -> str:
     return f"{between.join([*words][:most])}{more}"
 
 
-def _rebuild(cls: type[InfinityError], args: tuple[Any, ...]) -> InfinityError:
-    return cls.__new__(cls, *args)
+def _reduced(error: Exception) -> tuple[Any, ...]:
+    # BaseException would call the constructor with the finished message in place of the facts.
+    return copyreg.__newobj__, (type(error), *error.args), error.__dict__  # type: ignore[attr-defined]
 
 
 class InfinityError(Exception):
     """Base of all errors of this package."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # BaseException would call the constructor with the finished message in place of the facts.
-        return _rebuild, (type(self), self.args), self.__dict__
+    __reduce__ = _reduced
 
 
 # --------------------------------------------------------------------------------------------------------------- config
@@ -491,6 +491,8 @@ class LossScaleError(StepError):
 class SparseGradientWarning(UserWarning):
     """A gradient is sparse, and is made dense."""
 
+    __reduce__ = _reduced
+
     def __init__(self, fqn: str) -> None:
         self.fqn = fqn
         super().__init__(
@@ -498,47 +500,29 @@ class SparseGradientWarning(UserWarning):
             "Make the embedding with sparse=False"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.fqn,)
-
 
 class OtherNumbersWarning(UserWarning):
     """Training goes on, with numbers that are not torch's: a dtype is cast, or a weight has other strides than in torch."""
 
+    __reduce__ = _reduced
+
     def __init__(self, fqn: str, what: str, *, cure: str) -> None:
         self.fqn = fqn
-        self._rest = what, cure
         super().__init__(f"parameter '{fqn}' {what}. {cure}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt_warning, (self.fqn, *self._rest)
-
-
-def _rebuilt_warning(fqn: str, what: str, cure: str) -> OtherNumbersWarning:
-    return OtherNumbersWarning(fqn, what, cure=cure)
 
 
 class NonFiniteLossWarning(UserWarning):
     """The loss is NaN or infinite, and training goes on."""
 
+    __reduce__ = _reduced
+
     def __init__(self, *, step: int, loss: float) -> None:
         self.step = step
         self.loss = loss
-        super().__init__(_non_finite(step, loss))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_warning, (self.step, self.loss)
-
-
-def _rebuild_warning(step: int, loss: float) -> NonFiniteLossWarning:
-    return NonFiniteLossWarning(step=step, loss=loss)
-
-
-def _non_finite(step: int, loss: float) -> str:
-    return (
-        f"the loss of step {step} is {loss}. Look at this step's batch and at the learning rate; "
-        "gradient_clipping does not help against NaN"
-    )
+        super().__init__(
+            f"the loss of step {step} is {loss}. Look at this step's batch and at the learning rate; "
+            "gradient_clipping does not help against NaN"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------------- engine
@@ -629,9 +613,6 @@ class StandInError(InfinityError, ImportError):
             "script, or start the script with python -m infinity.as_deepspeed"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args), {"problem": self.problem}
-
 
 class LibraryVersionError(InfinityError, ImportError):
     """A library that an integration is for is missing, or too old."""
@@ -643,9 +624,6 @@ class LibraryVersionError(InfinityError, ImportError):
             f"{library} {problem}, and {least} or newer is needed. pip install '{library}>={least}', or this package with "
             f"its extra '{extra}'"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args), {"library": self.library, "found": self.found, "least": self.least}
 
 
 def _shorten(value: object, limit: int = 120) -> str:
