@@ -21,6 +21,3 @@ class Console(rich.console.Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
-
-
-__all__ = ["Console"]

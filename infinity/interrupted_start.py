@@ -39,5 +39,3 @@ def over() -> None:
 
 if _is_command():
     _exchange(signal.default_int_handler, signal.SIG_DFL)
-
-__all__ = ["over"]

@@ -366,6 +366,3 @@ def ranks(
         told = {"stages": [measuring.as_json(job, ranks, nvme_path, console.print) for job in jobs]}
     if json_file is not None:
         write_json({"machine": describe_machine(nvme_path), **told}, json_file)
-
-
-__all__ = ["bench"]

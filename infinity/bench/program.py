@@ -250,6 +250,3 @@ def _run_cases(asked: Asked, directory: Path, results: list[CaseResult], console
             report(results[-1], results, console)
         return _INTERRUPTED
     return code
-
-
-__all__ = ["Asked", "as_json", "make_cases", "numbered", "peer_problem", "place_problem", "problem_of", "run"]

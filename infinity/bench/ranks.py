@@ -167,6 +167,3 @@ def drives_as_json(job: Job, drives: Sequence[Path], bytes_per_second: int) -> d
         "together_seconds": seconds[1],
         "ratio": seconds[1] / seconds[0],
     }
-
-
-__all__ = ["KINDS", "Job", "as_json", "deviation", "drives_as_json", "formulas", "ranks_table", "train", "worst"]

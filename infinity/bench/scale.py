@@ -150,6 +150,3 @@ def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
     all_axes[0].invert_yaxis()
     figure.suptitle(f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory")
     figure.savefig(path, dpi=130)
-
-
-__all__ = ["Largest", "Try", "attempt", "draw", "largest", "scale_table", "ways"]

@@ -206,6 +206,3 @@ def measure_updates(counts: Sequence[int], num_parameters: float, num_turns: int
         rows.append(Row(f"copies by {count}", wall, cpu, numel * _MOVED_BYTES / wall))
     rows += [Row(name, *least[name]) for name in (_NORMS, _FUSED)]
     return Updates(numel, num_turns, cost, rows)
-
-
-__all__ = ["Row", "Updates", "measure_updates"]

@@ -466,17 +466,3 @@ class ElementsInOrder:
         """All have been taken: what comes behind the last is checked."""
         if self._rest.numel() or next(self._parts, None) is not None:
             raise RuntimeError("elements are left")
-
-
-__all__ = [
-    "CHUNK_BYTES",
-    "TENSORS",
-    "WEIGHT",
-    "ArraySpec",
-    "ArrayWriter",
-    "ElementsInOrder",
-    "SavedTensor",
-    "dtype_of",
-    "name_of",
-    "reading_from",
-]

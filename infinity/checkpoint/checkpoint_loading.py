@@ -183,6 +183,3 @@ class Loading:
             for start, part in value.parts(self._threads):
                 made.write(start, part)
             return made.finish()
-
-
-__all__ = ["Loading"]

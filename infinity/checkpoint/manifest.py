@@ -208,15 +208,3 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
     if (len(data), checksum_of(data)) != files.get(name):
         raise CheckpointError(folder / name, "it is damaged: its checksum is wrong")
     return data
-
-
-__all__ = [
-    "MANIFEST",
-    "VERSION",
-    "Files",
-    "checksum_of",
-    "completed_at",
-    "manifest_of",
-    "read_checked",
-    "read_manifest",
-]

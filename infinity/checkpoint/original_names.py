@@ -124,6 +124,3 @@ def _converted(
         Entry((name,), tensor.shape, tensor.dtype, opened, operator.itemgetter(name))
         for name, tensor in results.items()
     ]
-
-
-__all__ = ["original_entries"]

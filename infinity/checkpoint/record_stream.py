@@ -368,6 +368,3 @@ class SharedStream:
 
     def _send(self, *head: int) -> None:
         self._ranks.send(_SHARING, torch.tensor(head, dtype=torch.int64, device="cpu"), 0)
-
-
-__all__ = ["AHEAD_BYTES", "Part", "RecordStream", "SharedStream"]

@@ -147,6 +147,3 @@ class SameModel:
         told = [f"{listed([*map(repr, names)])} ({how})" for how, names in sides.items() if names]
         if told:
             logger.warning("load_module_strict=False, '%s' is not all of this model: %s", place, "; ".join(told))
-
-
-__all__ = ["Checksums", "LeftOut", "SameModel"]

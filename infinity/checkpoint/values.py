@@ -123,6 +123,3 @@ def unpickled(path: Path, data: bytes) -> list[Any]:
             cure="If you trust the checkpoint, call torch.serialization.add_safe_globals([their classes]) before",
         ) from error
     return found
-
-
-__all__ = ["decode", "encode", "pickled", "unpickled"]

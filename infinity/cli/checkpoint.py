@@ -221,5 +221,3 @@ def export(
 
 
 checkpoint.add_command(export)
-
-__all__ = ["SIZE", "checkpoint", "export"]

@@ -60,6 +60,3 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
     )
     for what in done.left_out:
         console.print(f"left out: {what}", markup=False)
-
-
-__all__ = ["import_deepspeed"]

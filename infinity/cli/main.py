@@ -170,6 +170,3 @@ def _let_stdout_go() -> None:
         return
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), number)
-
-
-__all__ = ["COMMANDS", "Entry", "commands", "main"]

@@ -66,6 +66,3 @@ def profile(**options: Any) -> int:
     if options["png"] is not None:
         check_output(options["png"], "--png")
     return program.run(ask(**options))
-
-
-__all__ = ["profile"]

@@ -34,6 +34,3 @@ def bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
             progress.advance(tasks[what], num_bytes)
 
         yield advance
-
-
-__all__ = ["bars"]

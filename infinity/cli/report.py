@@ -59,6 +59,3 @@ def watch(run_dir: Path, once: bool) -> int:
 
     has_ended = watch_run(run_dir, Console(), once=once)
     return 0 if has_ended or once else 1
-
-
-__all__ = ["report", "watch"]

@@ -131,6 +131,3 @@ def _print_notes(found: Sequence[Scaled], notes: Sequence[str]) -> None:
         console.print(f"Does not fit ({where}): {refused.outcome.problem}.", markup=False)
     for note in notes:
         console.print(note, markup=False)
-
-
-__all__ = ["PICTURES", "show_scale"]

@@ -47,6 +47,3 @@ def step_arguments(scheduler: Any, given: Mapping[str, Any], num_samples: int | 
             f"{type(scheduler).__name__}.step: {error}. Pass engine.step(lr_kwargs={{...}}), or leave the scheduler out of "
             "infinity.initialize and step it in the script"
         ) from error
-
-
-__all__ = ["needs_samples", "step_arguments"]

@@ -52,6 +52,3 @@ def _experts(name: str, module: nn.Module) -> list[tuple[int, int]]:
     if isinstance(count := getattr(module, "moe_num_experts", None), int):  # DBRX: one below the other, in one matrix
         return [(each.numel(), count) for each in own if len(each) > count and len(each) % count == 0]
     return []
-
-
-__all__ = ["active_share"]

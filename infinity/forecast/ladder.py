@@ -450,6 +450,3 @@ def _last(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-__all__ = ["MOST_LAYERS", "OFFLOADS", "PLAIN", "Ladder", "Outcome", "Part"]

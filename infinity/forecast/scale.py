@@ -253,6 +253,3 @@ def as_plain(scaled: Scaled) -> Mapping[str, Any]:
         "efficiency": None if time is None else time.efficiency,
         "efficiency_with_overlap": None if time is None else time.overlapped_efficiency,
     }
-
-
-__all__ = ["NUM_RANKS", "STAGES", "Cluster", "Scale", "Scaled", "as_plain", "beyond"]

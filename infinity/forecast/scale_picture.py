@@ -60,6 +60,3 @@ def draw(path: Path, name: str, found: Sequence[Scaled]) -> None:
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
         with replacing(path) as file:
             figure.savefig(file, format=path.suffix.lower()[1:], dpi=130, metadata=metadata)
-
-
-__all__ = ["draw"]

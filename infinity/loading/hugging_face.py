@@ -232,6 +232,3 @@ def _put_back_buffers(model: Any, values: Mapping[str, torch.Tensor]) -> None:
         owner = model.get_submodule(module)
         if last in owner._non_persistent_buffers_set:
             owner._buffers[last] = value
-
-
-__all__ = ["is_ours", "load_class", "load_module", "one_after_the_other"]

@@ -248,6 +248,3 @@ def _on_made_tensor(made: torch.Tensor, source: torch.Tensor | None) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (nn.Parameter, torch.Tensor)
-
-
-__all__ = ["Init"]

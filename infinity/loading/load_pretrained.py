@@ -112,6 +112,3 @@ def _renamed(
             raise WeightFileError(path, f"has two tensors for '{new}' with key_mapping", cure="Change its patterns")
         renamed[new] = value
     return renamed
-
-
-__all__ = ["load_pretrained"]

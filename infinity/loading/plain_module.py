@@ -113,6 +113,3 @@ def _refuse_unknown_buffers(model: nn.Module) -> None:
                 cure="Make the module's buffers with values (accelerate.init_empty_weights(include_buffers=False))",
                 fqn=name,
             )
-
-
-__all__ = ["load_module"]

@@ -177,6 +177,3 @@ def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
     raise WeightFileError(
         file, "holds something else than tensors by name", cure="Save the state dict alone: torch.save(state_dict, ...)"
     )
-
-
-__all__ = ["open_weights"]

@@ -60,6 +60,3 @@ def _checksum(state: Mapping[str, Any]) -> int:
             some = torch.as_tensor(value).detach().cpu().reshape(-1)[:_CHECKED_ELEMENTS].to(torch.float64)
             checksum = zlib.crc32(name.encode() + bytes(some.view(torch.uint8).tolist()), checksum)
     return checksum
-
-
-__all__ = ["MAIN_WEIGHT", "PENDING", "MainWeightKeeper", "with_main_weight", "without_main_weight"]

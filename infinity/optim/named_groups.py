@@ -73,6 +73,3 @@ def _check(fqn: str, saved: int | None, mine: int | None) -> None:
             f"'{fqn}' is in {there} of the checkpoint's optimizer, and in {here} of this one: pass model_parameters to "
             f"infinity.initialize as in that run,{otherwise} or load_optimizer_states=False"
         )
-
-
-__all__ = ["in_order_of"]

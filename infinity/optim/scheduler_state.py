@@ -75,6 +75,3 @@ def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) 
             raise ValueError(f"the saved lr scheduler does not fit to this {name} ({error!r}): {cure}") from error
         yield
         undo.pop_all()
-
-
-__all__ = ["NOT_KEPT", "can_be_kept", "scheduler_with", "state_of_scheduler"]

@@ -422,6 +422,3 @@ def _as_main(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point() and value.dtype != torch.float32:
         return value.to(torch.float32)
     return value
-
-
-__all__ = ["OptimizerSource", "Template", "build_template"]

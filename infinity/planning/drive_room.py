@@ -63,6 +63,3 @@ def _existing(path: Path) -> Path:
     while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
-
-
-__all__ = ["Room", "room_bytes", "together"]

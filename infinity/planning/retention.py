@@ -51,6 +51,3 @@ class Retention:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
-
-
-__all__ = ["Retention"]

@@ -42,13 +42,3 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
     """Parameters; a thousand millions are ``B``."""
     units = units.replace("B", "G") if units else units
     return number_to_string(params_num, units, precision).replace("G", "B").strip()
-
-
-__all__ = [
-    "bytes_to_string",
-    "duration_to_string",
-    "flops_to_string",
-    "macs_to_string",
-    "number_to_string",
-    "params_to_string",
-]

@@ -156,6 +156,3 @@ def _detailed(counted: Counted) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{round(100 * part / whole, 2) if whole else 0:g}%"
-
-
-__all__ = ["ModuleCount", "model_profile", "params_of", "show"]

@@ -57,6 +57,3 @@ class ProfiledStep:
                 "the profile was not written: %s. Name a file that can be, in flops_profiler.output_file", error
             )
         self.profiler.end_profile()
-
-
-__all__ = ["ProfiledStep"]

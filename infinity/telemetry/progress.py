@@ -53,6 +53,3 @@ def progress(what: str, total_bytes: int, *, is_shown: bool) -> Iterator[Note]:
         if shown > began:
             terminal.write("\r\033[K")
             terminal.flush()
-
-
-__all__ = ["Note", "progress", "silent"]

@@ -32,6 +32,3 @@ class FoundTensor:
     def whole(cls, group: str, fqn: str, kind: str, value: torch.Tensor) -> FoundTensor:
         """One that lies in one piece."""
         return cls(ArraySpec.of(group, fqn, kind, value.shape, value.dtype), [value.reshape(-1)])
-
-
-__all__ = ["COPY_ALL", "OF_DEEPSPEED", "OF_ONE_SAVE", "ONE_STATE_DICT", "ONLY_WEIGHTS", "FoundTensor"]

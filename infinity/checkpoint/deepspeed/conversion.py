@@ -121,6 +121,3 @@ def _of_optimizer(groups: Sequence[Mapping[str, Any]], scalars: Mapping[str, Map
         "others": {},
         "names": names,
     }
-
-
-__all__ = ["Converted", "Progress", "convert"]

@@ -145,6 +145,3 @@ def _complete(folder: Path, by_rank: dict[int, Path]) -> list[Path]:
             folder, f"files of ranks {missing} are missing, such as '{example}' is one", cure=COPY_ALL
         )
     return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-__all__ = ["Files", "find"]

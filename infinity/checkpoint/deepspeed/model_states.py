@@ -162,6 +162,3 @@ def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
             cure="Give a checkpoint of ZeRO stage 1, 2 or 3; weights alone are loaded by infinity.load_pretrained",
         )
     return found
-
-
-__all__ = ["ModelStates"]

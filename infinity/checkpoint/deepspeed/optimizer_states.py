@@ -278,6 +278,3 @@ def _read(path: Path, *, skips_unknown: bool) -> Mapping[str, Any]:
     if not isinstance(states, dict):
         raise CheckpointError(path, "it holds no optimizer's states", cure=OF_DEEPSPEED)
     return states
-
-
-__all__ = ["OptimizerStates", "check_optimizer", "groups_of", "loss_scale_of", "stage_of"]

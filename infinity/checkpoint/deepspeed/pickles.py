@@ -133,6 +133,3 @@ def _has_record(value: Any) -> bool:
     elif isinstance(value, list | tuple | set):
         inner = value
     return any(_has_record(each) for each in inner)
-
-
-__all__ = ["Record", "check", "read", "without_records"]

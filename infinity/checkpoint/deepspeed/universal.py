@@ -85,6 +85,3 @@ class UniversalStates:
         state = (self._states.get("optimizer_state_dict") or {}).get("state", {}).get(index, {})
         step = state.get("step", group.get("step", self._states.get("base_optimizer_state_step")))
         return {} if step is None else {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
-
-
-__all__ = ["UniversalStates"]

@@ -148,6 +148,3 @@ def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor
             cure="Name the config of the model that was trained",
         )
     return names
-
-
-__all__ = ["CheckpointExport"]

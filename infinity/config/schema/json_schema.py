@@ -125,6 +125,3 @@ def _in_any_case(names: Sequence[str]) -> dict[str, Any]:
 def _bounded(kind: dict[str, Any]) -> dict[str, Any]:
     """Bounds that pydantic leaves in its own words where a function reads the value first."""
     return {_BOUNDS.get(key, key): value for key, value in kind.items()}
-
-
-__all__ = ["json_schema"]

@@ -477,6 +477,3 @@ class _MainAccess(_DictAccess):
     def copy(self) -> dict[str, Any]:
         with self._optimizer.reading_states():
             return with_main_weight(super().copy(), self._mains.gather_main_weight(self._param))
-
-
-__all__ = ["PagedOptimizer", "StepBackend"]

@@ -106,6 +106,3 @@ def let_go(optimizer: Optimizer) -> None:
             "optimizer.state_dict() gave before engine.close() to go on"
         )
     before.remove()
-
-
-__all__ = ["PassedOptimizer", "let_go"]

@@ -100,6 +100,3 @@ def _split(parts: TiledParameter | None, entry: Mapping[str, Any]) -> Iterator[A
         yield entry
     else:
         yield from parts.split_entry(entry.gather() if isinstance(entry, LazyEntry) else entry)
-
-
-__all__ = ["with_tiles", "without_tiles"]
