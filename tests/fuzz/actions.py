@@ -6,6 +6,7 @@ import contextlib
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -202,6 +203,12 @@ def interrupt(world: World) -> None:
             buffer.copy_(buffers[name])
 
 
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != weakref.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class _Interrupting:
     """A KeyboardInterrupt at the n-th call of a function of the packages, in this thread."""
 
@@ -212,7 +219,7 @@ class _Interrupting:
         path = frame.f_code.co_filename
         if event == "call" and ("/infinity/" in path or "/swapper/" in path) and "__del__" not in frame.f_code.co_name:
             self._left -= 1
-            if self._left == 0:
+            if self._left <= 0 and not _is_in_finalizer(frame):  # there Python prints errors, and goes on
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
