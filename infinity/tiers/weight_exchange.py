@@ -123,6 +123,8 @@ class WeightExchange:
         self.after(units)
         for unit in units:
             self._renew(unit)
+            if unit.layout.trainable is not None:
+                unit.outdate()
 
     def _renew(self, unit: Unit) -> None:
         """What is in memory of a divided unit gets what other ranks have written."""

@@ -27,6 +27,8 @@ from infinity.distributed.collectives import destroy_at_exit, world
 from infinity.engine.shutdown import end_all_at_exit
 from infinity.planning.cost_model import predict
 from infinity.tiers.divided_weights import DividedWeights
+from infinity.tiers.weight_exchange import WeightExchange
+from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, Unit
 from swapper import TransferRecord
 from tests.lazy_device import LazyDevice
@@ -243,6 +245,41 @@ def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Pa
     (tmp_path / "tight").mkdir()
     for error in run_ranks(2, lambda rank: _engine(tmp_path, tier=tier, **tight), tmp_path / "tight"):
         assert re.search(r"for this process's share of the weights, .* for the weights of", error)
+
+
+@pytest.mark.parametrize("exposing_rank", [None, 0, 1])
+def test_replaced_main_weights_are_stored_once(
+    exposing_rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine brings what other ranks have stored into the open unit, and takes that for nobody's write."""
+    renew = WeightExchange._renew
+
+    def expose_and_renew(exchange: WeightExchange, unit: Unit) -> None:
+        if exchange.shares.index == exposing_rank:
+            _ = unit.weight(unit.layout.slots[0]).data_ptr()  # as by another thread
+        renew(exchange, unit)
+
+    def expose(unit: Unit, slot: Slot) -> None:
+        raise AssertionError(f"the engine asked for the memory of {slot.spec.fqn}")
+
+    if exposing_rank is None:
+        monkeypatch.setattr(Unit, "expose", expose)
+    monkeypatch.setattr(WeightExchange, "_renew", expose_and_renew)
+
+    def replace(rank: int) -> None:
+        with _engine(tmp_path, bf16={"enabled": True}) as engine:
+            weights = [engine.module.first.weight, *(engine.module.layers[i].weight for i in (0, 2))]
+            for number in range(4):
+                for weight in weights:
+                    infinity.safe_set_full_fp32_param(weight, torch.full(weight.shape, number + 0.3))
+                for weight in weights:
+                    assert torch.equal(weight.float(), torch.full(weight.shape, number + 0.3).bfloat16().float())
+                    main = infinity.safe_get_full_fp32_param(weight)
+                    assert main is not None and main.eq(number + 0.3).all()
+            stored = _weights(engine)
+        assert stored["first.weight"].eq(torch.tensor(3.3).bfloat16()).all()
+
+    _require(2, replace, tmp_path)
 
 
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ParameterNotResidentError, UnsupportedModelError
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
 from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.shapes.blocks import Block, Net, token_batch
@@ -147,6 +149,17 @@ class _Writing(Block):
 def test_a_write_in_forward_counts(write: str, mode: str, tmp_path: Path) -> None:
     block = type("WritingBlock", (_Writing,), {"write": staticmethod(_WRITES[write])})
     train(Case("writing", lambda checkpointing: Net(checkpointing, make_block=block), token_batch), mode, tmp_path)
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_the_engine_asks_unseen(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take what it writes itself for what others write."""
+
+    def expose(unit: Unit, slot: Slot) -> None:
+        raise AssertionError(f"the engine asked for the memory of {slot.spec.fqn}")
+
+    monkeypatch.setattr(Unit, "expose", expose)
+    train(PLAIN, mode, tmp_path)
 
 
 _PLACES: dict[str, Callable[[nn.Module, Callable[[nn.Parameter], Any]], Any]] = {
