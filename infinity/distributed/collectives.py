@@ -140,10 +140,8 @@ def init_distributed(
     if is_initialized():
         return
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    backend = dist_backend or ("nccl" if has_nccl else "gloo")
-    if (
-        backend == "nccl" and not has_nccl
-    ):  # DeepSpeed's scripts name it, and without a GPU there is nothing for it to do
+    backend = dist_backend or "nccl"
+    if backend == "nccl" and not has_nccl:  # DeepSpeed's scripts name it also where there is nothing for it to do
         backend = "gloo"
     rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
     if init_method not in (None, "env://"):
@@ -489,7 +487,14 @@ class Ranks:
         dtype: torch.dtype | None = None,
     ) -> None:
         """As `gather_parts`, where all parts lie in ``values`` (1-D, on the CPU). ``dtype``: sent as; None: as it is."""
-        self.gather_parts(what, parts, *_in_memory(values), dtype=dtype or values.dtype, kind=kind)
+
+        def read(start: int, target: torch.Tensor) -> None:
+            target.copy_(values[start : start + target.numel()])
+
+        def write(start: int, found: torch.Tensor) -> None:
+            values[start : start + found.numel()].copy_(found)
+
+        self.gather_parts(what, parts, read, write, dtype=dtype or values.dtype, kind=kind)
 
     def swap(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
         """Row r of ``sent`` (one row for each rank, on the CPU, without gaps) goes to rank r. Returns what came, by rank.
@@ -578,18 +583,6 @@ class Ranks:
         why = self._causes.first() if self._causes is not None else None
         problem = f"another rank has ended, or did not come in time: {why or str(error).splitlines()[0]}"
         return RankError(what, problem, rank=self.number, cure=_CURE)
-
-
-def _in_memory(
-    values: torch.Tensor,
-) -> tuple[Callable[[int, torch.Tensor], None], Callable[[int, torch.Tensor], None]]:
-    def read(start: int, target: torch.Tensor) -> None:
-        target.copy_(values[start : start + target.numel()])
-
-    def write(start: int, found: torch.Tensor) -> None:
-        values[start : start + found.numel()].copy_(found)
-
-    return read, write
 
 
 _ALONE = Ranks()

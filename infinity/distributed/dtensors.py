@@ -38,26 +38,25 @@ def local_part(tensor: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torc
     """The memory behind a DTensor, and what makes one like it of other memory."""
     kind, size, stride = type(tensor.detach()), tensor.size(), tensor.stride()
     names, made_with = tensor.__tensor_flatten__()
-    inside = {name: getattr(tensor, name) for name in names}
-    name = _memory_of(inside)
+    name = _memory_of(tensor)
+    others = {each: getattr(tensor, each) for each in names if each != name}  # `made_of` holds no memory
 
     def made_of(local: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = kind.__tensor_unflatten__({**others, name: local}, made_with, size, stride)
         return made
 
-    local: torch.Tensor = inside[name]
-    others = {each: value for each, value in inside.items() if each != name}  # `made_of` holds no memory
-    return local, made_of
+    return getattr(tensor, name), made_of
 
 
-def _memory_of(inside: Mapping[str, Any]) -> str:
-    return next(name for name, value in inside.items() if isinstance(value, torch.Tensor))
+def _memory_of(tensor: Any) -> str:
+    """The attribute of a DTensor in which its memory is."""
+    names: list[str] = tensor.__tensor_flatten__()[0]
+    return next(name for name in names if isinstance(getattr(tensor, name), torch.Tensor))
 
 
 def _exchange(tensor: Any, local: torch.Tensor) -> None:
     """A DTensor gets other memory."""
-    names, _ = tensor.__tensor_flatten__()
-    setattr(tensor, _memory_of({name: getattr(tensor, name) for name in names}), local)
+    setattr(tensor, _memory_of(tensor), local)
 
 
 class _Form(NamedTuple):

@@ -50,11 +50,9 @@ class Giver(Protocol):
 
     def is_at_hand(self, index: int) -> bool:
         """Whether it is in memory, or on its way there."""
-        ...
 
     def give(self, index: int) -> Sequence[torch.Tensor]:
         """It, in pieces (uint8, 1-D, on the CPU), which stay as they are until the next call."""
-        ...
 
 
 class _Request(NamedTuple):
@@ -77,17 +75,15 @@ class _Awaited:
     """Receives that nobody has waited for, in their order."""
 
 
+@dataclass(eq=False)
 class Pull:
     """Something that is on its way from other ranks."""
 
-    def __init__(
-        self, pulls: Pulls, what: str, request: tuple[int, int, int], awaited: list[_Awaited], *, is_promoted: bool
-    ) -> None:
-        self._pulls = pulls
-        self._what = what
-        self._request = request
-        self._awaited = awaited
-        self._is_promoted = is_promoted
+    _pulls: Pulls
+    _what: str
+    _request: tuple[int, int, int]
+    _awaited: list[_Awaited]
+    _is_promoted: bool
 
     def ask(self) -> None:
         """Tell the other ranks."""
@@ -175,16 +171,13 @@ class Pulls:
         with self._lock:
             self._givers.pop(number, None)
             for key in [key for key in self._waiting if key[0] == number]:
-                self._release(key)
+                self.release(*key)
 
     def release(self, number: int, index: int) -> None:
         """It is at hand now: answer those who have asked ahead of need."""
         with self._lock:
-            self._release((number, index))
-
-    def _release(self, key: tuple[int, int]) -> None:
-        for request in self._waiting.pop(key, ()):
-            self._ready.put(request)
+            for request in self._waiting.pop((number, index), ()):
+                self._ready.put(request)
 
     def pull(
         self, what: str, number: int, index: int, targets: Mapping[int, Sequence[torch.Tensor]], *, is_demand: bool
@@ -200,7 +193,7 @@ class Pulls:
         request = number, index, _REQUESTS + 1 + next(self._tags) % _NUM_TAGS
         heads = [torch.zeros(_HEAD_BYTES, dtype=torch.uint8, device="cpu") for _ in targets]
         awaited = [_Awaited(rank, head, targets[rank], []) for rank, head in zip(targets, heads, strict=True)]
-        pull = Pull(self, what, request, awaited, is_promoted=is_demand)
+        pull = Pull(self, what, request, awaited, is_demand)
         if self.error_of(number) is None:
             with self._lock:
                 self._pending.add(pull)

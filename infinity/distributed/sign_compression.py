@@ -55,38 +55,33 @@ def compressed_mean(
     """
     parts = [_parts(each.numel(), ranks.num) for each in values]
     widths = [_width(each.numel(), ranks.num) // 8 for each in values]
-    size = sum(widths) + _SCALE_BYTES * len(values)
-    sent = torch.zeros((ranks.num, size), dtype=torch.uint8, device="cpu")
+    sizes = [*widths, _SCALE_BYTES * len(values)]
+    sent = torch.zeros((ranks.num, sum(sizes)), dtype=torch.uint8, device="cpu")
+    *places, last = sent.split(sizes, dim=1)
     scales = torch.zeros(len(values), dtype=torch.float32, device="cpu")
-    place = 0
-    for index, (each, left, width) in enumerate(zip(values, left_out, widths, strict=True)):
+    for each, left, place, scale in zip(values, left_out, places, scales, strict=True):
         left.worker.add_(each)
-        signs = _take_signs(left.worker, scales[index])
-        signs = torch.nn.functional.pad(signs, (0, width * ranks.num - signs.numel()))
-        sent[:, place : place + width] = signs.view(ranks.num, width)
-        place += width
-    sent[:, place:] = scales.view(torch.uint8)
-    received = ranks.swap(what, sent, kind=kind)
-    own = torch.zeros(size, dtype=torch.uint8, device="cpu")
-    received_scales = received[:, place:].clone().view(torch.float32)
-    place = 0
-    for index, (of_ranks, left, width) in enumerate(zip(parts, left_out, widths, strict=True)):
+        signs = _take_signs(left.worker, scale)
+        place.copy_(torch.nn.functional.pad(signs, (0, place.numel() - signs.numel())).view(place.shape))
+    last.copy_(scales.view(torch.uint8))
+    *received, last = ranks.swap(what, sent, kind=kind).split(sizes, dim=1)
+    received_scales = last.clone().view(torch.float32)
+    own = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
+    *places, last = own.split(sizes)
+    for index, (of_ranks, left, place) in enumerate(zip(parts, left_out, places, strict=True)):
         start, stop = of_ranks[ranks.index]
         mean = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
-        for row, scale in zip(received, received_scales[:, index], strict=True):
-            mean.add_(_decoded(row[place : place + width], stop - start, scale))
+        for row, scale in zip(received[index], received_scales[:, index], strict=True):
+            mean.add_(_decoded(row, stop - start, scale))
         left.server.add_(mean, alpha=1.0 / ranks.num)
         signs = _take_signs(left.server, scales[index])
-        own[place : place + signs.numel()] = signs
-        place += width
-    own[place:] = scales.view(torch.uint8)
-    found = ranks.share(what, own, kind=kind)
-    found_scales = found[:, place:].clone().view(torch.float32)
-    place = 0
-    for index, (each, of_ranks, width) in enumerate(zip(values, parts, widths, strict=True)):
-        for row, scale, (start, stop) in zip(found, found_scales[:, index], of_ranks, strict=True):
-            each[start:stop] = _decoded(row[place : place + width], stop - start, scale)
-        place += width
+        place[: signs.numel()] = signs
+    last.copy_(scales.view(torch.uint8))
+    *found, last = ranks.share(what, own, kind=kind).split(sizes, dim=1)
+    found_scales = last.clone().view(torch.float32)
+    for index, (each, of_ranks) in enumerate(zip(values, parts, strict=True)):
+        for row, scale, (start, stop) in zip(found[index], found_scales[:, index], of_ranks, strict=True):
+            each[start:stop] = _decoded(row, stop - start, scale)
 
 
 def _width(numel: int, num: int) -> int:

@@ -512,7 +512,7 @@ class Engine(Relayout):
         """
         self._guard.check_not_partial("gradients were dropped before engine.step()")
         self._backwards.refuse_together("gradients are dropped between micro-batches")
-        kept = self._stepper.ungrouped()
+        kept = self._parts.groups.ungrouped()
         if kept or not set_to_none:
             self._backwards.collect()
         if set_to_none:
@@ -632,7 +632,7 @@ class Engine(Relayout):
 
     def not_held(self) -> list[torch.Tensor]:
         """Parameters that came after `infinity.initialize`."""
-        return self._stepper.not_held()
+        return self._parts.groups.not_held()
 
     def forget_step(self) -> None:
         """As `reset`, unless weights have been updated already: then the next call raises."""

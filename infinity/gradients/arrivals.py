@@ -33,14 +33,10 @@ class Arrivals(Landing[Delivery]):
     That they are added in this order, and when, is the business of whoever takes them.
     """
 
-    def has_room(self, gradients: Mapping[Slot, torch.Tensor]) -> bool:
-        """Whether `bring` may be called with them now."""
-        return self.fits(list(gradients.values()))
-
     def bring(
         self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], norms: Mapping[int, torch.Tensor]
     ) -> None:
-        """Start to bring the unit's ``gradients``, which are the caller's own and in the order of their slots."""
+        """Start to bring the unit's ``gradients``, which are the caller's own and in the order of their slots, and fit."""
         flats = {slot: flat_in_slot_order(gradient, slot) for slot, gradient in gradients.items()}
         dtypes = dict.fromkeys(flat.dtype for flat in flats.values())
         slots = [[slot for slot, flat in flats.items() if flat.dtype == dtype] for dtype in dtypes]

@@ -69,9 +69,11 @@ class AveragedGradients(ShownGradients):
         """Whether a mean that would have been computed was not: from then until the step."""
         self._new: set[tuple[int, int]] = set()
         """(unit index, slot index) of what was added since the last `average`."""
+        self.agreed_norms: dict[tuple[int, int], torch.Tensor] = {}
+        """(unit index, slot index) -> 2-norm of a mean that may be here in part only, or have gone into an update: from
+        `average_for_update` until the next step's, or `clear`."""
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
-        """See `MainGradStore.add`."""
         super().add(unit, gradients)
         self._new.update((unit.index, slot.index) for slot in gradients)
 
@@ -81,7 +83,6 @@ class AveragedGradients(ShownGradients):
         self._new.discard((unit.index, slot.index))
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
-        """See `MainGradStore.clear`."""
         super().clear(kept)
         self._new.intersection_update(kept)
         self._is_held_back = False
@@ -146,9 +147,28 @@ class AveragedGradients(ShownGradients):
         else:
             self.average_these(self.new_of_all(step), step)
 
-    def new_of_all(self, step: int) -> list[NewGradients]:
+    def new_of_all(self, step: int, what: str = "averaging gradients") -> list[NewGradients]:
         """What came on any rank since the last time, which the caller goes on with: unit by unit. See `average`."""
-        return self._agree(f"averaging gradients in step {step}")
+        self._is_held_back = False
+        if self._ranks.num == 1:
+            return []
+        self._land()
+        flags: list[int] = []
+        for grads in self._grads:
+            flags += [(grads.unit.index, slot.index) in self._new for slot in grads.unit.layout.slots]
+            flags.append(grads.is_unscaled * _IS_UNSCALED)
+        merged = [max(of_ranks) for of_ranks in zip(*self._ranks.meet(f"{what} in step {step}", flags), strict=True)]
+        self._new.clear()
+        position = 0
+        found: list[NewGradients] = []
+        for grads in self._grads:
+            slots = grads.unit.layout.slots
+            of_unit = merged[position : position + len(slots) + 1]
+            position += len(of_unit)
+            new = [slot for slot, flag in zip(slots, of_unit, strict=False) if flag == _IS_NEW]
+            if new:
+                found.append(NewGradients(grads.unit, new, of_unit[-1] == _IS_UNSCALED))
+        return found
 
     def average_these(self, found: Sequence[NewGradients], step: int) -> None:
         """As `average`, of these."""
@@ -178,33 +198,6 @@ class AveragedGradients(ShownGradients):
     def average_for_update(self, step: int) -> None:
         """As `average`; an update of all comes next."""
         self.average(step)
-
-    @property
-    def agreed_norms(self) -> Mapping[tuple[int, int], torch.Tensor]:
-        """(unit index, slot index) -> 2-norm of a mean that may be here in part only, or have gone into an update."""
-        return {}
-
-    def _agree(self, what: str) -> list[NewGradients]:
-        self._is_held_back = False
-        if self._ranks.num == 1:
-            return []
-        self._land()
-        flags: list[int] = []
-        for grads in self._grads:
-            flags += [(grads.unit.index, slot.index) in self._new for slot in grads.unit.layout.slots]
-            flags.append(grads.is_unscaled * _IS_UNSCALED)
-        merged = [max(of_ranks) for of_ranks in zip(*self._ranks.meet(what, flags), strict=True)]
-        self._new.clear()
-        position = 0
-        found: list[NewGradients] = []
-        for grads in self._grads:
-            slots = grads.unit.layout.slots
-            of_unit = merged[position : position + len(slots) + 1]
-            position += len(of_unit)
-            new = [slot for slot, flag in zip(slots, of_unit, strict=False) if flag == _IS_NEW]
-            if new:
-                found.append(NewGradients(grads.unit, new, of_unit[-1] == _IS_UNSCALED))
-        return found
 
     def check_all_held(self, loose: Iterable[torch.Tensor], step: int) -> None:
         """See that there are no ``loose`` parameters in the groups, whose gradients nobody averages.

@@ -24,7 +24,6 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
 
 from infinity.errors import LateGradientError, LateUseError, SparseGradientWarning
 from infinity.gradients.listener import GradientListener
@@ -267,13 +266,8 @@ class GradientCollector:
         self._forget_gradients()
         for unit in self._units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                if (unit.index, slot.index) not in kept:
-                    _clear(parameter)
-
-
-def _clear(parameter: nn.Parameter) -> None:
-    if plain_grad(parameter) is not None:
-        set_plain_grad(parameter, None)
+                if (unit.index, slot.index) not in kept and plain_grad(parameter) is not None:
+                    set_plain_grad(parameter, None)
 
 
 def has_hooks_of_others(parameter: torch.Tensor) -> bool:

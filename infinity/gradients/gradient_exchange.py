@@ -4,15 +4,14 @@ Knows ranks, shares and memory; must not know when a unit is complete, or where 
 
 [Note: the exchange's thread] One thread of each rank exchanges units in an order that is the same on all, through process groups
 of its own, whatever else its script, or the engine's other threads, exchange meanwhile. A rank comes to a unit when all of its
-gradients are there, or the backward has ended: these threads of the others wait for it, their scripts do not.
+gradients are there, or the backward has ended: these threads of the others wait for it, their scripts do not. It ends when
+whoever made the exchange says so, or is gone.
 """
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
-import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -28,11 +27,11 @@ from infinity.threads.openmp import use_threads
 from infinity.units.layout import Slot
 from infinity.units.shares import Shares, clipped, runs_of
 from swapper import Latch
+from swapper.sync.lifetimes import EXIT_SECONDS, Roll
 from swapper.sync.limits import start_threads
 
 _IS_NEW, _IS_UNSCALED = 1, 2
 _CLOSE_SECONDS = 5.0
-_EXIT_SECONDS = 2.0
 
 
 @dataclass(eq=False)
@@ -72,7 +71,7 @@ class UnitExchange:
 
 
 class GradientExchange:
-    """Exchanges units in the order in which they begin; see [Note: the exchange's thread], which ends with this object."""
+    """Exchanges units in the order in which they begin; see [Note: the exchange's thread], which has it until `stop`."""
 
     def __init__(
         self, division: Division, numbered: Numbered, shares: Shares, wire: torch.dtype, device: ComputeDevice
@@ -85,29 +84,6 @@ class GradientExchange:
             wire: see `Ranks.reduce`.
             device: for the thread to enter; all memory is the host's.
         """
-        self._worker = _Worker(division, numbered, shares, wire, device)
-        weakref.finalize(self, self._worker.stop)
-
-    @property
-    def error(self) -> Exception | None:
-        """What went wrong first; nothing is exchanged any more."""
-        return self._worker.error
-
-    def begin(self, exchange: UnitExchange) -> None:
-        """It is the next one, on all ranks. Returns at once. Doing so again does nothing."""
-        self._worker.begin(exchange)
-
-    def close(self) -> bool:
-        """Exchange nothing more. Returns whether all memory has been let go of: ranks may hang."""
-        return self._worker.close()
-
-
-class _Worker:
-    """What the thread knows."""
-
-    def __init__(
-        self, division: Division, numbered: Numbered, shares: Shares, wire: torch.dtype, device: ComputeDevice
-    ) -> None:
         self._device = device
         self._division = division
         self._numbered = numbered
@@ -119,9 +95,10 @@ class _Worker:
         self._moving = threading.Lock()
         """Held by the thread while it uses a unit's memory."""
         self.error: Exception | None = None
-        """Set by the thread."""
+        """What went wrong first; nothing is exchanged any more. Set by the thread."""
 
     def begin(self, exchange: UnitExchange) -> None:
+        """It is the next one, on all ranks. Returns at once. Doing so again does nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)
             start_threads(self._thread)
@@ -136,16 +113,18 @@ class _Worker:
             self._numbered.end()
 
     def close(self) -> bool:
+        """Exchange nothing more. Returns whether all memory has been let go of: ranks may hang."""
         self.stop()
         has_let_go = self._moving.acquire(timeout=_CLOSE_SECONDS)
         if has_let_go:
             self._moving.release()
         return has_let_go
 
-    def join(self) -> None:
+    def end(self) -> None:
         """Return when the thread has ended, or waits for ranks for longer than a moment."""
-        if self._thread is not None and self._thread.is_alive():
-            self._thread.join(_EXIT_SECONDS)
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(EXIT_SECONDS)
 
     def _run(self) -> None:
         use_threads(1)  # see [Note: one pool] in infinity.threads.openmp
@@ -220,16 +199,5 @@ def _part(span: tuple[int, int], index: int, num: int) -> tuple[int, int]:
     return start + (stop - start) * index // num, start + (stop - start) * (index + 1) // num
 
 
-_open: weakref.WeakSet[_Worker] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    """The interpreter ends: see [Note: how a group ends] in infinity.distributed.collectives."""
-    workers = list(_open)
-    for worker in workers:
-        worker.stop()
-    for worker in workers:
-        worker.join()
-
-
-atexit.register(_end_all)
+# See [Note: how a group ends] in infinity.distributed.collectives.
+_open: Roll[GradientExchange] = Roll(at_exit=GradientExchange.end)

@@ -173,7 +173,7 @@ class MainGradStore:
         known = grads.present | self._arrivals.slots_of(grads)
         ordered = {slot: in_slot_order(gradient.detach(), slot) for slot, gradient in gradients.items()}
         norms = {slot.index: gradient_norm(each) for slot, each in ordered.items() if slot.index not in known}
-        while not self._arrivals.has_room(ordered):  # before there is a copy of them on the device
+        while not self._arrivals.fits([*ordered.values()]):  # before there is a copy of them on the device
             if not self._arrivals.coming():
                 self._add(grads, ordered, norms)
                 return
@@ -225,8 +225,13 @@ class MainGradStore:
                 buffer = self._memory_of(grads)
                 buffer.add(gradients, grads.present, self._arrivals)
                 grads.note_norms(norms, gradients, buffer.dtype)
-        if not grads.stays:
-            self._add_spilled(grads, gradients, norms)
+        if not grads.stays and grads.buffer is not None:
+            grads.note_change()
+            grads.buffer.add(gradients, grads.present, self._arrivals)
+        elif not grads.stays:
+            buffer = self._sum(grads, gradients)
+            grads.note_norms(norms, gradients, buffer.dtype)
+            self._write(grads, buffer, gradients)
         grads.present.update(slot.index for slot in gradients)
 
     def widen(self, unit: Unit) -> bool:
@@ -334,9 +339,7 @@ class MainGradStore:
 
         ``span``: these elements of the trainable segment alone, as nobody needs the others, nor norms; None: all.
         """
-        self._close(self._grads[unit.index], span)
-
-    def _close(self, grads: UnitGrads, span: tuple[int, int] | None = None) -> None:
+        grads = self._grads[unit.index]
         if grads.stays or grads.buffer is None:
             return
         is_unchanged, buffer = grads.is_unchanged, grads.take()
@@ -395,17 +398,6 @@ class MainGradStore:
             grads.keep(buffer)
         return buffer
 
-    def _add_spilled(
-        self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], norms: Mapping[int, torch.Tensor]
-    ) -> None:
-        if grads.buffer is not None:
-            grads.note_change()
-            grads.buffer.add(gradients, grads.present, self._arrivals)
-            return
-        buffer = self._sum(grads, gradients)
-        grads.note_norms(norms, gradients, buffer.dtype)
-        self._write(grads, buffer, gradients)
-
     def _write(
         self,
         grads: UnitGrads,
@@ -446,7 +438,7 @@ class MainGradStore:
             ]
             closable = [grads for grads, buffer in taken if not buffer.is_lent]
             if not self._loans and closable:
-                self._close(min(closable, key=lambda grads: grads.number))
+                self.close_sum(min(closable, key=lambda grads: grads.number).unit)
             elif not self._loans and self._await_holder():
                 continue
             elif not self._loans and taken:
@@ -496,7 +488,7 @@ class MainGradStore:
         grads = self._of(unit)
         self._write_zeros(grads)
         if not grads.stays:
-            self._close(grads)
+            self.close_sum(unit)
             return grads.norms[slot.index]
         buffer, norm = self._memory_of(grads), grads.norms.get(slot.index)
         return gradient_norm(buffer.view(slot)) if norm is None or buffer.is_lent else norm
@@ -512,7 +504,7 @@ class MainGradStore:
         self._write_zeros(grads)
         if not keeps:
             self._tell_of_end(grads)
-        self._close(grads)
+        self.close_sum(unit)
         slots, dtype = grads.slots(), grads.spilled_dtype or self._waiting.dtype
         if not keeps:
             grads.drop(set(grads.present))

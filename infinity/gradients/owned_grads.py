@@ -27,6 +27,7 @@ from infinity.threads.interrupts import POLL_SECONDS, surely
 from infinity.units.layout import Slot
 from infinity.units.shares import Shares, clipped, runs_of
 from infinity.units.unit import Unit
+from swapper.sync.lifetimes import when_gone
 
 _PATIENCE_SECONDS = 1.0
 """So long a backward waits for others in all rather than spill gradients, for in the step it would wait for them, too. Not
@@ -75,6 +76,7 @@ class OwnedGradients(AveragedGradients):
         self._sharers = division.sharers
         self._shares = shares
         self._exchange = GradientExchange(apart, numbered, shares, self._wire, self._device)
+        when_gone(self, self._exchange.stop)
         self._step: int | None = None
         """The step whose means are being computed: from `begin_means`, or `average_last`, until all ranks have them."""
         self._is_last_over = False
@@ -96,13 +98,10 @@ class OwnedGradients(AveragedGradients):
         that takes it, on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
         self._late: list[tuple[Unit, Mapping[Slot, torch.Tensor]]] = []
         """What came in backward for units that are being exchanged: until those are taken back."""
-        self._agreed_norms: dict[Key, torch.Tensor] = {}
-        """2-norm of a mean that is nowhere whole: from `average_for_update` until the next step's, or `clear`."""
 
     # ------------------------------------------------------------------------------------------------- beside a backward
 
     def begin_means(self, step: int, updates: ShareUpdates | None = None) -> bool:
-        """See `AveragedGradients.begin_means`."""
         self.average_postponed()
         self._end_dropped()
         if self._hook is not None:
@@ -113,12 +112,10 @@ class OwnedGradients(AveragedGradients):
         return updates is not None
 
     def expect_whole(self, unit: Unit) -> None:
-        """See `AveragedGradients.expect_whole`."""
         if self._step is not None:
             self.open_sum(unit)
 
     def open_sum(self, unit: Unit) -> None:
-        """See `MainGradStore.open_sum`."""
         grads = self._grads[unit.index]
         if self._step is not None and not grads.stays and grads.buffer is None:
             while self._under_way and not self._has_room(1) and self._patience_seconds > 0:
@@ -129,14 +126,12 @@ class OwnedGradients(AveragedGradients):
         super().open_sum(unit)
 
     def offer(self, unit: Unit) -> bool:
-        """See `AveragedGradients.offer`."""
         if self._step is not None:
             self._whole.add(unit.index)
             self._go_on()
         return self._step is not None
 
     def average_last(self, step: int) -> None:
-        """See `AveragedGradients.average_last`."""
         if self._hook is not None:
             self.average(step)
             return
@@ -148,7 +143,6 @@ class OwnedGradients(AveragedGradients):
 
     @property
     def is_in_parts(self) -> bool:
-        """See `AveragedGradients.is_in_parts`."""
         return self._step is not None and self._is_last_over
 
     def _go_on(self, *, is_in_time: bool = True) -> None:
@@ -284,12 +278,12 @@ class OwnedGradients(AveragedGradients):
         if self._hook is not None:
             self.average(step)
             return
-        self._agreed_norms.clear()
+        self.agreed_norms.clear()
         self._end_dropped()
-        what = f"averaging gradients for the owners in step {step}"
-        self._ranks.meet(what)
+        self._ranks.meet(f"averaging gradients for the owners in step {step}")
         self._finish()
-        found = self._agree(what)  # what came to units that had been exchanged
+        # What came to units that had been exchanged.
+        found = self.new_of_all(step, "averaging gradients for the owners")
         self._new.update((new.unit.index, slot.index) for new in found for slot in new.slots)
         self._step, self._updates = step, None
         self._finish(self._grads[new.unit.index] for new in found)
@@ -301,12 +295,12 @@ class OwnedGradients(AveragedGradients):
         bits = [max(of_ranks) for of_ranks in zip(*of_sharers, strict=True)]
         norms = torch.tensor(bits, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
         for (grads, slot, _), norm in zip(owned, norms, strict=True):
-            self._agreed_norms[grads.unit.index, slot.index] = norm
+            self.agreed_norms[grads.unit.index, slot.index] = norm
         self._owned.clear()
 
     def average(self, step: int) -> None:
         """See `AveragedGradients.average`. What is owned in parts becomes whole."""
-        self._agreed_norms.clear()
+        self.agreed_norms.clear()
         self._end_dropped()
         if self._step is not None:
             what = f"putting gradients together in step {self._step}"
@@ -332,7 +326,6 @@ class OwnedGradients(AveragedGradients):
         self.close_sum(grads.unit)
 
     def average_postponed(self) -> None:
-        """See `AveragedGradients.average_postponed`."""
         if self._step is not None and self.is_in_parts:
             self.average(self._step)
 
@@ -344,7 +337,6 @@ class OwnedGradients(AveragedGradients):
             self._dropped_step = None
 
     def end_updates(self) -> None:
-        """See `AveragedGradients.end_updates`."""
         if self._step is None:
             return
         self._ranks.meet(f"giving up step {self._step}")
@@ -355,16 +347,12 @@ class OwnedGradients(AveragedGradients):
                 self._what(), grads, None, nothing, nothing, is_unscaled=False, unscaling=1.0, flushes_denormals=False
             )
             surely(functools.partial(self._hand_over, exchange))
-        while self._await_holder():
-            if self._exchange.error is not None:
-                raise self._exchange.error
-        self._whole.clear()
+        self._finish()
         self._step = self._updates = None
 
     # ------------------------------------------------------------------------------------------------- what others touch
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
-        """See `MainGradStore.add`."""
         self.average_postponed()
         self._end_dropped()
         if self._is_held(self._grads[unit.index]):  # till others come there, who may wait for the end of this backward
@@ -373,20 +361,14 @@ class OwnedGradients(AveragedGradients):
             super().add(unit, gradients)
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
-        """See `AveragedGradients.set_gradient`."""
         self.average_postponed()
         self._end_dropped()
-        self._await_unit(unit)
+        while self._is_held(self._grads[unit.index]):
+            self._await_holder()
         super().set_gradient(unit, slot, gradient)
         self._owned.pop((unit.index, slot.index), None)
 
-    def _await_unit(self, unit: Unit) -> None:
-        """Return when the unit is not being exchanged."""
-        while self._is_held(self._grads[unit.index]):
-            self._await_holder()
-
     def clear(self, kept: Collection[Key] = ()) -> None:
-        """See `MainGradStore.clear`."""
         if kept:
             self.average_postponed()
         if self._step is not None:
@@ -394,28 +376,20 @@ class OwnedGradients(AveragedGradients):
         self._owned.clear()
         self._late.clear()
         super().clear(kept)
-        self._agreed_norms.clear()
+        self.agreed_norms.clear()
 
     def close(self) -> None:
-        """See `MainGradStore.close`."""
         if not self._exchange.close():
             for exchange in self._under_way:
                 if exchange.buffer is not None and exchange.grads.buffer is exchange.buffer:
                     exchange.grads.take()  # the thread's, for good
         super().close()
 
-    @property
-    def agreed_norms(self) -> Mapping[Key, torch.Tensor]:
-        """See `AveragedGradients.agreed_norms`."""
-        return self._agreed_norms
-
     def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
-        """See `MainGradStore.norm_of`."""
-        agreed = self._agreed_norms.get((unit.index, slot.index))
+        agreed = self.agreed_norms.get((unit.index, slot.index))
         return super().norm_of(unit, slot) if agreed is None else agreed
 
     def check_averaged(self, unit: Unit, slot: Slot) -> None:
-        """See `AveragedGradients.check_averaged`."""
         super().check_averaged(unit, slot)
         key = unit.index, slot.index
         is_new = self._is_last_over and key in self._new

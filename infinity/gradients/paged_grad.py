@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.torch_internals.names import as_plain, make_subclass
-from infinity.torch_internals.operations import AS_ARRAY, EXPOSING, METADATA, leaves, name_of, writes_unseen
+from infinity.torch_internals.operations import AS_ARRAY, EXPOSING, METADATA, leaves, name_of, replaced, writes_unseen
 
 
 class PagedGradient(torch.Tensor):
@@ -117,7 +117,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             opened[id(leaf)] = leaf, values, values._version
         return opened[id(leaf)][1]
 
-    args, kwargs = _mapped(args, values_of), _mapped(kwargs, values_of)
+    args, kwargs = replaced(args, values_of), replaced(kwargs, values_of)
     result = None
     try:
         result = func(*args, **kwargs)
@@ -133,7 +133,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
                 gradient._note_change()
     originals = {id(values): gradient for gradient, values, _ in opened.values()}
     if any(id(leaf) in originals for leaf in leaves(result)):  # an operation in place gives back what it got
-        return _mapped(result, lambda leaf: originals.get(id(leaf), leaf))
+        return replaced(result, lambda leaf: originals.get(id(leaf), leaf))
     return result
 
 
@@ -144,13 +144,3 @@ def _lies_in(value: Any, addresses: set[int]) -> bool:
         and not isinstance(value, PagedGradient)
         and value.untyped_storage().data_ptr() in addresses
     )
-
-
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_mapped(item, function) for item in tree))
-    if isinstance(tree, tuple | list):
-        return type(tree)(_mapped(item, function) for item in tree)
-    if isinstance(tree, dict):
-        return {key: _mapped(item, function) for key, item in tree.items()}
-    return function(tree)

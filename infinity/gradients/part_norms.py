@@ -12,7 +12,6 @@ ranks that the script forgot, are errors and not a wrong norm.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -73,8 +72,8 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
     for stage in sorted({place.stage for place in told}):
         of_stage = [told[place] for place in sorted(told) if place.stage == stage]
         for fqn in {fqn: None for of_part in of_stage for fqn in of_part.norms}:
-            merge = functools.partial(_merged, mesh, what, fqn)
-            found.append(merge([_of(of_part, fqn, is_scaled=common is not None) for of_part in of_stage]))
+            of_tensor_ranks = [_of(of_part, fqn, is_scaled=common is not None) for of_part in of_stage]
+            found.append(_merged(mesh, what, fqn, of_tensor_ranks))
     return total_norm(found) / (1.0 if common is None else common)
 
 

@@ -115,13 +115,11 @@ class Loan(Protocol):
     @property
     def used_bytes(self) -> int:
         """So much of it, from its beginning, is not in use any more."""
-        ...
 
     def is_released(self) -> bool: ...
 
     def tell(self, on_release: Callable[[], None]) -> None:
         """Call ``on_release``, from any thread, at the end, and when `used_bytes` has grown."""
-        ...
 
 
 class SpillingWrite:

@@ -10,9 +10,8 @@ import weakref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from swapper.wrappers.checksum import crc32c
-
-_CHUNK = 4 << 20
+from infinity.numerics.raw_bytes import raw_bytes
+from infinity.numerics.stamp import checksum
 
 
 class Assigned:
@@ -51,8 +50,4 @@ def _lies(values: torch.Tensor) -> tuple[object, ...]:
 
 
 def _checksum(values: torch.Tensor) -> int:
-    whole = values.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    found = 0
-    for start in range(0, whole.size, _CHUNK):
-        found = crc32c(whole[start : start + _CHUNK], after=found)
-    return found
+    return checksum(raw_bytes(values.detach().resolve_conj().resolve_neg().cpu()))

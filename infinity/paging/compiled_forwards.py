@@ -99,9 +99,9 @@ class CompiledForwards:
                     cure=_CURE,
                     fqn=fqn,
                 )
-            self._set(module, "_compiled_call_impl", None)
+            self.put(module, "_compiled_call_impl", None)
             for part in spanned if spans else [module]:
-                self._set(part, "forward", InPlaceOfMethod(part, "forward", compile_function(part.forward)))
+                self.put(part, "forward", InPlaceOfMethod(part, "forward", compile_function(part.forward)))
 
     def compile_units(self, blocks: Callable[[], Sequence[nn.Module]]) -> None:
         """From now on ``model.compile(...)`` compiles each of the blocks that there are then."""
@@ -110,15 +110,12 @@ class CompiledForwards:
             for block in blocks():
                 block.compile(*args, **kwargs)
 
-        self._set(self._model, "compile", InPlaceOfMethod(self._model, "compile", compile_each))
+        self.put(self._model, "compile", InPlaceOfMethod(self._model, "compile", compile_each))
 
-    def _set(self, module: nn.Module, name: str, value: Any) -> None:
+    def put(self, module: nn.Module, name: str, value: Any) -> None:
+        """Put something in the place of an attribute, or method, of a module, until `restore`."""
         self._before.append((module, name, module.__dict__.get(name, self)))
         module.__dict__[name] = value
-
-    def replace(self, module: nn.Module, forward: Any) -> None:
-        """Put something in the place of a module's ``forward``, until `restore`."""
-        self._set(module, "forward", forward)
 
     def restore(self) -> None:
         """The modules are as they were. May be repeated."""

@@ -47,20 +47,20 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self._enabled:
             return
-        by_host: dict[int, tuple[ParameterHandler, list[nn.Parameter]]] = {}
+        by_host: dict[int, tuple[Gatherer, list[nn.Parameter]]] = {}
         for parameter in self._parameters:
             if isinstance(parameter, TiledWeight):
                 raise parameter.tiles.tiled.refusal("GatheredParameters")
             host = host_of(parameter)
             if host is None:
                 continue
-            if not isinstance(host, ParameterHandler) or host.gatherer is None:
+            gatherer = host.gatherer if isinstance(host, ParameterHandler) else None
+            if gatherer is None:
                 raise ModelError("the engine that holds these parameters is not ready")
-            by_host.setdefault(id(host), (host, []))[1].append(parameter)
+            by_host.setdefault(id(host), (gatherer, []))[1].append(parameter)
         try:
-            for host, parameters in by_host.values():
-                if host.gatherer is not None:
-                    self._gathered.append((host.gatherer, host.gatherer.gather(parameters)))
+            for gatherer, parameters in by_host.values():
+                self._gathered.append((gatherer, gatherer.gather(parameters)))
         except BaseException:
             self._scatter()
             raise

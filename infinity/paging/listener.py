@@ -33,11 +33,9 @@ class Activations(Protocol):
 
     def pack(self, tensor: torch.Tensor) -> SavedElsewhere | None:
         """Take it, or None: it is to stay as it is."""
-        ...
 
     def close(self) -> None:
         """Let go of everything."""
-        ...
 
 
 class SavedElsewhere(Protocol):
@@ -45,7 +43,6 @@ class SavedElsewhere(Protocol):
 
     def load(self) -> torch.Tensor:
         """The tensor again."""
-        ...
 
 
 class PagerListener:
@@ -88,15 +85,12 @@ class WeightWriter(Protocol):
 
     def needs_before(self, unit: Unit, slot: Slot) -> bool:
         """Whether what the weights were before a write can be found nowhere else, and is needed to store them."""
-        ...
 
     def is_urgent(self, unit: Unit) -> bool:
         """Whether what has been written has to be stored before anything else is written to the unit."""
-        ...
 
     def store_written(self, unit: Unit) -> None:
         """Store the slots in ``unit.dirty`` from the unit's flat buffer."""
-        ...
 
 
 class Sharing(WeightWriter, Protocol):
@@ -104,12 +98,9 @@ class Sharing(WeightWriter, Protocol):
 
     def defers(self, unit: Unit) -> bool:
         """Whether the unit must not be fetched now though its module is called: all micro-batches have to arrive first."""
-        ...
 
     def note_touch(self, unit: Unit) -> bool:
         """The unit is needed now. Returns whether the step is in its backward, which is not always autograd's."""
-        ...
 
     def undo_writes(self, unit: Unit) -> object:
         """The step is cut off: what was written into the unit's weights is undone."""
-        ...

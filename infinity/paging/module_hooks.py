@@ -6,10 +6,11 @@ Knows modules, units and parameters; must not know optimizers or files.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,45 +30,25 @@ if TYPE_CHECKING:
     from infinity.paging.pager import Pager
 
 
+@dataclass(eq=False)
 class _HooksOfModule:
-    """The hooks of one module. A deep copy of the module gets none: it is an ordinary module."""
+    """The hooks of one module."""
 
-    def __init__(
-        self,
-        pager: Pager,
-        units: Sequence[Unit],
-        owned: Sequence[tuple[Unit, Sequence[Slot]]],
-        keep_alive: object,
-        abandon: Callable[[], None] | None,
-    ) -> None:
-        """
-        Args:
-            abandon: for the model itself: forget the calls that were cut off.
-        """
-        self._is_root = abandon is not None
-        self._abandon = abandon or (lambda: None)
-        self._pager = pager
-        self._units = list(units)
-        self._owned = list(owned)
-        self._keep_alive = keep_alive
-        self._entered: dict[int, list[int | None]] = {}
-        """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
-        self._looked_at: list[Unit] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
-        return _NoHooks()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHooks, ()
-
-    def look_first_at(self, units: Sequence[Unit]) -> None:
-        """When it evaluates, the module looks at these units' parameters before it calls others."""
-        self._looked_at = list(units)
+    _pager: Pager
+    _units: list[Unit]
+    _owned: list[tuple[Unit, list[Slot]]]
+    _looked_at: list[Unit]
+    """The module looks at their parameters before it calls others, when it evaluates."""
+    _keep_alive: object
+    _abandon: Callable[[], None] | None
+    """For the model itself: forget the calls that were cut off."""
+    _entered: dict[int, list[int | None]] = field(default_factory=dict)
+    """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
 
     def before(self, module: nn.Module, args: Any) -> None:
-        if self._is_root:
-            self._before_root(module)
-        self._pager.begin_forward(is_root=self._is_root)
+        if self._abandon is not None:
+            self._before_root(module, self._abandon)
+        self._pager.begin_forward(is_root=self._abandon is not None)
         entered = self._entered.setdefault(get_ident(), [])
         entered.append(0)
         if self._pager.is_training_forward:
@@ -81,7 +62,7 @@ class _HooksOfModule:
             with self._pager.held(self._looked_at):
                 pass
 
-    def _before_root(self, module: nn.Module) -> None:
+    def _before_root(self, module: nn.Module, abandon: Callable[[], None]) -> None:
         if is_tracing():
             raise UnsupportedModelError(
                 "torch.jit.trace makes constants of the weights, and they do not stay where they are",
@@ -94,7 +75,7 @@ class _HooksOfModule:
                 self._entered.setdefault(get_ident(), []).append(None)  # it will end all the same
                 raise
             if not _is_called_by_itself(module):
-                self._abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
+                abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._entered:
@@ -123,14 +104,17 @@ class _HooksOfModule:
 _CALL = nn.Module._call_impl.__code__
 
 
+def callers() -> Iterator[FrameType]:
+    """The frames of the calling thread, from the one that asks outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def _is_called_by_itself(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs inside another call of it, in this thread."""
-    num_calls = 0
-    frame = inspect.currentframe()
-    while frame is not None:
-        num_calls += frame.f_code is _CALL and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return num_calls > 1
+    return sum(frame.f_code is _CALL and frame.f_locals.get("self") is module for frame in callers()) > 1
 
 
 def _with_fast_path(module: nn.Module) -> nn.Module | None:
@@ -140,32 +124,30 @@ def _with_fast_path(module: nn.Module) -> nn.Module | None:
     return module if isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention) else None
 
 
-class _NoHooks:
-    """What a copy of a module has in place of hooks."""
-
-    def before(self, *_: Any) -> None: ...
-
-    def after(self, *_: Any) -> None: ...
-
-
 class _BoundHook:
-    """A method of some hooks as a callable that torch can mark, and that deep copies do not share with the original."""
+    """A function as a callable that torch can mark. That of a copy of the module does nothing."""
 
-    def __init__(self, hooks: object, name: str) -> None:
-        self._hooks = hooks
-        self._name = name
+    def __init__(self, function: Callable[..., None] | None = None, *, comes_before: bool = False) -> None:
+        self._function = function
+        self._comes_before = comes_before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BoundHook:
+        return _BoundHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _BoundHook, ()
 
     def __call__(self, *args: Any) -> None:
-        if isinstance(self._hooks, _NoHooks):
+        if self._function is None:
             return  # a copy: nothing keeps it from being compiled or exported
-        if torch.compiler.is_compiling() and self._name == "before":
+        if torch.compiler.is_compiling() and self._comes_before:
             refuse_tracing(args[0])
-        self._run(*args)
+        self._run(self._function, *args)
 
     @untraced
     @outside_modes
-    def _run(self, *args: Any) -> None:
-        getattr(self._hooks, self._name)(*args)
+    def _run(self, function: Callable[..., None], *args: Any) -> None:
+        function(*args)
 
 
 class ModuleHooks:
@@ -275,11 +257,12 @@ class ModuleHooks:
             if held:
                 load = _LoadHooks(held, before_load, after_load, pager.copies.forget_written)
                 self._loads.append(load)
-                self._handles.append(module.register_load_state_dict_pre_hook(_BoundHook(load, "before")))
-                self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load, "after")))
-        collecting = _StateDictHooks(pager)
-        self._handles.append(self.model.register_state_dict_pre_hook(_BoundHook(collecting, "before")))
-        self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(collecting, "after")))
+                before = _BoundHook(load.before, comes_before=True)
+                self._handles.append(module.register_load_state_dict_pre_hook(before))
+                self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load.after)))
+        before = _BoundHook(lambda *_: pager.begin_state_dict(), comes_before=True)  # it is made in one turn
+        self._handles.append(self.model.register_state_dict_pre_hook(before))
+        self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(lambda *_: pager.end_state_dict())))
         if self._places_of_blocks and self._places_of_blocks[0][0]:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
         self._hook_calls = functools.partial(self._hook_each_call, pager, keep_alive)
@@ -291,7 +274,7 @@ class ModuleHooks:
             for block in self._blocks_now().values():
                 if not isinstance(block.__dict__.get("forward"), self._recomputed):
                     forward = self._recomputed(block, block.forward, pager, self._entered_by(block))
-                    self._forwards.replace(block, forward)
+                    self._forwards.put(block, "forward", forward)
         self._compiled = self._compilation()
         self.covered = inside_compiled(self.model)
         abandon = functools.partial(self._abandon_calls, pager)
@@ -303,16 +286,13 @@ class ModuleHooks:
             is_root = module is self.model
             if is_root and self._hooks:
                 continue  # it may be in the midst of a call
-            hooks = _HooksOfModule(pager, entered, own, keep_alive, abandon if is_root else None)
-            looked_at = _with_fast_path(module)
-            if looked_at is not None:
-                first = {self.locate(p)[0].index for p in looked_at.parameters() if self.holds(p)}
-                hooks.look_first_at([self.units[index] for index in sorted(first)])
+            first = self._units_in(_with_fast_path(module))
+            hooks = _HooksOfModule(pager, entered, own, first, keep_alive, abandon if is_root else None)
             self._hooks.append(hooks)
-            before, after = (_BoundHook(hooks, name) for name in ("before", "after"))
             handles = self._handles if is_root else self._call_handles
+            before = _BoundHook(hooks.before, comes_before=True)
             handles.append(module.register_forward_pre_hook(before, prepend=True))
-            handles.append(module.register_forward_hook(after, always_call=True))
+            handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
 
     def follow_compilation(self) -> None:
         """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere.
@@ -334,16 +314,20 @@ class ModuleHooks:
 
     def _compilation(self) -> list[Any]:
         """What changes when one of the blocks is compiled."""
-        present: list[Any] = []
-        for _, parent, name in self._places_of_blocks:
-            block = parent._modules.get(name)
-            attributes = {} if block is None else block.__dict__
-            present += [id(block), attributes.get("_compiled_call_impl"), attributes.get("forward")]
-        return present
+        return [
+            (fqn, id(block), block.__dict__.get("_compiled_call_impl"), block.__dict__.get("forward"))
+            for fqn, block in self._blocks_now().items()
+        ]
+
+    def _units_in(self, module: nn.Module | None) -> list[Unit]:
+        """Those in which parameters of the module, and of those inside it, lie."""
+        parameters = () if module is None else module.parameters()
+        found = {self.locate(p)[0].index for p in parameters if self.holds(p)}
+        return [self.units[index] for index in sorted(found)]
 
     def _entered_by(self, module: nn.Module) -> list[Unit]:
-        reach = {self.locate(p)[0].index for p in module.parameters() if self.holds(p)}
-        return [self.units[index] for index in reach] if len(reach) == 1 else []
+        reached = self._units_in(module)
+        return reached if len(reached) == 1 else []
 
     def _own_slots(self, module: nn.Module) -> list[tuple[Unit, list[Slot]]]:
         own: dict[int, tuple[Unit, list[Slot]]] = {}
@@ -358,19 +342,17 @@ class ModuleHooks:
 
     def settle_loads(self) -> None:
         """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
-        if any(load.is_open for load in self._loads) and not _is_loading():
+        loading = nn.Module.load_state_dict.__code__
+        if any(load.gathered is not None for load in self._loads) and all(
+            frame.f_code is not loading for frame in callers()
+        ):
             for load in self._loads:
-                load.settle()
+                load.after()
 
     def are_running(self) -> bool:
         """Whether modules of the model are being called in this thread."""
         modules = {id(module) for module in self.model.modules()}
-        frame = inspect.currentframe()
-        while frame is not None:
-            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules:
-                return True
-            frame = frame.f_back
-        return False
+        return any(frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules for frame in callers())
 
     def forget_calls(self) -> None:
         """An exception has cut off whatever was running."""
@@ -390,27 +372,16 @@ class ModuleHooks:
         self._forwards.restore()
 
 
+@dataclass(eq=False)
 class _LoadHooks:
     """``load_state_dict`` on one module: its parameters are gathered before and written back after."""
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        before_load: Callable[[list[nn.Parameter]], Any],
-        after_load: Callable[[Any], None],
-        note_load: Callable[[], None],
-    ) -> None:
-        self._note_load = note_load
-        self._parameters = parameters
-        self._before_load = before_load
-        self._after_load = after_load
-        self._gathered: Any = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
-        return _NoHooks()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHooks, ()
+    _parameters: list[nn.Parameter]
+    _before_load: Callable[[list[nn.Parameter]], Any]
+    _after_load: Callable[[Any], None]
+    _note_load: Callable[[], None]
+    gathered: Any = None
+    """What holds the module's parameters open."""
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
@@ -419,49 +390,12 @@ class _LoadHooks:
                 cure="Call load_state_dict without assign, or before infinity.initialize",
                 fqn=prefix.rstrip("."),
             )
-        self.settle()
+        self.after()
         self._note_load()
-        self._gathered = self._before_load(self._parameters)
+        self.gathered = self._before_load(self._parameters)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it holds the module's parameters open."""
-        return self._gathered is not None
-
-    def settle(self) -> None:
-        """Let go of what a load holds that an exception has cut off; what it has loaded so far is stored."""
-        self.after(None, None)
-
-    def after(self, module: nn.Module | None, incompatible_keys: Any) -> None:
-        gathered, self._gathered = self._gathered, None
+    def after(self, *_: Any) -> None:
+        """Let go of what the load holds, also if an exception has cut it off; what it has loaded so far is stored."""
+        gathered, self.gathered = self.gathered, None
         if gathered is not None:
             self._after_load(gathered)
-
-
-def _is_loading() -> bool:
-    """Whether a ``load_state_dict`` is running in this thread."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is nn.Module.load_state_dict.__code__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-class _StateDictHooks:
-    """A ``state_dict()`` of the model is made in one turn."""
-
-    def __init__(self, pager: Pager) -> None:
-        self._pager = pager
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
-        return _NoHooks()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHooks, ()
-
-    def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._pager.begin_state_dict()
-
-    def after(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        self._pager.end_state_dict()

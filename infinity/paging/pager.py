@@ -30,7 +30,7 @@ from infinity.distributed.dtensors import is_dtensor, local_part
 from infinity.paging.listener import Activations, PagerListener, SavedElsewhere, Sharing
 from infinity.paging.residency import Residency
 from infinity.paging.saved_tensors import (
-    SavedPart,
+    SavedThrough,
     SavedView,
     SavingHooks,
     are_forbidden,
@@ -190,7 +190,7 @@ class Pager:
             self._listener().check_usable()
             self._listener().begin_forward()
             self.copies.warn_of_written()
-            self._close_strays()
+            self.residency.close_unused()
             self.saving.clear_top()
             self.residency.begin_trace(is_training=torch.is_grad_enabled())
             self.saving.push()
@@ -218,13 +218,9 @@ class Pager:
         if in_backward():
             return
         self.clock.end_compute()
-        self._close_strays()
+        self.residency.close_unused()
         if self.residency.trace is self.residency.eval_trace:
             self.residency.trace.commit()
-
-    def _close_strays(self) -> None:
-        """Unbind the units that an operation opened and no module holds."""
-        self.residency.close_unused(self.residency.units)
 
     def _end_turn_of_forward(self) -> None:
         if self._num_turns_of_forward:
@@ -272,7 +268,7 @@ class Pager:
         if not is_complete:
             self._close_backward()
         self.clock.end_compute()
-        self._close_strays()
+        self.residency.close_unused()
         if is_complete:
             self.residency.training_trace.commit()
             if fetches:
@@ -289,10 +285,10 @@ class Pager:
         self.end_sharing()
         self._depth = 0
         self.clock.end_compute()
-        self.saving.clear()
+        self.saving.pop(most=None)
         for unit in self.residency.units:
             unit.forget_uses(keeps_gathered=True)
-        self._close_strays()
+        self.residency.close_unused()
         self._close_backward()
         while self._num_turns_of_forward:
             self._end_turn_of_forward()
@@ -417,16 +413,13 @@ class Pager:
             return tensor, tensor._version
         if is_dtensor(tensor):
             local, made_of = local_part(tensor)
-            return SavedPart(self.pack(local), made_of)
+            return SavedThrough(self.pack(local), lambda packed: made_of(self.unpack(packed)))
         try:
-            token = self._token(tensor)
+            token = self._token(tensor) or self.saving.token_of_another(tensor)
         except RuntimeError:  # forward-mode derivatives know zeros without memory
             return tensor, tensor._version
         if token is not None:
             return token
-        of_another = self.saving.token_of_another(tensor)
-        if of_another is not None:
-            return of_another
         if self._activations is not None and self._sharing is None:  # a shared step keeps what goes between its units
             elsewhere = self._activations.pack(tensor)
             if elsewhere is not None:
@@ -464,8 +457,6 @@ class Pager:
         """Autograd needs what `pack` got."""
         if isinstance(saved, tuple):
             return as_saved(*saved)
-        if isinstance(saved, SavedPart):
-            return saved.made_of(self.unpack(saved.packed))
         if not isinstance(saved, SavedView):
             elsewhere: SavedElsewhere = saved
             return elsewhere.load()

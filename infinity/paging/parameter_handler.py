@@ -48,12 +48,10 @@ class Gatherer(Protocol):
     @property
     def owner(self) -> object:
         """The engine."""
-        ...
 
     @property
     def data_ranks(self) -> Ranks:
         """Who has the same parameters."""
-        ...
 
     def gather(self, parameters: Sequence[nn.Parameter]) -> Any: ...
 
@@ -116,16 +114,8 @@ class ParameterHandler:
 
     def _outlasting(self, unit: Unit, slot: Slot, view: torch.Tensor) -> torch.Tensor:
         """``view``, which lies in the unit's flat buffer, as a `PagedView`."""
-        place = Place(
-            weakref.ref(self),
-            unit,
-            slot,
-            view.dtype,
-            tuple(view.shape),
-            view.stride(),
-            int(view.storage_offset()),
-            lazy_bits(view),
-        )
+        shape, offset = tuple(view.shape), int(view.storage_offset())
+        place = Place(weakref.ref(self), unit, slot, view.dtype, shape, view.stride(), offset, lazy_bits(view))
         unit.note_view(slot, view)
         return make_view(view, place)
 
@@ -213,10 +203,8 @@ def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -
     if values.device != parameter.device:
         what, cure = f"moved to {values.device}", "Pass device= to infinity.initialize"
     elif values.dtype != parameter.dtype:
-        what, cure = (
-            f"cast to {values.dtype}",
-            'The config says what is computed in: set "bf16" or "fp16" there, or none',
-        )
+        what = f"cast to {values.dtype}"
+        cure = 'The config says what is computed in: set "bf16" or "fp16" there, or none'
     elif tuple(values.shape) != slot.spec.shape:
         what = f"given the shape {tuple(values.shape)}, which is not its {slot.spec.shape}"
         cure = "Change the model before infinity.initialize, or after engine.close(restore_weights=True)"

@@ -67,26 +67,24 @@ class ParameterOperations:
             )
             if apart.is_several:
                 return apart.run(lambda part, named: function(*part, **named))
-        pager = self._pager
-        if len(units) > 1 and name_of(function) in JOINING and not pager.residency.has_room(units):
+        pager, name = self._pager, name_of(function)
+        if len(units) > 1 and name in JOINING and not pager.residency.has_room(units):
             args, kwargs = (
                 replaced(a, lambda leaf: leaf.clone() if id(leaf) in places else leaf) for a in (args, kwargs)
             )
             return function(*args, **kwargs)  # what it gives is a copy of all of them anyway
         fqn = places[id(tensors[0])][1].spec.fqn
         if function in REBINDING:
-            raise ParameterNotResidentError(fqn, operation=name_of(function))
+            raise ParameterNotResidentError(fqn, operation=name)
         if in_backward() and not pager.turn.is_guest:
             pager.note_backward()
-        is_guest = pager.turn.begin(f"{name_of(function)} of '{fqn}'", reads=not in_backward(), joins=True)
+        is_guest = pager.turn.begin(f"{name} of '{fqn}'", reads=not in_backward(), joins=True)
         try:
             with contextlib.nullcontext() if trusts() else pager.turn.lent():
-                if name_of(function) in EXPOSING and not all(unit.num_active for unit in units):
-                    raise ParameterNotResidentError(
-                        fqn, operation=name_of(function), cure=_CURES.get(name_of(function))
-                    )
+                if name in EXPOSING and not all(unit.num_active for unit in units):
+                    raise ParameterNotResidentError(fqn, operation=name, cure=_CURES.get(name))
                 if not is_guest and not pager.is_computing:
-                    if name_of(function) == "detach" and not isinstance(tensors[0], PagedView):
+                    if name == "detach" and not isinstance(tensors[0], PagedView):
                         place = places[id(tensors[0])]
                         collected = pager.copies.collected(tensors[0], fqn, lambda: pager.copy_for_user(*place))
                         if collected is not None:
@@ -99,11 +97,7 @@ class ParameterOperations:
                 try:
                     with pager.held(units), self._saving(is_guest=is_guest):
                         result = self._run(function, args, kwargs, tensors, places)
-                        if (
-                            name_of(function) in ("to", "empty_like")
-                            and isinstance(result, torch.Tensor)
-                            and result.is_meta
-                        ):
+                        if name in ("to", "empty_like") and isinstance(result, torch.Tensor) and result.is_meta:
                             # ``module.to("meta")`` would replace the parameter by one without values.
                             what = "moving to the meta device"
                             raise ParameterNotResidentError(fqn, operation=what, cure=_CURES[what])
@@ -159,7 +153,9 @@ class ParameterOperations:
             self._pager.residency.remember(unit, slot)
         for view in views:
             place = view.place
-            base = _base_of(place.unit).view(place.dtype)
+            if place.unit.flat is None:
+                raise RuntimeError(f"unit {place.unit.name} is not resident after a touch")
+            base = place.unit.flat.tensor().view(place.dtype)
             bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.bits))
 
     def _outlasting(self, value: Any, units: Sequence[Unit], outlasting: _Outlasting) -> Any:
@@ -185,9 +181,3 @@ class ParameterOperations:
 
 def _as_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
-
-
-def _base_of(unit: Unit) -> torch.Tensor:
-    if unit.flat is None:
-        raise RuntimeError(f"unit {unit.name} is not resident after a touch")
-    return unit.flat.tensor()

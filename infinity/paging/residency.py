@@ -343,7 +343,7 @@ class Residency:
         is_around = not self._is_divided or not self.trace.has_backward
         upcoming = tuple(self.trace.upcoming(is_around=is_around))
         targets = wanted(upcoming, 0, self._sizes, self._moving_bytes, self._staying)
-        return [index for index in targets if index not in self.closed] if self.closed else targets
+        return [index for index in targets if index not in self.closed]
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
@@ -476,22 +476,22 @@ class Residency:
 
     def check_room(self, units: Collection[Unit]) -> None:
         """Raise `BudgetTooSmallError` if the units cannot be in memory together."""
-        if not self.has_room(units):
-            moving_bytes = _moving_bytes_of(units)
+        moving_bytes = _moving_bytes_of(units)
+        if moving_bytes > self._moving_bytes:
             raise self._too_small(
                 moving_bytes - self._moving_bytes,
                 f"{len(units)} units are gathered at once, of which {format_bytes(moving_bytes)} have to be fetched: gather "
                 "fewer parameters at a time",
             )
 
-    def close_unused(self, units: Iterable[Unit]) -> None:
-        """Unbind those of the units that no module or operation holds.
+    def close_unused(self, units: Iterable[Unit] | None = None) -> None:
+        """Unbind those of the units, or of all, that no module or operation holds.
 
         What was written into them is stored (see `store_changes`), unless that can wait until they leave or are updated.
         """
         with self.lock:
             writer = self._writer()
-            for unit in units:
+            for unit in self.units if units is None else units:
                 if unit.num_active == 0:
                     unit.unbind()
                     if not unit.dirty:

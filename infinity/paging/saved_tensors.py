@@ -102,26 +102,16 @@ class SavedView:
         return with_lazy_bits(memory.view(self.dtype).as_strided(self.shape, self.stride, offset), self.bits)
 
 
-class SavedByAnother:
-    """A token that another engine has made: see [Note: several engines]."""
+@dataclass(slots=True, eq=False)
+class SavedThrough:
+    """Stands for another engine's weight, by its token (see [Note: several engines]), or for a DTensor, by its part's."""
 
-    __slots__ = ("_token", "_unpack")
-
-    def __init__(self, token: SavedView, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self._token = token
-        self._unpack = unpack
+    _packed: Any
+    _unpack: Callable[[Any], torch.Tensor]
 
     def load(self) -> torch.Tensor:
-        """The view, as the other engine gives it."""
-        return self._unpack(self._token)
-
-
-@dataclass(frozen=True)
-class SavedPart:
-    """Stands for a DTensor: what its part was packed to, and what makes it of that."""
-
-    packed: Any
-    made_of: Callable[[torch.Tensor], torch.Tensor]
+        """The tensor again."""
+        return self._unpack(self._packed)
 
 
 def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None:
@@ -199,7 +189,7 @@ def cover_from_now_on(hooks: SavingHooks) -> None:
 def cover_no_more(hooks: SavingHooks) -> None:
     """The counterpart of `cover_from_now_on`: with the last, torch is again as it was. What the calling thread has of them
     is taken down: contexts of the user take down what is innermost."""
-    hooks.clear()
+    hooks.pop(most=None)
     _covering.discard(hooks)
     if not _covering:
         _CONTEXT.__enter__, _CONTEXT.__exit__ = _plain_enter, _plain_exit
@@ -242,13 +232,11 @@ def _exit(context: Any, *error: object) -> None:
     _plain_exit(context, *error)
 
 
+@dataclass(slots=True, eq=False)
 class _Theirs:
     """What the user's hooks gave for a tensor, with tokens in the place of weights."""
 
-    __slots__ = ("packed",)
-
-    def __init__(self, packed: Any) -> None:
-        self.packed = packed
+    packed: Any
 
 
 def _exchanged(packed: Any, kind: type | tuple[type, ...], exchange: Callable[[Any], Any]) -> Any:
@@ -262,23 +250,15 @@ def _exchanged(packed: Any, kind: type | tuple[type, ...], exchange: Callable[[A
     return packed
 
 
+@dataclass(eq=False)
 class SavingHooks:
     """One owner's pack and unpack hooks. As a context manager they are up inside the ``with`` block."""
 
-    def __init__(
-        self,
-        pack: Callable[[torch.Tensor], Any],
-        unpack: Callable[[Any], torch.Tensor],
-        token_for: Callable[[torch.Tensor], SavedView | None],
-    ) -> None:
-        """
-        Args:
-            pack, unpack: as for ``torch.autograd.graph.saved_tensors_hooks``.
-            token_for: what ``pack`` gives for a view of a weight of the owner's; None for anything else.
-        """
-        self._pack = pack
-        self._unpack = unpack
-        self._token_for = token_for
+    _pack: Callable[[torch.Tensor], Any]
+    _unpack: Callable[[Any], torch.Tensor]
+    """As for ``torch.autograd.graph.saved_tensors_hooks``, as `_pack` is."""
+    _token_for: Callable[[torch.Tensor], SavedView | None]
+    """What `_pack` gives for a view of a weight of the owner's; None for anything else."""
 
     def push(self) -> None:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
@@ -299,29 +279,24 @@ class SavingHooks:
             token = self._any_token_for(tensor)
             if token is not None:
                 return token
-        return _Theirs(_exchanged(collect(tensor), torch.Tensor, self._put_away))
+        return _Theirs(_exchanged(collect(tensor), torch.Tensor, lambda leaf: self._any_token_for(leaf) or leaf))
 
-    def _put_away(self, tensor: torch.Tensor) -> Any:
-        token = self._any_token_for(tensor)
-        return tensor if token is None else token
+    def _any_token_for(self, tensor: torch.Tensor) -> SavedView | SavedThrough | None:
+        return self._token_for(tensor) or self.token_of_another(tensor)
 
-    def _any_token_for(self, tensor: torch.Tensor) -> SavedView | SavedByAnother | None:
-        token = self._token_for(tensor)
-        return self.token_of_another(tensor) if token is None else token
-
-    def token_of_another(self, tensor: torch.Tensor) -> SavedByAnother | None:
+    def token_of_another(self, tensor: torch.Tensor) -> SavedThrough | None:
         """A token for a view of another engine's weight; None for anything else."""
         for hooks in tuple(_covering):
             if hooks._token_for != self._token_for:
                 token = hooks._token_for(tensor)
                 if token is not None:
-                    return SavedByAnother(token, hooks._unpack)
+                    return SavedThrough(token, hooks._unpack)
         return None
 
     def _unpack_over(self, give: Callable[[Any], torch.Tensor], saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Theirs):
             return self._unpack(saved)
-        return give(_exchanged(saved.packed, (SavedView, SavedByAnother), self._unpack))
+        return give(_exchanged(saved.packed, (SavedView, SavedThrough), self._unpack))
 
     def push_in_recomputation(self) -> None:
         """Put them up for a recomputation inside backward.
@@ -360,8 +335,7 @@ class SavingHooks:
     @property
     def are_up(self) -> bool:
         """Whether they are the innermost of the calling thread."""
-        top = top_hooks()
-        return top is not None and self._are(top)
+        return (top := top_hooks()) is not None and self._are(top)
 
     @property
     def would_cover(self) -> bool:
@@ -369,20 +343,8 @@ class SavingHooks:
         top = top_hooks()
         return top is not None and self._are(top) and (top[1] == self._unpack or hooks_of_the_user() is not None)
 
-    def pop(self) -> None:
-        """Take the innermost of them down, if any are up. Those of others stay, wherever they are."""
-        self._take_down(most=1)
-
-    def clear(self) -> None:
-        """Take all of them down, as after an interrupt."""
-        self._take_down(most=None)
-
-    def clear_top(self) -> None:
-        """Take down those that nobody else's are above."""
-        while (top := top_hooks()) is not None and self._are(top):
-            saving_hooks._pop_saved_tensors_default_hooks()
-
-    def _take_down(self, most: int | None) -> None:
+    def pop(self, most: int | None = 1) -> None:
+        """Take the innermost down, if any are up; None: all, as after an interrupt. Those of others stay, wherever they are."""
         others: list[tuple[Any, Any]] = []
         num_found = 0
         try:
@@ -403,3 +365,8 @@ class SavingHooks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.pop()
+
+    def clear_top(self) -> None:
+        """Take down those that nobody else's are above."""
+        while (top := top_hooks()) is not None and self._are(top):
+            saving_hooks._pop_saved_tensors_default_hooks()

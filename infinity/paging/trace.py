@@ -41,21 +41,13 @@ class Trace:
     """Records the units touched in one micro-batch and replays the last record as a cyclic forecast."""
 
     def __init__(self, guess: Sequence[int]) -> None:
-        self._order: tuple[int, ...] = tuple(guess)
-        self._backward_start = 0
+        self.order: tuple[int, ...] = tuple(guess)
+        """The forecast: unit indices in the order of need, one cycle."""
+        self.backward_start = 0
+        """Position in ``order`` of the first unit that backward needs."""
         self._position = 0
         self._recorded: list[int] = []
         self._recorded_backward_start: int | None = None
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The forecast: unit indices in the order of need, one cycle."""
-        return self._order
-
-    @property
-    def backward_start(self) -> int:
-        """Position in ``order`` of the first unit that backward needs."""
-        return self._backward_start
 
     @property
     def has_backward(self) -> bool:
@@ -72,15 +64,15 @@ class Trace:
         """Backward begins: the forecast continues at the place where the recorded backward began."""
         if self._recorded_backward_start is None:
             self._recorded_backward_start = len(self._recorded)
-            if self._order:
-                self._position = self._backward_start % len(self._order)
+            if self.order:
+                self._position = self.backward_start % len(self.order)
 
     def commit(self) -> None:
         """The micro-batch ended normally: replay it from now on, if it needed anything."""
         recorded = tuple(self._recorded)
         if recorded:
             start = self._recorded_backward_start
-            self._order, self._backward_start = recorded, len(recorded) if start is None else start
+            self.order, self.backward_start = recorded, len(recorded) if start is None else start
         # What comes next is the beginning of the next micro-batch.
         self._position = 0
 
@@ -94,7 +86,7 @@ class Trace:
         if self.is_at(unit):
             return False
         self._recorded.append(unit)
-        order, position = self._order, self._position
+        order, position = self.order, self._position
         for ahead in range(min(len(order), _RESYNC_WINDOW)):
             if order[(position + ahead) % len(order)] == unit:
                 self._position = (position + ahead) % len(order)
@@ -103,19 +95,13 @@ class Trace:
 
     def upcoming(self, *, is_around: bool = True) -> Iterator[int]:
         """Distinct units from the one in use on, in the order of need: one cycle around, or up to the end of this one."""
-        return (
-            distinct(self._order, self._position) if is_around else iter(dict.fromkeys(self._order[self._position :]))
-        )
+        return distinct(self.order, self._position) if is_around else iter(dict.fromkeys(self.order[self._position :]))
 
 
 def distinct(order: Sequence[int], position: int) -> Iterator[int]:
     """Distinct entries of the cyclic sequence ``order`` from ``position`` on, each at its first occurrence."""
-    seen: set[int] = set()
-    for step in range(len(order)):
-        unit = order[(position + step) % len(order)]
-        if unit not in seen:
-            seen.add(unit)
-            yield unit
+    begin = position % max(len(order), 1)
+    return iter(dict.fromkeys((*order[begin:], *order[:begin])))
 
 
 def wanted(

@@ -100,7 +100,8 @@ class UpdateJob:
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._arriving = threading.Lock()
         """Of workers alone."""
-        self._has_begun = False
+        self.has_begun = False
+        """Whether the stream has taken it."""
         self._finished = Latch()
         self._error: BaseException | None = None
         self.flushes_denormals = flushes_denormals()
@@ -119,12 +120,7 @@ class UpdateJob:
     def begin(self) -> None:
         """The stream takes the job; no buffer can be attached any more."""
         with self._lock:
-            self._has_begun = True
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the stream has taken it."""
-        return self._has_begun
+            self.has_begun = True
 
     def await_flat(self, device: ComputeDevice) -> None:
         """Return when the weights are there that the job is to write over. The thread's stream has waited for `after`."""
@@ -147,7 +143,7 @@ class UpdateJob:
 
     @property
     def accepts_buffer(self) -> bool:
-        return self._covers_all and self.flat is None and not self._has_begun
+        return self._covers_all and self.flat is None and not self.has_begun
 
     def attach(self, flat: FlatBuffer, after: Fence = None) -> bool:
         with self._lock:

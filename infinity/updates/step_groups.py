@@ -9,7 +9,6 @@ frozen, and what modules the model has.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.groups import Groups
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
-from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.module_hooks import ModuleHooks, callers
 from infinity.torch_internals.names import as_plain, functional_call
 from infinity.units.parameter import plain_grad
 from infinity.units.unit import Unit
@@ -172,7 +171,9 @@ class StepGroups:
             and groups.index_of(parameter) is None
             and parameter.requires_grad
         }
-        if not new or new.keys() <= self._strangers or _is_functional():
+        if not new or new.keys() <= self._strangers:
+            return
+        if any(frame.f_code is _FUNCTIONAL_CALL for frame in callers()):  # which puts parameters in place for a while
             return
         names = {id(parameter): fqn for fqn, parameter in self._module_hooks.model.named_parameters()}
         fqn = names.get(next(iter(new)), "?")
@@ -239,16 +240,6 @@ def _norm(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
     return gradient_norm(gradient.float())
-
-
-def _is_functional() -> bool:
-    """Whether a ``torch.func.functional_call`` is running in this thread, which puts parameters in place for a while."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _FUNCTIONAL_CALL:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _are_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:

@@ -67,11 +67,9 @@ class GatheredWeights(Protocol):
 
     def store_gathered(self, unit: Unit) -> None:
         """The gathered unit is about to be updated: store what was written to it so far."""
-        ...
 
     def note_updated(self, unit: Unit) -> None:
         """The gathered unit has been updated."""
-        ...
 
 
 class Stepper:
@@ -115,7 +113,7 @@ class Stepper:
         self._pager = pager
         self._residency = pager.residency
         self._stream = stream
-        self._step_groups = groups
+        self.step_groups = groups
         self._gathered = gathered
         self._exchange = exchange
         self._mesh = mesh
@@ -167,9 +165,9 @@ class Stepper:
     def begin_last(self, step: int, *, updates_now: bool) -> None:
         """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
         digest = 0
-        if updates_now and self._is_divided and not any(True for _ in self._step_groups.loose.present()):
-            self._groups = self._step_groups.read()
-            digest = self.gradients.digest(self._step_groups.described(self._groups))
+        if updates_now and self._is_divided and not any(True for _ in self.step_groups.loose.present()):
+            self._groups = self.step_groups.read()
+            digest = self.gradients.digest(self.step_groups.described(self._groups))
         self._share_updates.begin(digest)
         if not self.gradients.begin_means(step, self._share_updates if digest else None):
             self._share_updates.end()
@@ -260,7 +258,7 @@ class Stepper:
     ) -> None:
         self._before_updates()
         if self._groups is None:
-            self._groups = self._step_groups.read()
+            self._groups = self.step_groups.read()
         of_slots = ((slot.index, self._groups.of(unit.parameters[slot.index])) for slot in source.slots())
         groups = {index: group for index, group in of_slots if group is not None}  # what is in none is not updated
         if are_momenta:
@@ -295,9 +293,7 @@ class Stepper:
                 job.finish(error)
                 unit.end_update()
             raise
-        if (
-            source.is_lent or is_seen or is_gathered
-        ):  # somebody looks at gradients or weights, and may do so at any time
+        if source.is_lent or is_seen or is_gathered:  # somebody looks at gradients or weights, and may at any time
             self._residency.await_update(unit)
         if is_gathered:  # the user may write to it next, on top of what the update gives
             self._gathered.note_updated(unit)
@@ -327,10 +323,10 @@ class Stepper:
             self.gradients.average(step)  # what no backward did
         else:
             self.gradients.average_for_update(step)
-        self.gradients.check_all_held(self._step_groups.loose.present(), step)
+        self.gradients.check_all_held(self.step_groups.loose.present(), step)
         if not was_in_backward:
-            self._groups = self._step_groups.read()
-        groups = self._groups or self._step_groups.read()
+            self._groups = self.step_groups.read()
+        groups = self._groups or self.step_groups.read()
         with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         self._norms.update(self.gradients.agreed_norms)
         for unit in with_gradients:
@@ -338,11 +334,11 @@ class Stepper:
                 self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
         if was_in_backward:
             self._check_groups_unchanged(step)
-        self.gradients.check_same_groups(functools.partial(self._step_groups.described, groups), step)
+        self.gradients.check_same_groups(functools.partial(self.step_groups.described, groups), step)
         scale = self._common_scale(with_gradients)
         for unit in with_gradients:
             self._let_others_update(unit)
-        norms = self._step_groups.norms_in_order(self._norms, scale / self.scaler.scale)
+        norms = self.step_groups.norms_in_order(self._norms, scale / self.scaler.scale)
         norm = norm_of_model(self._mesh, norms, scale * self._divisor, step)
         if self._momenta is None or momenta is None:
             self.gradients.check_same(norm, step)
@@ -363,7 +359,7 @@ class Stepper:
             coefficient, self._divisor = None, 1
             with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         is_held = self._residency.fills and not was_in_backward and self.rules.update != "step"
-        self._step_groups.loose.update(groups, self._factor(coefficient, self.scaler.scale))
+        self.step_groups.loose.update(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
             self._residency.prepare_update(unit)
             factor = self._factor(coefficient, self.gradients.scale_of(unit)) if momenta is None else None
@@ -436,7 +432,7 @@ class Stepper:
         return [self.units[index] for index in self._residency.forward_order()]
 
     def _check_groups_unchanged(self, step: int) -> None:
-        changed = self._step_groups.read().changed_since(self._groups) if self._groups is not None else []
+        changed = self.step_groups.read().changed_since(self._groups) if self._groups is not None else []
         if not changed:
             return
         raise PartialUpdateError(
@@ -485,14 +481,6 @@ class Stepper:
         """There is no step any more, nor gradients: give their memory back."""
         self._forget()
         self.gradients.close()
-
-    def not_held(self) -> list[torch.Tensor]:
-        """Parameters in the model or in a group that are ordinary ones."""
-        return self._step_groups.not_held()
-
-    def ungrouped(self) -> frozenset[tuple[int, int]]:
-        """Parameters that are in no group, by (unit index, slot index)."""
-        return self._step_groups.ungrouped()
 
     def is_used_up(self, unit: Unit, slot: Slot) -> bool:
         """Whether the parameter's gradient went into an update in the backward of the present step."""

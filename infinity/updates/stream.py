@@ -35,7 +35,7 @@ from infinity.threads.denormals import flush_denormals
 from infinity.threads.interrupts import POLL_SECONDS
 from infinity.threads.openmp import release_workers, use_threads
 from infinity.tiers.state_store import Lease, StateStore
-from infinity.tiers.weight_store import WeightStore
+from infinity.tiers.weight_store import LandedRead, WeightStore
 from infinity.units.layout import Chunk, Piece
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState, UpdateJob
@@ -46,16 +46,12 @@ _MOST_AHEAD = 32
 """Chunks in hand at a time, where no pages limit them. Each worker may have two, one of them on its way to the device."""
 
 
-class _Read(Protocol):
-    def wait(self) -> None: ...
-
-
 @dataclass
 class _Item:
     job: UpdateJob
     chunk: Chunk
     lease: Lease
-    reads: list[_Read]
+    reads: list[Handle | LandedRead]
     is_last: bool
     is_in_place: bool
     """The workspace's model weight is that in the flat buffer."""
@@ -74,7 +70,6 @@ class Saver(Protocol):
 
     def wait_for(self, unit: Unit, timeout_seconds: float | None = None) -> bool:
         """Whether the unit is saved as it was, or is so in time."""
-        ...
 
 
 class UpdateStream:
@@ -291,10 +286,6 @@ class UpdateStream:
                 if first.is_last:
                     self._finish(first.job)
 
-    def _runnable(self) -> list[UpdateJob]:
-        with self._lock:
-            return [job for job in self._pending if not job.is_held and not job.has_begun]
-
     def _fill(self) -> None:
         """Start the reads of the next chunks while there are pages; the first one waits for a page."""
         while not self._is_stopping:
@@ -354,12 +345,12 @@ class UpdateStream:
                 if found is not None:
                     return found
                 self._current = None
-            runnable = self._runnable()
-            if not runnable:
+            with self._lock:
+                waiting = [job for job in self._pending if not job.has_begun]
+            first = min((job for job in waiting if not job.is_held), key=lambda job: job.rank, default=None)
+            if first is None:
                 return None
-            first = min(runnable, key=lambda job: job.rank)
-            with self._lock:  # updates of one unit keep their order
-                job = next(job for job in self._pending if job.unit is first.unit and not job.has_begun)
+            job = next(job for job in waiting if job.unit is first.unit)  # updates of one unit keep their order
             job.begin()
             if not job.chunks:
                 self._finish(job)
@@ -392,8 +383,7 @@ class UpdateStream:
         gradient = job.gradients.piece(piece, workspace.landing(job.gradients.dtype)[span])
         group = job.groups[piece.slot.index]
         stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
-        update = self._update_halves if workspace.main is None else self._update_joined
-        formed = piece.slot.spec.formed if self._updater.mixes_elements else _as_it_is
+        formed = piece.slot.spec.formed if self._updater.mixes_elements else lambda values: values
         present: tuple[str, ...] = ()
         scalars: dict[str, Any] = {}
 
@@ -402,10 +392,10 @@ class UpdateStream:
 
         for part, views in self._states_window.parts(stored, piece.numel, noise):
             place = slice(span.start + part.start, span.start + part.stop)
-            present, scalars = update(job, group, workspace, place, gradient[part], views, state, formed)
+            present, scalars = self._update_part(job, group, workspace, place, gradient[part], views, state, formed)
         job.advanced[piece.slot.index] = present, scalars  # of all pieces the same
 
-    def _update_joined(
+    def _update_part(
         self,
         job: UpdateJob,
         group: dict[str, Any],
@@ -417,7 +407,19 @@ class UpdateStream:
         formed: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         if workspace.main is None:
-            raise RuntimeError("the workspace has no main weight")
+            if self._halves_updater is None or workspace.remainder is None:
+                raise RuntimeError("main weights are kept in two halves, and nothing is there to update those")
+            return self._halves_updater.update(
+                group,
+                workspace.weight[span],
+                workspace.remainder[span],
+                gradient,
+                job.clip_coefficient,
+                views,
+                state.scalars,
+                is_first=state.is_fresh,
+                formed=formed,
+            )
         if gradient.dtype != workspace.gradient.dtype:
             gradient = workspace.gradient[span].copy_(gradient)
         if job.clip_coefficient is not None:
@@ -433,31 +435,6 @@ class UpdateStream:
             for name, tensor in tensors.items():
                 views[name].copy_(tensor)
         return tuple(tensors), scalars
-
-    def _update_halves(
-        self,
-        job: UpdateJob,
-        group: dict[str, Any],
-        workspace: ChunkBuffer,
-        span: slice,
-        gradient: torch.Tensor,
-        views: Mapping[str, torch.Tensor],
-        state: ParameterState,
-        formed: Callable[[torch.Tensor], torch.Tensor],
-    ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        if self._halves_updater is None or workspace.remainder is None:
-            raise RuntimeError("main weights are kept in two halves, and nothing is there to update those")
-        return self._halves_updater.update(
-            group,
-            workspace.weight[span],
-            workspace.remainder[span],
-            gradient,
-            job.clip_coefficient,
-            views,
-            state.scalars,
-            is_first=state.is_fresh,
-            formed=formed,
-        )
 
     def _update_empty(self, job: UpdateJob) -> None:
         """Parameters that have no elements, or none here, are in no chunk; their steps count all the same."""
@@ -496,7 +473,3 @@ class UpdateStream:
             job.gradients.release()
             job.finish(self._error)
         self._progress.ring()
-
-
-def _as_it_is(values: torch.Tensor) -> torch.Tensor:
-    return values

@@ -143,7 +143,7 @@ class VerticalStep:
         pager = on.pager
         hooks = (pager.pack, pager.unpack)
         tools = Tools(self.boundary, on.device, anchor, self.is_trial, self._watch, hooks, pager.turn)
-        found = ((other, other.grad) for other in on.stepper.not_held())
+        found = ((other, other.grad) for other in on.stepper.step_groups.not_held())
         self._others = [(other, None if gradient is None else gradient.clone()) for other, gradient in found]
         pager.share(self._shared)
         self._loop.backwards.collector.begin_handing_out()

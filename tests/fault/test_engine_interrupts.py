@@ -95,7 +95,7 @@ def _open_files(directory: Path) -> list[str]:
     return [*os.listdir(directory), *(path for path in found if path.startswith(str(directory)))]
 
 
-_SAVING = {"begin_forward", "end_forward", "push", "pop", "_take_down", "clear_top", "before", "after"}
+_SAVING = {"begin_forward", "end_forward", "push", "pop", "clear_top", "before", "after"}
 
 
 def _has_to_do_with_saving(code: CodeType) -> bool:

@@ -102,7 +102,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "paging/assigned.py": {
         "bool(self._memory.expired())": _NO_TENSOR,
         "values.detach().resolve_conj().resolve_neg().cpu()": _ASSIGNED,
-        "values.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()": _ASSIGNED,
     },
     "paging/compiled_forwards.py": {"bool(spanned)": _NO_TENSOR},
     "paging/pager.py": {"bool(self.clock.waiting_for)": _NO_TENSOR, "int(is_inside)": _NO_TENSOR},
