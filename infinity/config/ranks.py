@@ -46,18 +46,33 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
     ]
     size = zero.mics_shard_size
     if size > 0 and world_size % size:
-        sizes = ", ".join(str(each) for each in range(1, world_size + 1) if world_size % each == 0)
-        raise ConfigValueError(
-            "zero_optimization.mics_shard_size",
-            size,
-            f"{world_size} processes cannot be divided into groups of {size}",
-            cure=f"Set it to one of {sizes}, or leave it out",
-        )
+        raise _uneven("mics_shard_size", size, world_size)
+    check_weight_group(zero.zero_hpz_partition_size, size if size > 0 else world_size)
     for key, value, is_refused, problem, cure in refused:
         if is_refused:
             raise ConfigValueError(
                 key, value, f"{world_size} processes train together: {problem}", cure=f"Set it to {cure}"
             )
+
+
+def check_weight_group(size: int, num_sharing: int) -> None:
+    """Refuse groups for weights into which those that divide states cannot be divided.
+
+    Raises:
+        ConfigValueError: key, value and cure.
+    """
+    if 0 < size < num_sharing and num_sharing % size:
+        raise _uneven("zero_hpz_partition_size", size, num_sharing)
+
+
+def _uneven(name: str, size: int, num: int) -> ConfigValueError:
+    sizes = ", ".join(str(each) for each in range(1, num + 1) if num % each == 0)
+    return ConfigValueError(
+        f"zero_optimization.{name}",
+        size,
+        f"{num} processes cannot be divided into groups of {size}",
+        cure=f"Set it to one of {sizes}, or leave it out",
+    )
 
 
 def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
@@ -70,6 +85,7 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
     own = {
         "zero_optimization.stage": config.zero_stage,
         "zero_optimization.mics_shard_size": config.shard_size,
+        "zero_optimization.zero_hpz_partition_size": config.weight_group_size,
         "bf16, fp16": config.compute_dtype,
         "torch_autocast": config.autocast_dtype,
         "fp16.loss_scale": config.loss_scaling,

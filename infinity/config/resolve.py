@@ -132,6 +132,7 @@ def resolve(
         managed_gradient_accumulation=root.managed_gradient_accumulation,
         autocast_dtype=resolve_autocast(root, compute_dtype),
         shard_size=zero.mics_shard_size if zero.mics_shard_size > 0 else None,
+        weight_group_size=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
         communication_dtype=dtype_named(root.communication_data_type),
         casts_inputs=(root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
         world_size=world_size,

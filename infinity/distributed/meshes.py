@@ -176,9 +176,7 @@ def division_of(mesh: Mesh, size: int | None, purpose: str = "") -> Division:
     parts = mesh.groups or (ranks.members,)
     if purpose:
         ranks = subsets(parts, purpose)[ranks.members]
-    sharing = mesh.sharing or (ranks.members,)
-    if size is not None:
-        sharing = tuple(members[start : start + size] for members in parts for start in range(0, len(members), size))
+    sharing = _sharing(mesh, size)
     groups = [group for group in sharing if group[0] in ranks.members]
     if len(groups) == 1:
         return Division.among(ranks)
@@ -189,6 +187,25 @@ def division_of(mesh: Mesh, size: int | None, purpose: str = "") -> Division:
     at = {member: (share, index) for index, group in enumerate(groups) for share, member in enumerate(group)}
     places = tuple(at[member] for member in ranks.members)
     return Division(ranks, found[own], found[same], places, tuple(at[member][1] for member in same))
+
+
+def holders_of(mesh: Mesh, size: int | None, among: int) -> Ranks:
+    """Those that have the same weights as this process, where fewer divide weights than divide states. All processes call it.
+
+    Args:
+        mesh, size: as for `division_of`.
+        among: see `infinity.units.shares.Shares`.
+    """
+    rows = [group[place::among] for group in _sharing(mesh, size) for place in range(among)]
+    return next(ranks for members, ranks in subsets(rows).items() if members in rows and mesh.data.number in members)
+
+
+def _sharing(mesh: Mesh, size: int | None) -> tuple[tuple[int, ...], ...]:
+    """The numbers of those that divide states, all such groups."""
+    if size is None:
+        return mesh.sharing or (mesh.data.members,)
+    parts = mesh.groups or (mesh.data.members,)
+    return tuple(members[start : start + size] for members in parts for start in range(0, len(members), size))
 
 
 def tensor_rank(mpu: Any = None) -> int:

@@ -19,11 +19,12 @@ from infinity.activations.spill_space import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig
+from infinity.config.ranks import check_weight_group
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import DriveTensors, on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
 from infinity.distributed.collectives import Numbered, Ranks, num_local_processes, world
-from infinity.distributed.meshes import Mesh, division_of
+from infinity.distributed.meshes import Mesh, division_of, holders_of
 from infinity.engine.commit_parts import layout_of, persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine
@@ -104,12 +105,17 @@ def build(
     share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
     division = division_of(mesh, config.shard_size)
     shares = Shares(division.sharers.index, division.sharers.num) if config.zero_stage > 0 else Shares()
+    holders = Ranks()
     needs_all = mesh.is_divided or (ranks.num > 1 and not shares.is_divided)
     if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
     divides = config.zero_stage == 3 and shares.is_divided and durable is None
     if config.zero_stage == 3 and shares.is_divided and not divides:
         logger.warning("zero_optimization.stage: 3 runs as 2, each process keeps all model weights in a durable run")
+    if divides and config.weight_group_size is not None and config.weight_group_size < shares.num:
+        check_weight_group(config.weight_group_size, shares.num)
+        shares = replace(shares, among=config.weight_group_size)
+        holders = holders_of(mesh, config.shard_size, shares.among)
     free_bytes = device.free_bytes(model)
     if divides and free_bytes is not None:  # or some ranks would keep units whole there that others do not
         free_bytes = min(free for (free,) in ranks.meet("planning the memory of devices", [free_bytes]))
@@ -165,7 +171,7 @@ def build(
         division.sharers,
     )
     undo.callback(storage.close)
-    exchange = WeightExchange(division, shares, storage.weights, device)
+    exchange = WeightExchange(division, shares, storage.weights, device, holders)
     undo.callback(exchange.leave)
     timeline = recording.timeline if recording is not None else None
     clock = StepClock(device, timeline)

@@ -115,6 +115,11 @@ class Draft:
                 names[place[0]].update(dict.fromkeys(updater.state_names(index)))
         spans = [shares.span(unit) for unit in units]
         kept_bytes = [sum(stop - start for start, stop in shares.weight_spans(unit)) for unit in units]
+        held = [[shares.span(unit, rank) for rank in shares.holders] for unit in units]
+        copied = [
+            sum(stop - start for start, stop in of_unit) - (span[1] - span[0])
+            for of_unit, span in zip(held, spans, strict=True)
+        ]
         budget = config.infinity.host_memory_budget
         request_of = functools.partial(
             Request.of,
@@ -135,8 +140,8 @@ class Draft:
             with_room=with_room,
             spans=spans,
             sizes=[
-                UnitSize.of(unit, len(names[unit.index]), stop - start, kept if divides_weights else None)
-                for unit, (start, stop), kept in zip(units, spans, kept_bytes, strict=True)
+                UnitSize.of(unit, len(names[unit.index]), stop - start, kept if divides_weights else None, more)
+                for unit, (start, stop), kept, more in zip(units, spans, kept_bytes, copied, strict=True)
             ],
             request=request_of(config),
             guess=guessed_order(len(units), is_trained=bool(template.param_groups)),

@@ -343,7 +343,8 @@ class Ladder:
                 is_alone=part.num_ranks == 1,
             )
         num = part.num_sharing(config)
-        return _divided(draft, num) if config.zero_stage == 3 and num > 1 else (draft, 0)
+        among = min(config.weight_group_size or num, num)
+        return _divided(draft, num, among) if config.zero_stage == 3 and num > 1 else (draft, 0)
 
     # ---------------------------------------------------------------------------------------------------------- largest
 
@@ -375,8 +376,13 @@ class Ladder:
         return None if not count else (count, layers.num_parameters(count))
 
 
-def _divided(draft: Draft, num_ranks: int) -> tuple[Draft, int]:
+def _divided(draft: Draft, num_ranks: int, among: int) -> tuple[Draft, int]:
     """A rank of stage 3 in full: as a model of which it has a part alone, besides room for the units that are gathered.
+
+    Args:
+        draft: of the whole model.
+        num_ranks: how many divide states.
+        among: how many divide weights.
 
     Returns:
         The draft, and the bytes of host memory that are taken from its budget for gathered units.
@@ -385,7 +391,7 @@ def _divided(draft: Draft, num_ranks: int) -> tuple[Draft, int]:
     sizes = []
     for size in draft.sizes:
         numel = -(-size.trainable_numel // (CHUNK_GRANULE * num_ranks)) * CHUNK_GRANULE
-        weight_bytes = -(-size.weight_bytes // num_ranks)
+        weight_bytes = -(-size.weight_bytes // among)
         sizes.append(dataclasses.replace(size, weight_bytes=weight_bytes, trainable_numel=numel, share_numel=numel))
     if request.shares_host_memory:
         request = dataclasses.replace(request, budget_bytes=request.budget_bytes - gathered)

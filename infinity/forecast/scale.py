@@ -229,8 +229,8 @@ def beyond(stages: Sequence[int]) -> list[str]:
     lines = ["Ranks exchange through host memory (gloo) today; link speeds are taken as if they did so directly."]
     if 3 in stages:
         lines.append(
-            "Stage 3 is shown in full: weights divided wherever they rest, gathered for each pass. Today's engine does so "
-            "at most where they rest on drives and the CPU computes; elsewhere its stage 3 is stage 2."
+            "Stage 3 is shown in full: weights divided wherever they rest, gathered for each pass. Today's engine keeps them "
+            'whole on each GPU where offload_param is "none", and in durable runs.'
         )
     return lines
 

@@ -102,13 +102,15 @@ def predict(
             continue
         if unit in on_nvme:
             read += units[unit].stored_weight_bytes
+    weight_itemsize = request.record_format.weight_dtype.itemsize
     write = sum(request.trainable_bytes(units[index]) for index in on_nvme)
     if request.record_format.needs_weight:
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
         just_used = set() if in_step or is_shared else set(order[backward_start:])  # shares wait for their means
         held = frozenset(placement.resident_units) if is_divided else simulation.held
-        read += sum(request.trainable_bytes(units[index]) for index in on_nvme - held.union(just_used))
+        read += weight_itemsize * sum(units[index].updated_numel for index in on_nvme - held.union(just_used))
+    read += weight_itemsize * sum(units[index].updated_numel for index in on_nvme if units[index].copied_numel)
     if request.optimizer_tier == "nvme":
         records = sum(
             request.record_format.stored_bytes(unit.state_numel - kept, unit.num_states, placement.chunk_numel)

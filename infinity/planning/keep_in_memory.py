@@ -47,7 +47,7 @@ def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
     """
 
     def gain(index: int) -> tuple[float, int]:
-        unit = replace(units[index], weight_share_bytes=None)
+        unit = replace(units[index], weight_share_bytes=None, copied_numel=0)
         return -request.saved_by_weights(unit) / max(unit.weight_bytes, 1), -unit.weight_bytes
 
     return sorted(spread(len(units)), key=gain)

@@ -4,8 +4,9 @@ Knows units, shares and where weights rest; must not know what an update is. Onl
 order that follows from model and script alone: see [Note: ranks] in ``infinity.distributed.collectives``.
 
 [Note: changing divided weights] Where each rank keeps its share of a unit alone (`infinity.tiers.divided_weights`), it writes
-new weights of that, and nothing has to be sent. But others fetch it when they like. So all ranks meet before, with no fetch of
-the unit under way (`before`), and after all have written (`gather`, `after`): what is fetched is from before, or from after.
+new weights of that, and sends them to nobody but those that have the same ones in other groups. But others fetch them when they
+like. So all ranks meet before, with no fetch of the unit under way (`before`), and after all have written (`gather`, `after`):
+what is fetched is from before, or from after.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from infinity.device.compute import ComputeDevice
+from infinity.distributed.collectives import Ranks
 from infinity.distributed.meshes import Division
 from infinity.errors import RankError
 from infinity.tiers.divided_weights import DividedWeights
@@ -36,15 +38,24 @@ _MOST_PENDING = 4
 class WeightExchange:
     """Each rank's share of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.gather_parts`."""
 
-    def __init__(self, division: Division, shares: Shares, weights: WeightStore | None, device: ComputeDevice) -> None:
+    def __init__(
+        self,
+        division: Division,
+        shares: Shares,
+        weights: WeightStore | None,
+        device: ComputeDevice,
+        holders: Ranks | None = None,
+    ) -> None:
         """
         Args:
             division: who exchanges: those that divide states.
             shares: which of them has the weights of which elements.
             weights: where weights rest that do not stay in flat buffers; None if all stay there.
             device: where flat buffers are.
+            holders: those that have the same weights as this rank, where weights are divided; None: this one alone.
         """
         self.division = division
+        self._holders = holders or Ranks()
         self.ranks = division.sharers
         self.shares = shares
         self._weights = weights
@@ -119,7 +130,9 @@ class WeightExchange:
         """
         for unit in units:
             if not self.divides(unit):
-                self._gather(unit)
+                self._gather(unit, self.ranks, range(self.shares.num))
+            elif not self._is_replacing:
+                self._gather(unit, self._holders, self.shares.holders)
         self.after(units)
         for unit in units:
             self._renew(unit)
@@ -147,15 +160,18 @@ class WeightExchange:
         if isinstance(self._weights, DividedWeights):
             self._weights.stop()
 
-    def _gather(self, unit: Unit) -> None:
-        if not self.shares.is_divided or unit.layout.trainable is None:
+    def _gather(self, unit: Unit, ranks: Ranks, numbers: Sequence[int]) -> None:
+        """What ``ranks`` have updated goes to all of them. ``numbers``: of their shares."""
+        if len(numbers) == 1 or unit.layout.trainable is None:
             return
         if unit.arrival is not None:
             unit.arrival.wait()  # what it brings was read before the others' shares are written
         what = f"gathering the weights of {unit.name}"
-        spans = self.shares.spans(unit)
-        self.ranks.meet(what, [number for span in spans for number in span])
-        flat = unit.trainable_view(unit.flat.tensor()) if unit.flat is not None else None
+        spans = [self.shares.span(unit, number) for number in numbers]
+        ranks.meet(what, [number for span in spans for number in span])
+        flat = None
+        if unit.flat is not None and not self.divides(unit):  # else it gets all of it afterwards
+            flat = unit.trainable_view(unit.flat.tensor())
         rests = self._weights if not unit.stays_resident else None
         pending: deque[tuple[Handle, torch.Tensor]] = deque()
 
@@ -181,7 +197,7 @@ class WeightExchange:
             while len(pending) > _MOST_PENDING:
                 pending.popleft()[0].wait()
 
-        self.ranks.gather_parts(what, spans, read, write, dtype=unit.layout.trainable.dtype, kind="weights")
+        ranks.gather_parts(what, spans, read, write, dtype=unit.layout.trainable.dtype, kind="weights")
         for handle, _ in pending:
             handle.wait()
 

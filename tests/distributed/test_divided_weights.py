@@ -68,12 +68,17 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def _config(directory: Path, stage: int = 3, tier: str = "nvme", **changes: Any) -> dict[str, Any]:
+def _config(directory: Path, stage: int = 3, tier: str = "nvme", near: int = 1, **changes: Any) -> dict[str, Any]:
     where = {"device": tier, "nvme_path": str(directory)}
     return {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "offload_param": where, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_param": where,
+            "offload_optimizer": {"device": "cpu"},
+            "zero_hpz_partition_size": near,
+        },
         "infinity": {"keep_in_memory": False},
     } | changes
 
@@ -110,7 +115,14 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "changes"), [(2, {}), (4, {"bf16": {"enabled": True}}), (2, {"tier": "none"}), (3, {"tier": "cpu"})]
+    ("num", "changes"),
+    [
+        (2, {}),
+        (4, {"bf16": {"enabled": True}}),
+        (4, {"bf16": {"enabled": True}, "near": 2}),
+        (2, {"tier": "none"}),
+        (3, {"tier": "cpu"}),
+    ],
 )
 def test_tied_and_frozen_weights_train_as_whole_ones(
     num: int, changes: dict[str, Any], memory: str, tmp_path: Path

@@ -1,7 +1,11 @@
-"""Groups of ranks that divide states, each group for itself: ``mics_shard_size``, and ``dp_replicate`` of a DeviceMesh."""
+"""Groups of ranks that divide states, each group for itself: ``mics_shard_size``, and ``dp_replicate`` of a DeviceMesh.
+
+And smaller ones that divide weights: ``zero_hpz_partition_size``.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,10 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.distributed.collectives import world
+from infinity.distributed.pulls import Pulls
 from infinity.errors import ConfigValueError, UnsupportedModelError
+from infinity.planning.cost_model import predict
+from swapper import TransferRecord
 from tests.ranks import require_ranks
 
 _WIDTH = 96
@@ -190,7 +197,141 @@ def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
     require_ranks(4, refused, tmp_path / "other")
 
 
+def _near(config: dict[str, Any], size: int) -> dict[str, Any]:
+    """The config with weights divided among so many."""
+    return config | {"zero_optimization": config["zero_optimization"] | {"zero_hpz_partition_size": size}}
+
+
+def _used(config: dict[str, Any], rank: int, directory: Path) -> dict[str, torch.Tensor]:
+    """What comes of a training in which weights and main weights are read and replaced, and of a checkpoint of it."""
+    with infinity.initialize(model=_Model(), config=config)[0] as engine:
+        found = {f"loss {number}": _step(engine, rank, number) for number in range(2)}
+        for parameter in (engine.module.layers[0].weight, engine.module.head.weight):
+            main = infinity.safe_get_full_fp32_param(parameter)
+            assert main is not None
+            infinity.safe_set_full_fp32_param(parameter, main * 1.3)
+        with torch.no_grad():
+            engine.module.layers[1].weight.mul_(0.75)
+            engine.module.head.weight.data.add_(0.01)
+            with infinity.GatheredParameters(engine.module.layers[2].parameters(), modifier_rank=1):
+                if rank == 1:
+                    engine.module.layers[2].weight.mul_(1.1)
+        found["loss 2"] = _step(engine, rank, 2)
+        engine.module.load_state_dict({n: v * 0.5 for n, v in engine.module.state_dict().items()})
+        found["loss 3"] = _step(engine, rank, 3)
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        engine.save_checkpoint(directory / "saved", tag="last")
+        found |= {f"then {number}": _step(engine, rank, number) for number in range(4, 6)}
+        found |= _state(engine)
+        engine.load_checkpoint(directory / "saved", tag="last")
+        assert [found[f"then {number}"] for number in range(4, 6)] == [
+            _step(engine, rank, number) for number in range(4, 6)
+        ]
+        _require_same(found | _state(engine), found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num", "kinds", "changes"),
+    [
+        (4, [("nvme", -1, 2)], {"bf16": {"enabled": True}}),
+        (4, [("cpu", -1, 2), ("none", -1, 2)], {"gradient_accumulation_steps": 2}),
+        (6, [("nvme", -1, 2), ("nvme", -1, 3)], {}),
+        (8, [("nvme", 4, 2)], {"fp16": {"enabled": True}}),
+    ],
+)
+def test_weights_divided_among_fewer_have_the_same_bits(
+    num: int, kinds: list[tuple[str, int, int]], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    def train(rank: int) -> None:
+        expected = _used(_config(tmp_path, 0, **changes), rank, tmp_path)
+        for tier, size, near in kinds:
+            config = _near(_config(tmp_path, 3, tier, size, **changes), near)
+            config["infinity"] |= {"keep_in_memory": False}
+            _require_same(_used(config, rank, tmp_path), expected)
+
+    require_ranks(num, train, tmp_path)
+
+
+def test_checkpoints_of_small_groups_load_elsewhere(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        config = _config(tmp_path, 3, "nvme")
+        with infinity.initialize(model=_Model(), config=_near(config, 2))[0] as engine:
+            for number in range(2):
+                _step(engine, rank, number)
+            engine.save_checkpoint(tmp_path / "saved")
+            engine.save_16bit_model(tmp_path / "exported")
+            then = [_step(engine, rank, number) for number in range(2, 4)]
+            expected = _state(engine)
+        for other in (config, _near(config, 2), _config(tmp_path, 0)):
+            with infinity.initialize(model=_Model(), config=other)[0] as engine:
+                engine.load_checkpoint(tmp_path / "saved")
+                assert [_step(engine, rank, number) for number in range(2, 4)] == then
+                _require_same(_state(engine), expected)
+
+    require_ranks(4, train, tmp_path)
+
+
+def test_what_small_groups_keep_read_write_and_send(tmp_path: Path) -> None:
+    """Weights are divided by the small group's size, states by all; fetches stay inside, new weights go once to the others."""
+
+    def train(rank: int) -> None:
+        kept, sent = {}, {}
+        for near in (2, 4):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8)))
+            config = _near(_config(tmp_path, 3, "nvme", optimizer={"type": "SGD", "params": {"lr": 0.01}}), near)
+            config["infinity"] |= {"host_memory_budget": "900KB"}
+            asked: set[int] = set()
+            send = Pulls.send
+
+            def noting(
+                pulls: Pulls, what: str, to: int, *numbers: int, asked: set[int] = asked, send: Any = send
+            ) -> None:
+                asked.add(to)
+                send(pulls, what, to, *numbers)
+
+            Pulls.send = noting  # type: ignore[method-assign]  # in this process, which ends soon
+            with infinity.initialize(model=model, config=config)[0] as engine:
+                storage, exchange = engine._parts.storage, engine._parts.exchange
+                units, own = engine._parts.module_hooks.units, exchange._holders
+                whole = sum(unit.num_bytes for unit in units)
+                assert all(exchange.divides(unit) for unit in units)
+                written: Counter[str] = Counter()
+
+                def note(record: TransferRecord, written: Counter[str] = written) -> None:
+                    if "weights of" in record.extent_name:
+                        written[record.direction.name] += record.num_bytes
+
+                storage.observe(note)
+                before = world().sent_bytes["fetches"], own.sent_bytes["weights"]
+                for _ in range(2):
+                    engine.backward(engine(torch.ones(2, 128, requires_grad=True)).sum())
+                    engine.step()
+                    engine.flush()
+                    infinity.comm.barrier()
+                trace = engine._parts.pager.residency.training_trace
+                given = storage._sizes, storage._request, storage._placement, trace.order, trace.backward_start
+                predicted = predict(*given).kinds["weights"]
+                resting = storage.resting_bytes()["nvme"]
+                kept[near] = resting["weights"] / whole
+                sent[near] = own.sent_bytes["weights"] - before[1]
+                assert written["WRITE"] / 2 == predicted[1] == whole / near
+                assert 0.5 * predicted[0] <= written["READ"] / 2 <= 2 * predicted[0]
+                assert asked == {other for other in range(4) if other // near == rank // near and other != rank}
+            Pulls.send = send  # type: ignore[method-assign]
+        assert kept == {2: 1 / 2, 4: 1 / 4}
+        assert sent == {2: 2 * whole / 4, 4: 0}
+
+    require_ranks(4, train, tmp_path)
+
+
 def test_sizes_that_do_not_fit_are_refused() -> None:
+    weights = _near(_config(Path("/tmp"), 3), 3)
+    with pytest.raises(ConfigValueError, match=r"zero_hpz_partition_size.*into groups of 3\. Set it to one of 1, 2, 4"):
+        infinity.load_config(weights, world_size=4)
+    for num in (1, 2, 6):
+        assert infinity.load_config(weights, world_size=num).weight_group_size == 3
     config = _config(Path("/tmp"), 3, size=3)
     with pytest.raises(ConfigValueError, match=r"into groups of 3\. Set it to one of 1, 2, 4"):
         infinity.load_config(config, world_size=4)

@@ -16,10 +16,6 @@ EXACT_EXCHANGE = (
     "no effect: one process exchanges nothing. Several average gradients, and round nothing that communication_data_type does "
     "not: there it is an error to ask for anything else"
 )
-_REPLICATED = (
-    "no effect: what is divided is not kept once more in each group of processes: the same numbers, from less space. "
-    "mics_shard_size divides within groups"
-)
 _DERIVED = "no effect: buffers are sized and counted from the model and infinity.host_memory_budget, and never run out"
 _OVERLAPPED = "no effect: reading, updating and writing always overlap"
 _RESIDENCY = "no effect: what stays resident follows from the memory budgets and the recorded order of use"
@@ -88,7 +84,10 @@ class ZeroBlock(Block):
     allgather_bucket_size: Annotated[Elements, NoEffect(_PROCESSES)] = 0
     overlap_comm: Annotated[Flag, NoEffect(_PROCESSES)] = True
     round_robin_gradients: Annotated[Flag, NoEffect(_PROCESSES)] = False
-    zero_hpz_partition_size: Annotated[Count, NoEffect(_REPLICATED, silent=(0, 1))] = 1
+    zero_hpz_partition_size: Count = 1
+    """In stage 3 so many processes, one after the other in their order, divide weights, and each such group has all of them: what
+    is fetched stays inside it. Optimizer states are divided among all. It must divide their number; where it is not less, or 0
+    or 1, it changes nothing. Where weights are not divided (`offload_param` "none" on a GPU, a durable run) neither."""
     mics_shard_size: Annotated[int, BeforeValidator(parse_count)] = -1
     """Hybrid sharding: so many processes, one after the other in their order, divide states (and weights in stage 3) among
     them, and each such group has all of it. It must divide the number of processes. -1 or 0: all are one group."""
