@@ -40,6 +40,8 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     model = torch.nn.Sequential(
         *(torch.nn.Linear(width, width, bias=False, dtype=torch.float32, device="cpu") for _ in range(layers))
     )
+    for weight in model.parameters():  # or what goes through many layers dies away, and moments are denormal numbers
+        torch.nn.init.normal_(weight, std=width**-0.5)
     engine = infinity.initialize(model=model, config=config_of(asked))[0]
     storage, x = engine._parts.storage, torch.ones(1, width, dtype=torch.bfloat16, device="cpu")
 
