@@ -109,9 +109,7 @@ def build(
     needs_all = mesh.is_divided or (ranks.num > 1 and not shares.is_divided)
     if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
-    divides = config.zero_stage == 3 and shares.is_divided and durable is None
-    if config.zero_stage == 3 and shares.is_divided and not divides:
-        logger.warning("zero_optimization.stage: 3 runs as 2, each process keeps all model weights in a durable run")
+    divides = config.zero_stage == 3 and shares.is_divided
     if divides and config.weight_group_size is not None and config.weight_group_size < shares.num:
         check_weight_group(config.weight_group_size, shares.num)
         shares = replace(shares, among=config.weight_group_size)
@@ -302,7 +300,7 @@ def build(
     )
     undo.callback(stream.close)
     if durable is not None:
-        durable.connect(storage, units, states, pager, stream, clock.waiting)
+        durable.connect(storage, units, states, pager, stream, clock.waiting, exchange)
     built: list[Engine] = []
     undo.callback(_close, built)
     undo.callback(template.give_back_states, access.state)

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from infinity.config import DurableSection, InfinityConfig
-from infinity.distributed.agreement import together
+from infinity.distributed.agreement import agree, together
 from infinity.distributed.collectives import Ranks
 from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
@@ -41,6 +41,7 @@ from infinity.loop.random_states import set_random_states
 from infinity.optim.scheduler_state import scheduler_with
 from infinity.paging.pager import Pager
 from infinity.tiers.state_store import PagedStateStore
+from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
@@ -216,6 +217,7 @@ class DurableRun:
         pager: Pager,
         stream: UpdateStream,
         waiting: Callable[[str], Any],
+        exchange: WeightExchange,
     ) -> None:
         """Take note of what is committed. Protects the commits that there are; what the newest holds is there from now on.
 
@@ -227,7 +229,7 @@ class DurableRun:
             raise RuntimeError("a durable run without versions of its states")
         self._versions, self._records = storage.versions, storage.records
         self._units, self._states, self._pager, self._waiting = units, states, pager, waiting
-        self._stream = stream
+        self._stream, self._exchange = stream, exchange
         if self._header is not None:
             if self._header["places"] != self._places():
                 raise UnsupportedModelError(
@@ -319,12 +321,13 @@ class DurableRun:
         if self._header is None:
             logger.info("durable run in '%s': begins", self._path)
             return
-        given = self._go_to(training, self._number)
-        if self._common is not None and self._common != (self._line, training.global_steps):
+        number = self._number
+        if self._common is not None and self._common != (self._lines[number], self._steps[number]):
             there = [n for n in self._versions.kept if (self._lines[n], self._steps[n]) == self._common]
             if not there:
                 raise self._damaged(ValueError(f"it lacks step {self._common[1]}, the newest that all processes have"))
-            given = self._go_to(training, there[0], as_number=self._number + 1)
+            number = there[0]
+        given = self._go_to(training, number, as_number=self._number + 1 if number != self._number else None)
         self.went_on_at = training.global_steps
         self._tell_of_changes(training, given)
         age = time.time() - self._header["time"]
@@ -395,16 +398,24 @@ class DurableRun:
 
     def _go_to(self, training: Training, number: int, as_number: int | None = None) -> list[dict[str, Any]]:
         """Returns the groups' values that the script began with then."""
+        found: list[bytes] = []
+
+        def go() -> None:
+            try:
+                found.extend(self._versions.go_to(number, as_number))
+            except VolumeError as error:
+                raise self._damaged(error) from error
+            except (OSError, SwapperError) as error:
+                raise CommitError(self._path, step=training.global_steps, problem=str(error)) from error
+
         training.flush()
-        for unit in self._units:
-            self._pager.residency.evict(unit)
-            unit.outdate()
-        try:
-            head, outside, inside = self._versions.go_to(number, as_number)
-        except VolumeError as error:
-            raise self._damaged(error) from error
-        except (OSError, SwapperError) as error:
-            raise CommitError(self._path, step=training.global_steps, problem=str(error)) from error
+        what = "going to a commit"
+        with self._exchange.replacing(self._units, lambda: agree(self._ranks, f"before {what}")):
+            for unit in self._units:
+                self._pager.residency.evict(unit)
+                unit.outdate()
+            together(self._ranks, what, go)
+        head, outside, inside = found
         self._number = as_number or number
         self._note(self._number, head)
         self._line = self._lines[self._number]

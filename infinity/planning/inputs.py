@@ -243,7 +243,7 @@ class Request:
         """Bytes of the map that says where each version of a durable run's states lies."""
         if not self.num_versions:
             return 0
-        stored = sum(unit.weight_bytes + self.record_bytes(unit) for unit in units)
+        stored = sum(unit.stored_weight_bytes + self.record_bytes(unit) for unit in units)
         return VersionedBackend.memory_bytes(stored, stored * self.num_versions)
 
     def serving_bytes(self, units: Iterable[UnitSize]) -> int:

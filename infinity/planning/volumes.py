@@ -74,7 +74,7 @@ def _retention(config: InfinityConfig, sizes: Sequence[UnitSize], request: Reque
     if durable is None:
         return None
     itemsize = request.record_format.weight_dtype.itemsize
-    frozen_bytes = sum(size.weight_bytes - size.trainable_numel * itemsize for size in sizes)
+    frozen_bytes = sum(size.stored_weight_bytes - size.written_numel * itemsize for size in sizes)
     # What is frozen is written once. Of the rest, writes that run beside each other and blocks at the edges need a little.
     spare_bytes = min(all_bytes, config.io.max_inflight * config.io.request_bytes)
     return Retention(all_bytes + spare_bytes, all_bytes - frozen_bytes, durable.most_kept)

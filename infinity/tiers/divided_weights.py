@@ -284,6 +284,11 @@ class DividedWeights(WeightStore):
             if copy is not None and copy is not self._being_given:
                 self._spare.append(copy)
 
+    def forget_copies(self) -> None:
+        """All shares are other ones from now on. Nobody asks for any meanwhile."""
+        for unit in self._units.values():
+            self._outdate(unit)
+
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead:
         place = self._place_of(unit, chunk, target.numel() * target.element_size())
         return landed(lambda memory: self._begin_read(unit, place, memory, Priority.PREFETCH), target)

@@ -77,6 +77,8 @@ class WeightExchange:
             if self.divides(unit):
                 self.await_fetch(unit)
         agree()
+        if isinstance(self._weights, DividedWeights):
+            self._weights.forget_copies()
         self._is_replacing = True
         try:
             yield

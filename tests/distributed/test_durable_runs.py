@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from torch.nn.functional import mse_loss
 import infinity
 from infinity.errors import InfinityError, StepOrderError, StorageError, UnsupportedModelError
 from swapper import RunDirectory
+from tests.lazy_device import LazyDevice
 from tests.ranks import run_ranks
 
 _WIDTH = 48
@@ -132,9 +134,20 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
     assert refused(3, UnsupportedModelError, "is of 2 processes, not 3")
 
 
-def test_all_roll_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num", "near", "memory"), [(2, 1, "host"), (4, 2, "host"), (2, 1, "device")])
+def test_all_roll_back(num: int, near: int, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps and commits its share of the weights alone, or that of its place in groups of ``near``."""
+    if memory == "device":
+        monkeypatch.setattr(importlib.import_module("infinity.initialize"), "device_for", lambda _: LazyDevice())
+
     def train(rank: int) -> None:
-        with infinity.initialize(model=_Model(), config=_config(tmp_path, keep_last=3))[0] as engine:
+        config = _config(tmp_path, keep_last=3)
+        config["zero_optimization"]["zero_hpz_partition_size"] = near
+        with infinity.initialize(model=_Model(), config=config)[0] as engine:
+            units = engine._parts.module_hooks.units
+            kept = sum(unit.extent.num_bytes for unit in units if unit.extent is not None)
+            spans = [span for unit in units for span in engine._parts.exchange.shares.weight_spans(unit)]
+            assert kept == sum(stop - start for start, stop in spans) < sum(unit.num_bytes for unit in units)
             seen: list[list[Any]] = []
             for step in (0, 1, 2, 3, 2, 3):
                 if len(seen) == 4:
@@ -146,7 +159,7 @@ def test_all_roll_back(tmp_path: Path) -> None:
                 seen.append([loss.item(), engine.get_global_grad_norm()])
             assert seen[2:4] == seen[4:]
 
-    assert run_ranks(2, train, tmp_path) == ["", ""]
+    assert run_ranks(num, train, tmp_path) == [""] * num
 
 
 def _steps(engine: Any, rank: int, until: int) -> list[float]:
