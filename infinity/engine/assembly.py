@@ -31,7 +31,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.parts import Parts, UpperParts
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
-from infinity.errors import ConfigValueError
+from infinity.errors import BudgetTooSmallError, ConfigValueError
 from infinity.forecast.draft import Draft
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.loss_scaler import LossScaler
@@ -50,7 +50,7 @@ from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.paging.residency import Residency
 from infinity.planning.drive_room import room_bytes
-from infinity.planning.placement import Placement
+from infinity.planning.placement import DEVICE_KEY, Placement
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.telemetry.progress import Note, progress
 from infinity.threads.turn import Turn
@@ -67,6 +67,7 @@ from infinity.updates.momenta import CompressedMomenta
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper, StepRules
 from infinity.updates.stream import UpdateStream
+from infinity.vertical.eligibility import Suitability
 from infinity.vertical.step import Surroundings
 
 logger = logging.getLogger(__name__)
@@ -117,16 +118,20 @@ def build(
     free_bytes = device.free_bytes(model)
     if divides and free_bytes is not None:  # or some ranks would keep units whole there that others do not
         free_bytes = min(free for (free,) in ranks.meet("planning the memory of devices", [free_bytes]))
-    draft = Draft.of(
+    draft_of = functools.partial(
+        Draft.of,
         model,
-        config,
-        template,
-        share,
+        template=template,
+        share=share,
         shares=shares,
         divides_weights=divides,
         is_alone=world().num == 1,
         shares_host_memory=device.shares_host_memory,
         device_free_bytes=free_bytes,
+    )
+    fills_devices = divides and config.offload_param.device == "none" and not device.shares_host_memory
+    draft, placement, suitability = (
+        _placed_on_devices(ranks, draft_of, config) if fills_devices else _placed(draft_of, config)
     )
     config = draft.config
     units, updater, sizes, request, guess = draft.units, draft.updater, draft.sizes, draft.request, draft.guess
@@ -136,7 +141,6 @@ def build(
     waiting = MainGradDtype(
         torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32, config.infinity.rounds_gradients
     )
-    placement, suitability = draft.place()
     if divides:
         placement = _agreed(ranks, placement, len(units))
     if config.infinity.host_memory_budget is not None:
@@ -394,6 +398,33 @@ def _zeros(directories: Sequence[Path], numel: int) -> torch.Tensor:
     if not directories:
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
     return DriveTensors(directories).empty((numel,), torch.float32).zero_()
+
+
+def _placed(
+    draft_of: Callable[[InfinityConfig], Draft], config: InfinityConfig
+) -> tuple[Draft, Placement, Suitability]:
+    draft = draft_of(config)
+    return draft, *draft.place()
+
+
+def _placed_on_devices(
+    ranks: Ranks, draft_of: Callable[[InfinityConfig], Draft], config: InfinityConfig
+) -> tuple[Draft, Placement, Suitability]:
+    """All weights on each rank's device, if all of them have the room."""
+    found = None
+    try:
+        found = _placed(draft_of, config)
+    except BudgetTooSmallError as error:
+        if error.key != DEVICE_KEY:
+            raise
+    has_room = all(is_there for (is_there,) in ranks.meet("placing all weights on devices", [int(found is not None)]))
+    if found is not None and has_room:
+        return found
+    logger.warning(
+        "the devices have no room for all weights, so each process keeps its share of them in host memory, as with "
+        '"offload_param": {"device": "cpu"}'
+    )
+    return _placed(draft_of, replace(config, offload_param=replace(config.offload_param, device="cpu")))
 
 
 def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:

@@ -230,7 +230,7 @@ def beyond(stages: Sequence[int]) -> list[str]:
     if 3 in stages:
         lines.append(
             "Stage 3 is shown in full: weights divided wherever they rest, gathered for each pass. Today's engine keeps them "
-            'whole on each GPU where offload_param is "none".'
+            'whole on each GPU where offload_param is "none" and they fit there.'
         )
     return lines
 

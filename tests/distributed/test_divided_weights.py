@@ -259,6 +259,29 @@ def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Pa
         assert re.search(r"for this process's share of the weights, .* for the weights of", error)
 
 
+@pytest.mark.parametrize("memory", ["device"], indirect=True)
+@pytest.mark.parametrize("lacking", [[0, 1], [1]])
+def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: str, tmp_path: Path) -> None:
+    """Without offload_param, too: in host memory, as with "cpu", if one of the devices is too small."""
+
+    def train(rank: int) -> None:
+        with _engine(tmp_path, stage=2) as engine:
+            expected = [_step(engine, rank, number) for number in range(3)]
+            weights, units = _weights(engine), engine._parts.module_hooks.units
+        room = sum(unit.num_bytes for unit in units) - 4096 * (rank in lacking)
+        for budget, is_divided in ((room, True), (2 * room, False)):
+            section = {"device_memory_budget": budget, "keep_in_memory": False}
+            config = _config(tmp_path, tier="none", infinity=section)
+            with infinity.initialize(model=_Model(), config=config)[0] as engine:
+                exchange, storage = engine._parts.exchange, engine._parts.storage
+                assert all(exchange.divides(unit) == is_divided for unit in engine._parts.module_hooks.units)
+                assert storage.pool.capacity_bytes <= budget
+                assert [_step(engine, rank, number) for number in range(3)] == expected
+                _require_same(_weights(engine), weights)
+
+    _require(2, train, tmp_path)
+
+
 @pytest.mark.parametrize("exposing_rank", [None, 0, 1])
 def test_replaced_main_weights_are_stored_once(
     exposing_rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,7 +87,7 @@ class ZeroBlock(Block):
     zero_hpz_partition_size: Count = 1
     """In stage 3 so many processes, one after the other in their order, divide weights, and each such group has all of them: what
     is fetched stays inside it. Optimizer states are divided among all. It must divide their number; where it is not less, or 0
-    or 1, it changes nothing. Where weights are not divided (`offload_param` "none" on a GPU) neither."""
+    or 1, it changes nothing. Nor does it for weights that GPUs have whole (`offload_param` "none")."""
     mics_shard_size: Annotated[int, BeforeValidator(parse_count)] = -1
     """Hybrid sharding: so many processes, one after the other in their order, divide states (and weights in stage 3) among
     them, and each such group has all of it. It must divide the number of processes. -1 or 0: all are one group."""
