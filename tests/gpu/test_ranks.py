@@ -62,7 +62,7 @@ def _train(rank: int, directory: str, config: dict[str, Any]) -> None:
     found = {name: _found(rank, config, zero) for name, zero in settings.items()}
     # As little of the GPU's memory as there has to be: weights come from both ranks' shares.
     little = config | {"infinity": config["infinity"] | {"device_memory_budget": 3 * 4 * _WIDTH * (_WIDTH + 1)}}
-    for tier in ({"device": "cpu"}, drive):
+    for tier in ({"device": "none"}, {"device": "cpu"}, drive):
         zero = {"stage": 3, "offload_optimizer": drive, "offload_param": tier}
         found[f"3 divided on {tier['device']}"] = _found(rank, little, zero)
     assert world().sent_bytes["fetches"] > 0
