@@ -138,13 +138,12 @@ class WeightExchange:
         self.after(units)
         for unit in units:
             self._renew(unit)
-            if unit.layout.trainable is not None:
-                unit.outdate()
 
     def _renew(self, unit: Unit) -> None:
         """What is in memory of a divided unit gets what other ranks have written."""
         if self._weights is not None and self.divides(unit) and unit.flat is not None and not self._is_replacing:
             self._weights.fetch(unit, is_demand=True).wait()
+            unit.outdate()
 
     def leave(self) -> None:
         """Return when no other rank needs the shares of this one any more, or one has ended: the engine is being closed.
@@ -202,6 +201,8 @@ class WeightExchange:
         ranks.gather_parts(what, spans, read, write, dtype=unit.layout.trainable.dtype, kind="weights")
         for handle, _ in pending:
             handle.wait()
+        if flat is not None:
+            unit.outdate()
 
 
 def _chunk(start: int, values: torch.Tensor) -> Chunk:
