@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from infinity.config.schema.block import Block, Findings, Keys, NotNull, Rule, Untyped
+from infinity.config.schema.block import Block, Findings, Keys, NoEffect, NotNull, Refused, Untyped
 from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.legacy import modernise
 from infinity.config.schema.quantities import is_auto, parse_flag
@@ -57,7 +57,7 @@ def apply_rules(block: Block, findings: Findings, path: str = "") -> None:
             continue
         value = getattr(block, name)
         for item in field.metadata:
-            if isinstance(item, Rule):
+            if isinstance(item, NoEffect | Refused):
                 item.apply(path + name, value, findings)
         if isinstance(value, Block):
             apply_rules(value, findings, f"{path}{name}.")

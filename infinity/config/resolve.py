@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from infinity.config.batch import resolve_batch_sizes
-from infinity.config.precision import (
-    dtype_named,
-    resolve_autocast,
-    resolve_buffer_dtype,
-    resolve_precision,
-    scales_loss,
-)
+from infinity.config.precision import dtype_named, resolve_autocast, resolve_precision, scales_loss
 from infinity.config.ranks import check_ranks
 from infinity.config.resolved import (
     AutotuneMode,
@@ -101,13 +95,14 @@ def resolve(
         book.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
     if zero.stage in (0, 1, 2) and world_size == 1:
         findings.note("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
+    buffer_type = root.data_types.buffer_dtype
     config = InfinityConfig(
         train_batch_size=batch.train,
         train_micro_batch_size_per_gpu=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
         gradient_clipping=root.gradient_clipping,
         compute_dtype=compute_dtype,
-        buffer_dtype=resolve_buffer_dtype(root),
+        buffer_dtype=None if buffer_type is None else dtype_named(buffer_type),
         loss_scaling=loss_scaling,
         checks_overflow=_checks_overflow(root),
         optimizer=_resolve_optimizer(root.optimizer, findings),
@@ -336,31 +331,19 @@ def _resolve_infinity(
     book.note("infinity.schedule", block.schedule)
     book.note("infinity.state_dtype", block.state_dtype)
     update = _resolve_update(root, world_size, book)
-    return InfinitySection(
-        host_memory_budget=block.host_memory_budget,
-        device_memory_budget=block.device_memory_budget,
-        page_bytes=page_bytes,
-        prefetch=block.prefetch,
-        keep_in_memory=block.keep_in_memory and durable is None,
-        progress_bars=block.progress_bars,
-        drive_tbw=block.drive_tbw,
-        units=block.units,
-        tile_above=block.tile_above,
-        strict=block.strict,
-        update=update,
-        update_workers=block.update_workers,
-        update_is_open=block.update == "auto" and update != "step",
-        main_weights=_resolve_main_weights(block, compute_dtype, book),
-        gradient_dtype=gradient_dtype,
-        rounds_gradients=rounds_gradients,
-        schedule=block.schedule,
-        activation_checkpointing=block.activation_checkpointing,
-        activations=block.activations,
-        state_dtype=block.state_dtype,
-        timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
-        run_log=resolve_file(block.run_log, key="infinity.run_log") if block.run_log is not None else None,
-        durable=durable,
-    )
+    as_written = {each.name: getattr(block, each.name) for each in fields(InfinitySection) if hasattr(block, each.name)}
+    decided: dict[str, Any] = {
+        "keep_in_memory": block.keep_in_memory and durable is None,
+        "update": update,
+        "update_is_open": block.update == "auto" and update != "step",
+        "main_weights": _resolve_main_weights(block, compute_dtype, book),
+        "gradient_dtype": gradient_dtype,
+        "rounds_gradients": rounds_gradients,
+        "timeline": resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
+        "run_log": resolve_file(block.run_log, key="infinity.run_log") if block.run_log is not None else None,
+        "durable": durable,
+    }
+    return InfinitySection(**as_written | decided)
 
 
 def _resolve_monitors(root: RootBlock) -> MonitorsSection:
