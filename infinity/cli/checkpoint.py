@@ -12,7 +12,7 @@ import torch
 from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.saved import WEIGHT, Checkpoint
-from infinity.cli.output import Console, PathType, json_option, print_facts, print_json, table
+from infinity.cli.output import Console, PathType, display, json_option, print_facts, print_json, table
 from infinity.cli.progress import bars
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import CheckpointError, format_bytes
@@ -99,7 +99,7 @@ def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None
         for each in map(_tensor, found.tensors):
             shape = "x".join(map(str, each["shape"])) or "scalar"
             listed.add_row(each["group"], each["kind"], shape, each["dtype"], each["name"])
-        Console(highlight=False).print(listed, markup=False)
+        display(listed)
 
 
 def _facts(found: Checkpoint) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
             if each["problem"] is None
             else each["problem"]
         )
-        Console(highlight=False, soft_wrap=True).print(f"{each['folder']}: {told}", markup=False)
+        display(f"{each['folder']}: {told}", soft_wrap=True)
     return 0 if is_whole else 1
 
 
@@ -216,8 +216,7 @@ def export(
     if as_json:
         print_json({"directory": str(directory.absolute()), "num_bytes": planned.num_bytes})
         return
-    told = f"exported {planned.num_bytes:,} bytes to {directory}"
-    Console(stderr=True, highlight=False, soft_wrap=True).print(told, markup=False)
+    display(f"exported {planned.num_bytes:,} bytes to {directory}", stderr=True, soft_wrap=True)
 
 
 checkpoint.add_command(export)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.console import RenderableType
 from rich.table import Table
 
 from infinity.console import Console
@@ -118,8 +119,12 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
     made = table("", "", has_header=False, keeps_first=True)
     for what, value in facts:
         made.add_row(what, value)
-    console = Console(highlight=False)
-    console.print(made, markup=False)
+    display(made)
+
+
+def display(what: RenderableType, *, style: str | None = None, **settings: Any) -> None:
+    """Print a table, or a text as it stands: nothing in it is taken for markup. ``settings``: of the `Console`."""
+    Console(highlight=False, **settings).print(what, style=style, markup=False)
 
 
 def first_line(text: str) -> str:
@@ -133,6 +138,7 @@ __all__ = [
     "PathType",
     "check_output",
     "check_picture",
+    "display",
     "first_line",
     "json_option",
     "json_or_file_option",

@@ -13,7 +13,7 @@ import click
 
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.config import loaded_for_one
-from infinity.cli.output import Console, PathType, check_picture, json_option, print_facts, print_json, table
+from infinity.cli.output import PathType, check_picture, display, json_option, print_facts, print_json, table
 from infinity.cli.scale import PICTURES, show_scale
 from infinity.config import InfinityConfig
 from infinity.forecast.ladder import MOST_LAYERS, OFFLOADS, Ladder, Outcome
@@ -203,7 +203,7 @@ def plan(
     _print_verdict(given, change, machine, is_given=config is not None)
     if largest:
         told = "unknown: the model has no repeated layers, or does not fit with one" if most is None else _largest(most)
-        Console(highlight=False).print(f"\nThe largest of this family that trains there: {told}", markup=False)
+        display(f"\nThe largest of this family that trains there: {told}")
     return 0 if given.fits else 1
 
 
@@ -273,17 +273,13 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
             _bytes(each.minimum_bytes or None),
         ]
         shown.add_row(*cells)
-    console = Console(highlight=False)
-    console.print()
-    console.print(shown, markup=False)
+    display("")
+    display(shown)
     star = "the config" if is_given else "taken"
-    console.print(
-        f"\nmemory, GPU, drives: what rests there. moved: read and written in a step. *: {star}.", markup=False
-    )
+    display(f"\nmemory, GPU, drives: what rests there. moved: read and written in a step. *: {star}.")
 
 
 def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, is_given: bool) -> None:
-    console = Console(highlight=False)
     if given.plan is not None:
         plan = given.plan
         life = plan.predicted_drive_life_steps
@@ -293,22 +289,22 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
             wear += f": {life:,} steps until {machine.drive_tbw or plan.drive_tbw:g} TB are written"
         elif written:
             wear += "; --tbw says after how many steps the drives have taken what they are rated for"
-        console.print(f"wear: {wear}", markup=False)
+        display(f"wear: {wear}")
         if plan.retention is not None:
-            console.print(f"durable run: {size(plan.durable_bytes)} on the drives: {plan.retention}", markup=False)
+            display(f"durable run: {size(plan.durable_bytes)} on the drives: {plan.retention}")
     if given.fits:
         how = "as it is" if is_given else f"with weights on {given.param_tier}, states on {given.optimizer_tier}"
-        console.print(f"\nIt fits {how}. Activations come on top of what is shown.", markup=False)
+        display(f"\nIt fits {how}. Activations come on top of what is shown.")
         return
-    console.print(f"\nIt does not fit: {given.problem}.", markup=False)
+    display(f"\nIt does not fit: {given.problem}.")
     if change is None and not given.lacks_room:
-        console.print("Neither memory nor drives would help: change what is named there.", markup=False)
+        display("Neither memory nor drives would help: change what is named there.")
     elif change is None:
-        console.print("No change of the config helps: it takes more memory or more space on the drives.", markup=False)
+        display("No change of the config helps: it takes more memory or more space on the drives.")
     else:
         changes = change.beyond(given).items()
         keys = ", ".join(f"{key} = {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes)
-        console.print(f"The smallest change that makes it fit: {keys}", markup=False)
+        display(f"The smallest change that makes it fit: {keys}")
 
 
 def _seconds(each: Outcome) -> str:
