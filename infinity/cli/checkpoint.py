@@ -12,9 +12,10 @@ import torch
 from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.saved import WEIGHT, Checkpoint
-from infinity.cli.output import Console, PathType, display, json_option, print_facts, print_json, table
+from infinity.cli.output import PathType, display, json_option, print_facts, print_json, table
 from infinity.cli.progress import bars
 from infinity.config.schema.quantities import parse_bytes
+from infinity.console import Console
 from infinity.errors import CheckpointError, format_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from infinity.checkpoint.deepspeed.conversion import convert
-from infinity.cli.output import Console, PathType, display, json_option, print_json
+from infinity.cli.output import PathType, display, json_option, print_json
 from infinity.cli.progress import bars
+from infinity.console import Console
 from infinity.errors import format_bytes
 
 

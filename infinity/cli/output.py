@@ -130,20 +130,3 @@ def display(what: RenderableType, *, style: str | None = None, **settings: Any) 
 def first_line(text: str) -> str:
     """A message without line breaks."""
     return " ".join(text.split())
-
-
-__all__ = [
-    "STDOUT",
-    "Console",
-    "PathType",
-    "check_output",
-    "check_picture",
-    "display",
-    "first_line",
-    "json_option",
-    "json_or_file_option",
-    "print_facts",
-    "print_json",
-    "table",
-    "write_json",
-]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from infinity.cli.output import Console, PathType, display, json_option, print_json
+from infinity.cli.output import PathType, display, json_option, print_json
+from infinity.console import Console
 from infinity.run_log import read_run
 
 _RUN = click.argument("run_dir", metavar="RUN_DIR", type=PathType())
