@@ -149,11 +149,8 @@ Examples:
 @json_option
 def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged."""
-    if takes_all and source.is_dir():
-        folders = sorted(path.parent for path in source.glob(f"*/{MANIFEST}"))
-        folders = folders or [_opened(source, tag).folder]
-    else:
-        folders = [_opened(source, tag).folder]
+    all_of_them = sorted(path.parent for path in source.glob(f"*/{MANIFEST}")) if takes_all else []
+    folders = all_of_them or [_opened(source, tag).folder]
     console = Console(stderr=True)
     results: list[dict[str, Any]] = []
     for folder in folders:
@@ -166,11 +163,7 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
     if as_json:
         print_json({"is_whole": is_whole, "checkpoints": results})
     for each in [] if as_json else results:
-        told = (
-            f"every checksum is right, {format_bytes(each['num_bytes'])}"
-            if each["problem"] is None
-            else each["problem"]
-        )
+        told = each["problem"] or f"every checksum is right, {format_bytes(each['num_bytes'])}"
         display(f"{each['folder']}: {told}", soft_wrap=True)
     return 0 if is_whole else 1
 

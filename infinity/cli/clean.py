@@ -41,16 +41,13 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
         if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here; pass --yes to remove it.")
         click.confirm(f"Remove {_counted(free, saves)}, for good?", abort=True)
-    gone: list[LeftRun] = []
-    ended: list[LeftSave] = []
-    if yes or not as_json:
-        for run in free:
-            run.remove()
-            gone.append(run)
-        for parent in {save.path.parent for save in saves}:
-            remove_abandoned(parent)
-        ended = [save for save in saves if not save.path.exists()]
-    stuck = [save for save in saves if save not in ended] if yes or not as_json else []
+    gone, tried = (free, saves) if yes or not as_json else ([], [])
+    for run in gone:
+        run.remove()
+    for parent in {save.path.parent for save in tried}:
+        remove_abandoned(parent)
+    ended = [save for save in tried if not save.path.exists()]
+    stuck = [save for save in tried if save not in ended]
     if as_json:
         removed = [*(run.path for run in gone), *(save.path for save in ended)]
         print_json({"runs": [vars(run) for run in runs], "saves": [save.path for save in saves], "removed": removed})

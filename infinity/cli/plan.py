@@ -155,8 +155,10 @@ def plan(
             f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End what has it (`nvidia-smi`), set "
             "CUDA_VISIBLE_DEVICES, or describe it with --gpu"
         ) from error
-    bandwidth = _bandwidth(drive_speed) or (machine.bandwidth if is_here else None)
-    if bandwidth is None and is_here and not no_measure:
+    bandwidth = machine.bandwidth if is_here else None
+    if drive_speed is not None:
+        bandwidth = Bandwidth(drive_speed, drive_speed, drive_speed, now())
+    elif bandwidth is None and is_here and not no_measure:
         bandwidth = glance(paths)
     machine = dataclasses.replace(
         machine,
@@ -171,14 +173,8 @@ def plan(
     nvme_path = [str(path) for path in paths]
     if scale:
         cluster = Cluster(machine, gpus_per_node or (1 if machine.shares_host_memory else 8), pcie, link, network)
-        return show_scale(
-            name,
-            Scale(shapes, written, cluster, nvme_path, tokens, offload),
-            cluster,
-            stages,
-            plot,
-            as_json=as_json,
-        )
+        on_cluster = Scale(shapes, written, cluster, nvme_path, tokens, offload)
+        return show_scale(name, on_cluster, cluster, stages, plot, as_json=as_json)
     ladder = Ladder(shapes, written, machine, nvme_path, tokens)
     rungs = list(ladder.rungs())
     given = ladder.given() if config is not None else next((each for each in rungs if each.fits), rungs[-1])
@@ -214,10 +210,6 @@ def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:
     return loaded_for_one(file, dict.fromkeys(keys, paths))
 
 
-def _bandwidth(speed: int | None) -> Bandwidth | None:
-    return None if speed is None else Bandwidth(speed, speed, speed, now())
-
-
 def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens: int) -> None:
     count = sum(each.numel() for each in shapes.parameters())
     drives = "no limit" if machine.drive_free_bytes is None else size(machine.drive_free_bytes)
@@ -225,14 +217,12 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
     at = "speed unknown: run `infinity profile DIR`, or give --drive-speed"
     if speed is not None:
         at = f"{size(speed.mixed_bytes_per_second)}/s both ways"
+    device = "the CPU" if machine.shares_host_memory else f"a GPU with {size(machine.device_free_bytes or 0)} free"
     rows = [
         ("model", f"{name.removesuffix(' parameters')}: {count:,} parameters"),
         ("memory free", size(machine.host_free_bytes)),
         ("drives free", f"{drives}, {at}"),
-        (
-            "device",
-            "the CPU" if machine.shares_host_memory else f"a GPU with {size(machine.device_free_bytes or 0)} free",
-        ),
+        ("device", device),
         ("step", f"{tokens:,} tokens"),
     ]
     if machine.flops_per_second:
@@ -242,19 +232,8 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
 
 def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_given: bool) -> None:
     has_gpu = not machine.shares_host_memory
-    columns = [
-        "",
-        "weights",
-        "states",
-        "memory",
-        *["GPU"][:has_gpu],
-        "drives",
-        "moved",
-        "step",
-        "tokens/s",
-        "RAM at least",
-    ]
-    shown = table(*columns)
+    gpu = ["GPU"] if has_gpu else []
+    shown = table("", "weights", "states", "memory", *gpu, "drives", "moved", "step", "tokens/s", "RAM at least")
     for each in rungs:
         plan = each.plan
         is_chosen = (each.param_tier, each.optimizer_tier) == (given.param_tier, given.optimizer_tier)
@@ -265,7 +244,7 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
             each.param_tier,
             each.optimizer_tier,
             _bytes(resting.get("host")),
-            *[_bytes(resting.get("device"))][:has_gpu],
+            *([_bytes(resting.get("device"))] if has_gpu else []),
             _bytes(resting.get("nvme")),
             _bytes(moved),
             _seconds(each),
