@@ -181,9 +181,7 @@ def run_all(commands: Mapping[str, Sequence[str]], statuses: dict[str, int | Non
 def _signals() -> Iterator[list[int]]:
     """The numbers of those that come inside the ``with`` block, which do nothing else."""
     received: list[int] = []
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number in _SIGNALS:
-        signal.signal(number, lambda number, frame: received.append(number))
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in _SIGNALS}
     try:
         yield received
     finally:

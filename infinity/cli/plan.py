@@ -198,7 +198,10 @@ def plan(
     _print_rungs(rungs, given, machine, is_given=config is not None)
     _print_verdict(given, change, machine, is_given=config is not None)
     if largest:
-        told = "unknown: the model has no repeated layers, or does not fit with one" if most is None else _largest(most)
+        told = "unknown: the model has no repeated layers, or does not fit with one"
+        if most is not None:
+            more = " or more" if most[0] >= MOST_LAYERS else ""
+            told = f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
         display(f"\nThe largest of this family that trains there: {told}")
     return 0 if given.fits else 1
 
@@ -293,11 +296,6 @@ def _seconds(each: Outcome) -> str:
 
 def _bytes(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else size(num_bytes) if num_bytes else "0"
-
-
-def _largest(most: tuple[int, int]) -> str:
-    more = " or more" if most[0] >= MOST_LAYERS else ""
-    return f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
 
 
 def _as_json(each: Outcome) -> dict[str, Any]:

@@ -56,11 +56,6 @@ class UnitSize:
         return self.weight_bytes if self.weight_share_bytes is None else self.weight_share_bytes
 
     @property
-    def written_numel(self) -> int:
-        """Elements of the trainable segment whose new weights this process writes in a step."""
-        return self.trainable_numel if self.weight_share_bytes is None else self.state_numel
-
-    @property
     def state_numel(self) -> int:
         """Elements of the trainable segment whose main weights and states this process keeps."""
         return self.trainable_numel if self.share_numel is None else self.share_numel
@@ -193,11 +188,6 @@ class Request:
         return self.gradient_itemsize if self.rounds_gradients else FP32_BYTES
 
     @property
-    def weight_reads(self) -> int:
-        """How often a step reads the weights of a unit that rests on NVMe."""
-        return 2 * self.num_micro_batches
-
-    @property
     def gradient_moves(self) -> int:
         """How often a step reads, and how often it writes, the gradients of a unit that are spilled."""
         # In backward, the last micro-batch's sum goes into the update without another detour.
@@ -223,8 +213,9 @@ class Request:
         return self.record_format.record_bytes(unit.state_numel, unit.num_states)
 
     def trainable_bytes(self, unit: UnitSize) -> int:
-        """Bytes of a unit's weights that a step writes."""
-        return unit.written_numel * self.record_format.weight_dtype.itemsize
+        """Bytes of a unit's weights that this process writes in a step."""
+        numel = unit.trainable_numel if unit.weight_share_bytes is None else unit.state_numel
+        return numel * self.record_format.weight_dtype.itemsize
 
     def map_bytes(self, units: Iterable[UnitSize]) -> int:
         """Bytes of the map that says where each version of a durable run's states lies."""
@@ -252,8 +243,8 @@ class Request:
         return sum(unit.weight_share_bytes or 0 for unit in units)
 
     def saved_by_weights(self, unit: UnitSize) -> int:
-        """Bytes that a step does not move if the unit's weights stay in memory."""
-        return self.weight_reads * unit.stored_weight_bytes + self.trainable_bytes(unit)
+        """Bytes that a step does not move if the unit's weights stay in memory: they are read in each pass, and written."""
+        return 2 * self.num_micro_batches * unit.stored_weight_bytes + self.trainable_bytes(unit)
 
 
 def _update_workers(
