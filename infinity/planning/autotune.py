@@ -62,10 +62,6 @@ class Limits:
     num_finalists: int = 4
 
 
-class _NotMeasurableError(Exception):
-    """Why there is no measurement, in words; never reaches the user but as a line in the log."""
-
-
 def tune_io(config: InfinityConfig, limits: Limits | None = None) -> InfinityConfig:
     """The config with measured I/O settings, if it asks for them; as it is if they cannot be measured.
 
@@ -178,7 +174,7 @@ def _measure(
     """Find the best setting.
 
     Raises:
-        _NotMeasurableError: there is too little space, or no candidate works.
+        RuntimeError: there is too little space, or no candidate works.
         SwapperError: the drives fail.
     """
     started = time.monotonic()
@@ -221,7 +217,7 @@ def _test_space(directories: Sequence[Directory], limits: Limits) -> tuple[list[
     """The directories with what a test may take of each, and the size of the files.
 
     Raises:
-        _NotMeasurableError: there is too little.
+        RuntimeError: there is too little.
     """
     drives = [describe_drive(directory.path) for directory in directories]
     numbers = [drive.device_number for drive in drives]
@@ -232,7 +228,7 @@ def _test_space(directories: Sequence[Directory], limits: Limits) -> tuple[list[
         room = min(limits.file_bytes, free * limits.free_share / numbers.count(drive.device_number))
         room = min(room, directory.capacity_bytes or math.inf)
         if room < limits.least_file_bytes:
-            raise _NotMeasurableError(
+            raise RuntimeError(
                 f"a test in {directory.path} may take {int(room)} bytes (a part of {limits.free_share:g} of what is free "
                 f"there), and {limits.least_file_bytes} are needed; free some space"
             )
@@ -269,7 +265,7 @@ class _Trial:
         """One sample of each, as many as there is time for; the rest of the time is for the finalists.
 
         Raises:
-            _NotMeasurableError: not even one works.
+            RuntimeError: not even one works.
         """
         seconds = self._limits.sample_seconds
         stop_at = self._stop_at - 2 * (self._limits.num_finalists + 1) * 1.5 * seconds
@@ -284,7 +280,7 @@ class _Trial:
             if sample is not None:
                 samples.append(sample)
         if not samples:
-            raise _NotMeasurableError(self._problem or "there was no time for it")
+            raise RuntimeError(self._problem or "there was no time for it")
         return samples
 
     def compete(self, samples: Sequence[Sample]) -> list[Sample]:

@@ -168,13 +168,7 @@ class Request:
             updates_whole_parameters=updates_whole_parameters,
             is_alone=is_alone,
             num_versions=0 if config.infinity.durable is None else 1 + config.infinity.durable.most_kept,
-            update_workers=_update_workers(
-                config.infinity.update_workers,
-                shares_host_memory=shares_host_memory,
-                is_in_step=config.infinity.update == "step",
-                is_on_drives=tiers[1] == "nvme",
-                runs_in_parallel=runs_in_parallel and (shares_host_memory or tiers[1] != "none"),
-            ),
+            update_workers=_update_workers(config, shares_host_memory) if runs_in_parallel else 1,
         )
 
     @property
@@ -247,19 +241,18 @@ class Request:
         return 2 * self.num_micro_batches * unit.stored_weight_bytes + self.trainable_bytes(unit)
 
 
-def _update_workers(
-    wanted: int | None, *, shares_host_memory: bool, is_in_step: bool, is_on_drives: bool, runs_in_parallel: bool
-) -> int:
-    if not runs_in_parallel:
+def _update_workers(config: InfinityConfig, shares_host_memory: bool) -> int:
+    tier = config.offload_optimizer.device
+    if tier == "none" and not shares_host_memory:
         return 1
-    if wanted is not None:
-        return wanted
+    if config.infinity.update_workers is not None:
+        return config.infinity.update_workers
     num_cores = len(os.sched_getaffinity(0))
     if not shares_host_memory:
-        most = _MOST_FOR_DRIVES if is_on_drives else _MOST_WORKERS
+        most = _MOST_FOR_DRIVES if tier == "nvme" else _MOST_WORKERS
         return min(max(num_cores - _THREADS_BESIDE_A_GPU, 1), most)
     num_computing = torch.get_num_threads()
-    num_idle = num_computing if is_in_step else 1  # in the step nothing is computed beside
+    num_idle = num_computing if config.infinity.update == "step" else 1  # in the step nothing is computed beside
     return min(max(num_cores - num_computing, num_idle), _MOST_WORKERS)
 
 
