@@ -36,7 +36,7 @@ def _effective(path: str, block: type[Block]) -> list[str]:
     texts = texts_of(block)
     items = []
     for name, field in block.model_fields.items():
-        if has_effect(field) and child_block(field.annotation) is None:
+        if has_effect(field) and child_block(field) is None:
             text = texts.get(name, "")
             items.append(item(f"`{name}` ({kind_of(field)}; {default_of(field, text)}). {text}"))
     return items

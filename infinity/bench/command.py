@@ -21,8 +21,9 @@ from infinity.bench.measured.models import MODEL_SIZES, Workload
 from infinity.bench.participant import ParticipantSpec
 from infinity.bench.program import Asked
 from infinity.cli.checkpoint import SIZE
-from infinity.cli.output import STDOUT, Console, PathType, check_output, check_picture, json_or_file_option, write_json
+from infinity.cli.output import STDOUT, PathType, check_output, check_picture, json_or_file_option, write_json
 from infinity.config.schema.quantities import parse_bytes
+from infinity.console import Console
 
 _RESULTS = "bench_step.json"
 _PICTURES = (".png", ".svg", ".pdf")

@@ -12,9 +12,10 @@ import torch
 from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.saved import WEIGHT, Checkpoint
-from infinity.cli.output import Console, PathType, json_option, print_facts, print_json, table
+from infinity.cli.output import PathType, display, json_option, print_facts, print_json, table
 from infinity.cli.progress import bars
 from infinity.config.schema.quantities import parse_bytes
+from infinity.console import Console
 from infinity.errors import CheckpointError, format_bytes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,7 +100,7 @@ def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None
         for each in map(_tensor, found.tensors):
             shape = "x".join(map(str, each["shape"])) or "scalar"
             listed.add_row(each["group"], each["kind"], shape, each["dtype"], each["name"])
-        Console(highlight=False).print(listed, markup=False)
+        display(listed)
 
 
 def _facts(found: Checkpoint) -> dict[str, Any]:
@@ -148,11 +149,8 @@ Examples:
 @json_option
 def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged."""
-    if takes_all and source.is_dir():
-        folders = sorted(path.parent for path in source.glob(f"*/{MANIFEST}"))
-        folders = folders or [_opened(source, tag).folder]
-    else:
-        folders = [_opened(source, tag).folder]
+    all_of_them = sorted(path.parent for path in source.glob(f"*/{MANIFEST}")) if takes_all else []
+    folders = all_of_them or [_opened(source, tag).folder]
     console = Console(stderr=True)
     results: list[dict[str, Any]] = []
     for folder in folders:
@@ -165,12 +163,8 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
     if as_json:
         print_json({"is_whole": is_whole, "checkpoints": results})
     for each in [] if as_json else results:
-        told = (
-            f"every checksum is right, {format_bytes(each['num_bytes'])}"
-            if each["problem"] is None
-            else each["problem"]
-        )
-        Console(highlight=False, soft_wrap=True).print(f"{each['folder']}: {told}", markup=False)
+        told = each["problem"] or f"every checksum is right, {format_bytes(each['num_bytes'])}"
+        display(f"{each['folder']}: {told}", soft_wrap=True)
     return 0 if is_whole else 1
 
 
@@ -216,8 +210,7 @@ def export(
     if as_json:
         print_json({"directory": str(directory.absolute()), "num_bytes": planned.num_bytes})
         return
-    told = f"exported {planned.num_bytes:,} bytes to {directory}"
-    Console(stderr=True, highlight=False, soft_wrap=True).print(told, markup=False)
+    display(f"exported {planned.num_bytes:,} bytes to {directory}", stderr=True, soft_wrap=True)
 
 
 checkpoint.add_command(export)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from infinity.cli.output import Console, PathType, json_option, print_json, table
+from infinity.cli.output import PathType, display, json_option, print_json, table
 from infinity.machine.finding import size
 from swapper.volumes.left_runs import LeftRun, LeftSave, left_runs, left_saves, remove_abandoned
 
@@ -41,23 +41,18 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
         if sys.stdin is None or sys.stdin.closed or not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here; pass --yes to remove it.")
         click.confirm(f"Remove {_counted(free, saves)}, for good?", abort=True)
-    gone: list[LeftRun] = []
-    ended: list[LeftSave] = []
-    if yes or not as_json:
-        for run in free:
-            run.remove()
-            gone.append(run)
-        for parent in {save.path.parent for save in saves}:
-            remove_abandoned(parent)
-        ended = [save for save in saves if not save.path.exists()]
-    stuck = [save for save in saves if save not in ended] if yes or not as_json else []
+    gone, tried = (free, saves) if yes or not as_json else ([], [])
+    for run in gone:
+        run.remove()
+    for parent in {save.path.parent for save in tried}:
+        remove_abandoned(parent)
+    ended = [save for save in tried if not save.path.exists()]
+    stuck = [save for save in tried if save not in ended]
     if as_json:
         removed = [*(run.path for run in gone), *(save.path for save in ended)]
-        print_json(
-            {"runs": [_as_json(run) for run in runs], "saves": [save.path for save in saves], "removed": removed}
-        )
+        print_json({"runs": [vars(run) for run in runs], "saves": [save.path for save in saves], "removed": removed})
     elif gone or ended:
-        Console(highlight=False, soft_wrap=True).print(f"\nRemoved {_counted(gone, ended)}.", markup=False)
+        display(f"\nRemoved {_counted(gone, ended)}.", soft_wrap=True)
     for save in stuck:
         click.echo(f"{save.path} cannot be removed: change its permissions, or remove it yourself.", err=True)
     return 1 if stuck else 0
@@ -71,9 +66,8 @@ def _counted(runs: Sequence[LeftRun], saves: Sequence[LeftSave]) -> str:
 
 
 def _print(runs: list[LeftRun], saves: list[LeftSave]) -> None:
-    console = Console(highlight=False)
     if not runs and not saves:
-        console.print("Nothing is left here.", markup=False)
+        display("Nothing is left here.")
         return
     shown = table("bytes", "commits", "last written", "", "directory")
     for run in runs:
@@ -81,14 +75,4 @@ def _print(runs: list[LeftRun], saves: list[LeftSave]) -> None:
         shown.add_row(size(run.num_bytes), str(run.num_commits), when, "in use" if run.is_in_use else "", str(run.path))
     for save in saves:
         shown.add_row(size(save.num_bytes), "", "", "a killed save", str(save.path))
-    console.print(shown, markup=False)
-
-
-def _as_json(run: LeftRun) -> dict[str, object]:
-    return {
-        "path": run.path,
-        "num_bytes": run.num_bytes,
-        "num_commits": run.num_commits,
-        "changed_at": run.changed_at,
-        "is_in_use": run.is_in_use,
-    }
+    display(shown)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import BashComplete, FishComplete, ZshComplete
+
+from infinity.cli.main import COMPLETE, PROGRAM
+
+_SHELLS = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
 
 
 @click.command(
@@ -12,12 +16,8 @@ Examples:
   infinity completion bash >> ~/.bashrc
   infinity completion fish > ~/.config/fish/completions/infinity.fish"""
 )
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", type=click.Choice(list(_SHELLS)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
     """Print what makes a shell complete commands, options and paths of `infinity`."""
-    root = context.find_root()
-    found = get_completion_class(shell)
-    if found is None:
-        raise click.UsageError(f"click knows no completion for {shell}")
-    click.echo(found(root.command, {}, "infinity", "_INFINITY_COMPLETE").source())
+    click.echo(_SHELLS[shell](context.find_root().command, {}, PROGRAM, COMPLETE).source())

@@ -9,13 +9,13 @@ from typing import Any
 import click
 import torch
 
-from infinity.cli.output import Console, PathType, json_option, print_json, table
+from infinity.cli.output import PathType, display, json_option, print_json, table
 from infinity.config import InfinityConfig, load_config
 from infinity.config.batch import ACCUMULATION, MICRO, TRAIN
 from infinity.config.reading import tidy
 from infinity.config.schema.block import Findings
 from infinity.config.schema.json_schema import json_schema
-from infinity.config.schema.reference import Key, keys
+from infinity.config.schema.reference import keys
 from infinity.config.schema.vocabulary import known_keys, nearest
 from infinity.config.text import read_file
 from infinity.errors import ConfigSyntaxError
@@ -69,9 +69,8 @@ def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
     if as_json:
         print_json({"file": str(file), "is_valid": True, "without_effect": list(loaded.notices)})
         return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{file}: valid", markup=False)
-    _print_notices(loaded, console)
+    display(f"{file}: valid", soft_wrap=True)
+    _print_notices(loaded, soft_wrap=True)
 
 
 @config.command(
@@ -102,9 +101,8 @@ def show(file: Path | None, key: str | None, processes: int, as_json: bool) -> N
     shown = table("key", "value", "decided by", keeps_first=True)
     for each in loaded.decisions:
         shown.add_row(each.key, str(each.value), each.decided_by)
-    console = Console(highlight=False)
-    console.print(shown, markup=False)
-    _print_notices(loaded, console)
+    display(shown)
+    _print_notices(loaded)
 
 
 @config.command(
@@ -127,22 +125,17 @@ def _show_keys(wanted: str, as_json: bool) -> None:
     if as_json:
         print_json({"keys": [each._asdict() for each in found]})
         return
-    console = Console(highlight=False)
     for each in found:
-        console.print(each.name, style="bold", markup=False)
-        console.print(f"  {_facts(each)}", markup=False)
+        told = f"{each.kind}; {each.default}. " if each.has_effect else ""
+        display(each.name, style="bold")
+        display(f"  {told}{each.text}".replace("`", ""))
 
 
-def _facts(key: Key) -> str:
-    told = f"{key.kind}; {key.default}. " if key.has_effect else ""
-    return f"{told}{key.text}".replace("`", "")
-
-
-def _print_notices(loaded: InfinityConfig, console: Console) -> None:
+def _print_notices(loaded: InfinityConfig, *, soft_wrap: bool = False) -> None:
     if loaded.notices:
-        console.print("\nwithout effect:", style="bold", markup=False)
+        display("\nwithout effect:", style="bold", soft_wrap=soft_wrap)
     for notice in loaded.notices:
-        console.print(f"  {notice}", markup=False)
+        display(f"  {notice}", soft_wrap=soft_wrap)
 
 
 def _plain(value: object) -> Any:

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from infinity.cli.config import loaded_for_one
-from infinity.cli.output import Console, PathType, json_option, print_json, table
+from infinity.cli.output import PathType, json_option, print_json, table
+from infinity.console import Console
 from infinity.machine.computing import computing_findings
 from infinity.machine.finding import Finding, Verdict
 from infinity.machine.storage import locked_memory, storage_findings

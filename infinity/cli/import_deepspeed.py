@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from infinity.checkpoint.deepspeed.conversion import convert
-from infinity.cli.output import Console, PathType, json_option, print_json
+from infinity.cli.output import PathType, display, json_option, print_json
 from infinity.cli.progress import bars
+from infinity.console import Console
 from infinity.errors import format_bytes
 
 
@@ -38,7 +39,6 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
     if target is None:
         whole = source.absolute()
         target = whole.with_name(f"{whole.name}-infinity")
-    console = Console(soft_wrap=True, highlight=False)
     with bars(Console(stderr=True)) as progress:
         done = convert(source, target, tag=tag, skips_unknown=skip_unknown, progress=progress)
     if as_json:
@@ -53,10 +53,10 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
             }
         )
         return
-    console.print(
+    display(
         f"{done.folder}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}, after {done.num_steps} steps "
         f"with DeepSpeed {done.version}",
-        markup=False,
+        soft_wrap=True,
     )
     for what in done.left_out:
-        console.print(f"left out: {what}", markup=False)
+        display(f"left out: {what}", soft_wrap=True)

@@ -157,27 +157,21 @@ def run_all(commands: Mapping[str, Sequence[str]], statuses: dict[str, int | Non
         InfinityError: one has failed; which, and its exit status.
         SystemExit: SIGTERM, SIGINT or SIGHUP has come; with 128 and its number, as shells say it.
     """
-    running: dict[str, subprocess.Popen[bytes]] = {}
     started: dict[str, subprocess.Popen[bytes]] = {}
     with _signals() as received:
         try:
             for host, command in commands.items():
-                running[host] = subprocess.Popen(
+                started[host] = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
                 )
-                started[host] = running[host]
-            while running and not received:
-                for host, process in list(running.items()):
-                    status = process.poll()
-                    if status is None:
-                        continue
-                    del running[host]
-                    if status:
+            while not received and None in [process.returncode for process in started.values()]:
+                for host, process in started.items():
+                    if status := process.poll():
                         how = f"by signal {-status}" if status < 0 else f"with status {status}"
                         raise InfinityError(f"{host} ended {how}, and the others were ended. See its output")
                 time.sleep(_POLL_SECONDS)
         finally:
-            _end(list(running.values()), received)
+            _end([*started.values()], received)
             statuses.update({host: process.returncode for host, process in started.items()})
     if received:
         raise SystemExit(128 + received[0])
@@ -187,9 +181,7 @@ def run_all(commands: Mapping[str, Sequence[str]], statuses: dict[str, int | Non
 def _signals() -> Iterator[list[int]]:
     """The numbers of those that come inside the ``with`` block, which do nothing else."""
     received: list[int] = []
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number in _SIGNALS:
-        signal.signal(number, lambda number, frame: received.append(number))
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in _SIGNALS}
     try:
         yield received
     finally:

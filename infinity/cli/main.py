@@ -19,7 +19,7 @@ import click
 from click.shell_completion import shell_complete
 
 from infinity import interrupted_start
-from infinity.cli.output import Console, first_line
+from infinity.cli.output import display, first_line
 from infinity.errors import InfinityError
 from infinity.version import __version__
 from swapper import SwapperError
@@ -149,7 +149,7 @@ def _let_streams_take_all() -> None:
 
 
 def _told(line: str, status: int) -> int:
-    Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
+    display(line, stderr=True, soft_wrap=True)
     return status
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich.console import RenderableType
 from rich.table import Table
 
 from infinity.console import Console
@@ -118,26 +119,14 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
     made = table("", "", has_header=False, keeps_first=True)
     for what, value in facts:
         made.add_row(what, value)
-    console = Console(highlight=False)
-    console.print(made, markup=False)
+    display(made)
+
+
+def display(what: RenderableType, *, style: str | None = None, **settings: Any) -> None:
+    """Print a table, or a text as it stands: nothing in it is taken for markup. ``settings``: of the `Console`."""
+    Console(highlight=False, **settings).print(what, style=style, markup=False)
 
 
 def first_line(text: str) -> str:
     """A message without line breaks."""
     return " ".join(text.split())
-
-
-__all__ = [
-    "STDOUT",
-    "Console",
-    "PathType",
-    "check_output",
-    "check_picture",
-    "first_line",
-    "json_option",
-    "json_or_file_option",
-    "print_facts",
-    "print_json",
-    "table",
-    "write_json",
-]

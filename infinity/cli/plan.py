@@ -13,7 +13,7 @@ import click
 
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.config import loaded_for_one
-from infinity.cli.output import Console, PathType, check_picture, json_option, print_facts, print_json, table
+from infinity.cli.output import PathType, check_picture, display, json_option, print_facts, print_json, table
 from infinity.cli.scale import PICTURES, show_scale
 from infinity.config import InfinityConfig
 from infinity.forecast.ladder import MOST_LAYERS, OFFLOADS, Ladder, Outcome
@@ -155,8 +155,10 @@ def plan(
             f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End what has it (`nvidia-smi`), set "
             "CUDA_VISIBLE_DEVICES, or describe it with --gpu"
         ) from error
-    bandwidth = _bandwidth(drive_speed) or (machine.bandwidth if is_here else None)
-    if bandwidth is None and is_here and not no_measure:
+    bandwidth = machine.bandwidth if is_here else None
+    if drive_speed is not None:
+        bandwidth = Bandwidth(drive_speed, drive_speed, drive_speed, now())
+    elif bandwidth is None and is_here and not no_measure:
         bandwidth = glance(paths)
     machine = dataclasses.replace(
         machine,
@@ -171,14 +173,8 @@ def plan(
     nvme_path = [str(path) for path in paths]
     if scale:
         cluster = Cluster(machine, gpus_per_node or (1 if machine.shares_host_memory else 8), pcie, link, network)
-        return show_scale(
-            name,
-            Scale(shapes, written, cluster, nvme_path, tokens, offload),
-            cluster,
-            stages,
-            plot,
-            as_json=as_json,
-        )
+        on_cluster = Scale(shapes, written, cluster, nvme_path, tokens, offload)
+        return show_scale(name, on_cluster, cluster, stages, plot, as_json=as_json)
     ladder = Ladder(shapes, written, machine, nvme_path, tokens)
     rungs = list(ladder.rungs())
     given = ladder.given() if config is not None else next((each for each in rungs if each.fits), rungs[-1])
@@ -202,8 +198,11 @@ def plan(
     _print_rungs(rungs, given, machine, is_given=config is not None)
     _print_verdict(given, change, machine, is_given=config is not None)
     if largest:
-        told = "unknown: the model has no repeated layers, or does not fit with one" if most is None else _largest(most)
-        Console(highlight=False).print(f"\nThe largest of this family that trains there: {told}", markup=False)
+        told = "unknown: the model has no repeated layers, or does not fit with one"
+        if most is not None:
+            more = " or more" if most[0] >= MOST_LAYERS else ""
+            told = f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
+        display(f"\nThe largest of this family that trains there: {told}")
     return 0 if given.fits else 1
 
 
@@ -214,10 +213,6 @@ def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:
     return loaded_for_one(file, dict.fromkeys(keys, paths))
 
 
-def _bandwidth(speed: int | None) -> Bandwidth | None:
-    return None if speed is None else Bandwidth(speed, speed, speed, now())
-
-
 def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens: int) -> None:
     count = sum(each.numel() for each in shapes.parameters())
     drives = "no limit" if machine.drive_free_bytes is None else size(machine.drive_free_bytes)
@@ -225,14 +220,12 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
     at = "speed unknown: run `infinity profile DIR`, or give --drive-speed"
     if speed is not None:
         at = f"{size(speed.mixed_bytes_per_second)}/s both ways"
+    device = "the CPU" if machine.shares_host_memory else f"a GPU with {size(machine.device_free_bytes or 0)} free"
     rows = [
         ("model", f"{name.removesuffix(' parameters')}: {count:,} parameters"),
         ("memory free", size(machine.host_free_bytes)),
         ("drives free", f"{drives}, {at}"),
-        (
-            "device",
-            "the CPU" if machine.shares_host_memory else f"a GPU with {size(machine.device_free_bytes or 0)} free",
-        ),
+        ("device", device),
         ("step", f"{tokens:,} tokens"),
     ]
     if machine.flops_per_second:
@@ -242,19 +235,8 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
 
 def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_given: bool) -> None:
     has_gpu = not machine.shares_host_memory
-    columns = [
-        "",
-        "weights",
-        "states",
-        "memory",
-        *["GPU"][:has_gpu],
-        "drives",
-        "moved",
-        "step",
-        "tokens/s",
-        "RAM at least",
-    ]
-    shown = table(*columns)
+    gpu = ["GPU"] if has_gpu else []
+    shown = table("", "weights", "states", "memory", *gpu, "drives", "moved", "step", "tokens/s", "RAM at least")
     for each in rungs:
         plan = each.plan
         is_chosen = (each.param_tier, each.optimizer_tier) == (given.param_tier, given.optimizer_tier)
@@ -265,7 +247,7 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
             each.param_tier,
             each.optimizer_tier,
             _bytes(resting.get("host")),
-            *[_bytes(resting.get("device"))][:has_gpu],
+            *([_bytes(resting.get("device"))] if has_gpu else []),
             _bytes(resting.get("nvme")),
             _bytes(moved),
             _seconds(each),
@@ -273,17 +255,13 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
             _bytes(each.minimum_bytes or None),
         ]
         shown.add_row(*cells)
-    console = Console(highlight=False)
-    console.print()
-    console.print(shown, markup=False)
+    display("")
+    display(shown)
     star = "the config" if is_given else "taken"
-    console.print(
-        f"\nmemory, GPU, drives: what rests there. moved: read and written in a step. *: {star}.", markup=False
-    )
+    display(f"\nmemory, GPU, drives: what rests there. moved: read and written in a step. *: {star}.")
 
 
 def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, is_given: bool) -> None:
-    console = Console(highlight=False)
     if given.plan is not None:
         plan = given.plan
         life = plan.predicted_drive_life_steps
@@ -293,22 +271,22 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
             wear += f": {life:,} steps until {machine.drive_tbw or plan.drive_tbw:g} TB are written"
         elif written:
             wear += "; --tbw says after how many steps the drives have taken what they are rated for"
-        console.print(f"wear: {wear}", markup=False)
+        display(f"wear: {wear}")
         if plan.retention is not None:
-            console.print(f"durable run: {size(plan.durable_bytes)} on the drives: {plan.retention}", markup=False)
+            display(f"durable run: {size(plan.durable_bytes)} on the drives: {plan.retention}")
     if given.fits:
         how = "as it is" if is_given else f"with weights on {given.param_tier}, states on {given.optimizer_tier}"
-        console.print(f"\nIt fits {how}. Activations come on top of what is shown.", markup=False)
+        display(f"\nIt fits {how}. Activations come on top of what is shown.")
         return
-    console.print(f"\nIt does not fit: {given.problem}.", markup=False)
+    display(f"\nIt does not fit: {given.problem}.")
     if change is None and not given.lacks_room:
-        console.print("Neither memory nor drives would help: change what is named there.", markup=False)
+        display("Neither memory nor drives would help: change what is named there.")
     elif change is None:
-        console.print("No change of the config helps: it takes more memory or more space on the drives.", markup=False)
+        display("No change of the config helps: it takes more memory or more space on the drives.")
     else:
         changes = change.beyond(given).items()
         keys = ", ".join(f"{key} = {value if isinstance(value, str) else json.dumps(value)}" for key, value in changes)
-        console.print(f"The smallest change that makes it fit: {keys}", markup=False)
+        display(f"The smallest change that makes it fit: {keys}")
 
 
 def _seconds(each: Outcome) -> str:
@@ -318,11 +296,6 @@ def _seconds(each: Outcome) -> str:
 
 def _bytes(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else size(num_bytes) if num_bytes else "0"
-
-
-def _largest(most: tuple[int, int]) -> str:
-    more = " or more" if most[0] >= MOST_LAYERS else ""
-    return f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
 
 
 def _as_json(each: Outcome) -> dict[str, Any]:

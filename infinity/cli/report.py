@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from infinity.cli.output import Console, PathType, json_option, print_json
+from infinity.cli.output import PathType, display, json_option, print_json
+from infinity.console import Console
 from infinity.run_log import read_run
 
 _RUN = click.argument("run_dir", metavar="RUN_DIR", type=PathType())
@@ -36,9 +37,8 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
         alternatives = [vars(each) for each in verdict.alternatives]
         print_json(vars(verdict) | {"alternatives": alternatives, "page": path})
         return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(verdict.words, markup=False)
-    console.print(str(path), markup=False)
+    display(verdict.words, soft_wrap=True)
+    display(str(path), soft_wrap=True)
 
 
 @click.command(

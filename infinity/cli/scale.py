@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from infinity.cli.output import Console, print_facts, print_json, table
+from infinity.cli.output import display, print_facts, print_json, table
 from infinity.forecast import scale_picture
 from infinity.forecast.scale import NUM_RANKS, STAGES, Cluster, Scale, Scaled, as_plain, beyond
 from infinity.machine.finding import size
@@ -76,7 +76,6 @@ def _print_cluster(name: str, cluster: Cluster, tokens: int) -> None:
 def _print_table(merged: dict[str, list[Scaled]], *, has_gpu: bool) -> None:
     tiers = ["device", "host", "nvme"] if has_gpu else ["host", "nvme"]
     names = {"device": "GPU", "host": "memory", "nvme": "drives"}
-    console = Console(highlight=False)
     for stage, rows in merged.items():
         shown = table("GPUs", "offload", *(names[tier] for tier in tiers), "step, s", "tokens/s", "eff. %", "limit")
         for each in rows:
@@ -94,8 +93,8 @@ def _print_table(merged: dict[str, list[Scaled]], *, has_gpu: bool) -> None:
                 _range(100 * time.efficiency, 100 * time.overlapped_efficiency),
                 time.bound_by,
             )
-        console.print(f"\nstage {stage}" if "," not in stage else f"\nstages {stage}", markup=False)
-        console.print(shown, markup=False)
+        display(f"\nstage {stage}" if "," not in stage else f"\nstages {stage}")
+        display(shown)
 
 
 def _size(num_bytes: int) -> str:
@@ -115,19 +114,17 @@ def _range(low: float, high: float) -> str:
 
 
 def _print_notes(found: Sequence[Scaled], notes: Sequence[str]) -> None:
-    console = Console(highlight=False)
-    console.print(
+    display(
         "\noffload: of weights/states. GPU, memory, drives: what rests there, of one rank. step, eff. (efficiency): from all "
         "overlaps to nothing does, which is the ZeRO-Infinity paper's formula; tokens/s: all overlaps. Activations are not "
-        "counted.",
-        markup=False,
+        "counted."
     )
     unknown = [each for each in found if each.outcome.fits and each.time is None]
     if unknown:
-        console.print("Some steps are unknown: nobody knows how fast the drives are. Give --drive-speed.", markup=False)
+        display("Some steps are unknown: nobody knows how fast the drives are. Give --drive-speed.")
     refused = next((each for each in found if not each.outcome.fits), None)
     if refused is not None:
         where = f"stage {refused.stage}, {refused.num_ranks} GPU{'s' if refused.num_ranks > 1 else ''}"
-        console.print(f"Does not fit ({where}): {refused.outcome.problem}.", markup=False)
+        display(f"Does not fit ({where}): {refused.outcome.problem}.")
     for note in notes:
-        console.print(note, markup=False)
+        display(note)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infinity.distributed.collectives import num_processes, world_group
-from infinity.distributed.meshes import Mesh, current_mesh
-
-_KINDS = ("data_parallel", "model_parallel", "tensor_model_parallel", "sequence_parallel", "sequence_data_parallel")
+from infinity.distributed.meshes import current_mesh
 
 
 def _size() -> int:
@@ -19,11 +17,6 @@ def _size() -> int:
 def _rank() -> int:
     """0: sequences are not divided."""
     return 0
-
-
-def _group() -> Any:
-    """The group of all, as ``torch.distributed`` has it; made if there is none."""
-    return world_group()
 
 
 def _data_size() -> int:
@@ -53,7 +46,7 @@ def _model_rank() -> int:
 
 def _model_group() -> Any:
     """One process of each part, as ``torch.distributed`` has it; where there is one part, the group of all."""
-    mesh: Mesh = current_mesh()
+    mesh = current_mesh()
     return mesh.parts.torch_group if mesh.is_divided else world_group()
 
 
@@ -77,14 +70,14 @@ _ANSWERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any
     "data_parallel": (_data_size, _data_rank, _data_group),
     "model_parallel": (_model_size, _model_rank, _model_group),
     "tensor_model_parallel": (_tensor_size, _tensor_rank, _tensor_group),
-    "sequence_parallel": (_size, _rank, _group),
+    "sequence_parallel": (_size, _rank, world_group),
     "sequence_data_parallel": (_data_size, _data_rank, _data_group),
 }
 PUBLIC: dict[str, Any] = {
     f"{prefix}{kind}_{what}": answer
-    for prefix, kinds in (("get_", _KINDS[:3]), ("_get_", _KINDS))
+    for prefix, kinds in (("get_", [*_ANSWERS][:3]), ("_get_", _ANSWERS))
     for kind in kinds
     for what, answer in zip(("world_size", "rank", "group"), _ANSWERS[kind], strict=True)
 }
 """Those with a leading underscore as well: scripts for DeepSpeed call them."""
-PUBLIC |= {"get_tensor_model_parallel_src_rank": _rank, "_clone_world_group": _group, "mpu": None}
+PUBLIC |= {"get_tensor_model_parallel_src_rank": _rank, "_clone_world_group": world_group, "mpu": None}

@@ -32,9 +32,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
-@functools.cache
-def _once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
-    log_dist(message, ranks, level)
+_once = functools.cache(log_dist)
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:

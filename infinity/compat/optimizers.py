@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from infinity.config import OptimizerSection
 from infinity.errors import UnsupportedConfigError
 from infinity.optim.registry import resolve
 
@@ -15,12 +15,6 @@ logger = logging.getLogger(__name__)
 
 _OF_OTHERS = frozenset({"momentum", "alpha", "rho", "etas", "lambd", "momentum_decay", "clip_threshold", "beta2_decay"})
 """What groups have of optimizers that accelerate takes for Adam: SGD, RMSprop, Adadelta, Rprop, ASGD, NAdam, Adafactor."""
-
-
-@dataclass(frozen=True)
-class _Section:
-    type: str
-    params: dict[str, Any]
 
 
 class _Named:
@@ -49,7 +43,7 @@ class _Named:
                 raise UnsupportedConfigError(f"optimizer.params.{name}", False, problem, cure=cure)
         if not given.get("amsgrad", True):
             del given["amsgrad"]  # of Adagrad, too
-        recipe = resolve(_Section(cls._name, given), torch.device("cpu"))
+        recipe = resolve(OptimizerSection(cls._name, given), torch.device("cpu"))
         made = recipe.cls(params, **recipe.kwargs)
         foreign = sorted(_OF_OTHERS.intersection(*map(set, made.param_groups)) - made.defaults.keys())
         if foreign:

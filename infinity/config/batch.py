@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -74,9 +75,7 @@ def resolve_batch_sizes(
 
 
 def _divide(train: int, divisors: dict[str, int]) -> int:
-    product = 1
-    for divisor in divisors.values():
-        product *= divisor
+    product = math.prod(divisors.values())
     if train % product == 0:
         return train // product
     lower = train // product * product

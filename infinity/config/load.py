@@ -49,7 +49,7 @@ def load_config(
             raise ConfigError("overrides cannot be applied to a finished config. Pass them when it is loaded")
         return source
     findings = Findings()
-    raw = overridden(_read(source), overrides or {})
+    raw = overridden(read_source(source), overrides or {})
     tidied = tidy(raw, findings)
     _drop_unknown_scheduler_params(tidied, findings)
     if findings.unknown:
@@ -63,7 +63,12 @@ def load_config(
     return resolve(root, findings, world_size=num, check_storage=check_storage, source=raw)
 
 
-def _read(source: object) -> Mapping[str, Any]:
+def read_source(source: object) -> Mapping[str, Any]:
+    """What a config says, before anything of it is checked.
+
+    Raises:
+        ConfigSyntaxError: it is no config, or cannot be read.
+    """
     if isinstance(source, Mapping):
         return source
     if isinstance(source, str) and source.lstrip().startswith("{"):

@@ -61,7 +61,7 @@ def _merge(target: dict[str, Any], patch: Mapping[str, Any], block: type[Block] 
             target[spelling] = there = {} if there is None or is_auto(there) else there
             if not isinstance(there, dict):
                 raise ConfigError(f"override '{dotted}': '{spelling}' holds {there!r}, not an object", key=dotted)
-            _merge(there, value, _child(field), dotted)
+            _merge(there, value, child_block(field), dotted)
 
 
 def _remove(target: dict[str, Any], path: list[str], block: type[Block] | None) -> None:
@@ -73,7 +73,7 @@ def _remove(target: dict[str, Any], path: list[str], block: type[Block] | None) 
             continue
         there = target[spelling] = opened(target[spelling], field)
         if isinstance(there, dict):
-            _remove(there, rest, _child(field))
+            _remove(there, rest, child_block(field))
 
 
 def _spellings(target: Mapping[str, Any], name: str, block: type[Block] | None) -> list[str]:
@@ -86,9 +86,5 @@ def _field(block: type[Block] | None, name: str) -> FieldInfo | None:
     return None if block is None else block.model_fields.get(block.renamed.get(name, name))
 
 
-def _child(field: FieldInfo | None) -> type[Block] | None:
-    return None if field is None else child_block(field.annotation)
-
-
 def _holds_block(field: FieldInfo | None) -> bool:
-    return field is None or field.annotation == Untyped or _child(field) is not None
+    return field is None or field.annotation == Untyped or child_block(field) is not None

@@ -49,12 +49,6 @@ def resolve_autocast(root: RootBlock, compute_dtype: torch.dtype) -> torch.dtype
     return dtype_named(block.dtype)
 
 
-def resolve_buffer_dtype(root: RootBlock) -> torch.dtype | None:
-    """What floating-point buffers are cast to, as in DeepSpeed: None to keep theirs."""
-    name = root.data_types.buffer_dtype
-    return None if name is None else dtype_named(name)
-
-
 def dtype_named(name: str) -> torch.dtype:
     """Of fp32, fp16 and bf16."""
     return next(dtype for dtype, known in _NAMES.items() if known == name)

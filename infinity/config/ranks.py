@@ -11,6 +11,8 @@ from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks
 from infinity.errors import ConfigValueError, RankError
 
+_ROUNDED = "what is exchanged is never rounded"
+
 
 def check_ranks(root: RootBlock, world_size: int) -> None:
     """Refuse what would give other numbers than are promised, or has no meaning yet, with ``world_size`` processes.
@@ -21,38 +23,20 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
     if world_size == 1:
         return
     block, zero = root.infinity, root.zero_optimization
-    refused = [
-        (
-            "infinity.gradient_dtype",
-            block.gradient_dtype,
-            block.gradient_dtype == "bf16",
-            "the mean over all would be rounded",
-            '"auto"',
-        ),
-        (
-            "gradient_allreduce_op",
-            root.gradient_allreduce_op,
-            root.gradient_allreduce_op == "sum",
-            "gradients are averaged",
-            '"mean", and multiply the learning rate or the loss',
-        ),
-        *(
-            (f"zero_optimization.{name}", value, value, "what is exchanged is never rounded", "false")
-            for name, value in (
-                ("zero_quantized_weights", zero.zero_quantized_weights),
-                ("zero_quantized_gradients", zero.zero_quantized_gradients),
-            )
-        ),
-    ]
     size = zero.mics_shard_size
     if size > 0 and world_size % size:
         raise _uneven("mics_shard_size", size, world_size)
     check_weight_group(zero.zero_hpz_partition_size, size if size > 0 else world_size)
-    for key, value, is_refused, problem, cure in refused:
-        if is_refused:
-            raise ConfigValueError(
-                key, value, f"{world_size} processes train together: {problem}", cure=f"Set it to {cure}"
-            )
+    averaged = '"mean", and multiply the learning rate or the loss'
+    for key, value, refused, problem, cure in (
+        ("infinity.gradient_dtype", block.gradient_dtype, "bf16", "the mean over all would be rounded", '"auto"'),
+        ("gradient_allreduce_op", root.gradient_allreduce_op, "sum", "gradients are averaged", averaged),
+        ("zero_optimization.zero_quantized_weights", zero.zero_quantized_weights, True, _ROUNDED, "false"),
+        ("zero_optimization.zero_quantized_gradients", zero.zero_quantized_gradients, True, _ROUNDED, "false"),
+    ):
+        if value == refused:
+            problem = f"{world_size} processes train together: {problem}"
+            raise ConfigValueError(key, value, problem, cure=f"Set it to {cure}")
 
 
 def check_weight_group(size: int, num_sharing: int) -> None:

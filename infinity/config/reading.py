@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from infinity.config.schema.block import Block, Findings, Keys, NotNull, Rule, Untyped
+from infinity.config.schema.block import Block, Findings, Keys, NoEffect, NotNull, Refused, Untyped
 from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.legacy import modernise
 from infinity.config.schema.quantities import is_auto, parse_flag
@@ -57,7 +57,7 @@ def apply_rules(block: Block, findings: Findings, path: str = "") -> None:
             continue
         value = getattr(block, name)
         for item in field.metadata:
-            if isinstance(item, Rule):
+            if isinstance(item, NoEffect | Refused):
                 item.apply(path + name, value, findings)
         if isinstance(value, Block):
             apply_rules(value, findings, f"{path}{name}.")
@@ -97,31 +97,25 @@ def _tidy_value(field: FieldInfo, value: object, path: str, findings: Findings) 
             if isinstance(item, NotNull):
                 raise ConfigValueError(path, value, item.problem, cure=item.cure)
         return None
-    child = child_block(field.annotation)
-    is_dict = field.annotation == Untyped
     value = opened(value, field)
     if not isinstance(value, Mapping):
         return value
-    if child is not None:
+    if (child := child_block(field)) is not None:
         return _tidy_block(child, value, f"{path}.", findings)
-    if is_dict:
-        for item in field.metadata:
-            if isinstance(item, Keys):
-                _check_names(item.names, value, f"{path}.", findings)
-        return _tidy_dict(value, f"{path}.", findings)
+    if field.annotation == Untyped:
+        known = next((item.names for item in field.metadata if isinstance(item, Keys)), None)
+        return _tidy_dict(value, f"{path}.", findings, known)
     return value
 
 
-def _check_names(known: tuple[str, ...], raw: Mapping[str, Any], path: str, findings: Findings) -> None:
-    for key, _ in _entries(raw, path):
-        if key not in known:
-            findings.unknown.append((path + key, suggest(path, key, known)))
-
-
-def _tidy_dict(raw: Mapping[str, Any], path: str, findings: Findings) -> dict[str, Any]:
+def _tidy_dict(
+    raw: Mapping[str, Any], path: str, findings: Findings, known: tuple[str, ...] | None = None
+) -> dict[str, Any]:
     """A block without a model. A switch left to "auto" is off: nothing here is ever switched on by itself."""
     tidied: dict[str, Any] = {}
     for key, value in _entries(raw, path):
+        if known is not None and key not in known:
+            findings.unknown.append((path + key, suggest(path, key, known)))
         if is_auto(value):
             findings.auto.append(path + key)
             if key == "enabled":

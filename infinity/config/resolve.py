@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from infinity.config.batch import resolve_batch_sizes
-from infinity.config.precision import (
-    dtype_named,
-    resolve_autocast,
-    resolve_buffer_dtype,
-    resolve_precision,
-    scales_loss,
-)
+from infinity.config.precision import dtype_named, resolve_autocast, resolve_precision, scales_loss
 from infinity.config.ranks import check_ranks
 from infinity.config.resolved import (
     AutotuneMode,
@@ -36,15 +30,7 @@ from infinity.config.resolved import (
     WandbSection,
 )
 from infinity.config.schema.block import Block, Findings
-from infinity.config.schema.blocks import (
-    CsvMonitorBlock,
-    FlopsProfilerBlock,
-    InfinityBlock,
-    OptimizerBlock,
-    RootBlock,
-    SchedulerBlock,
-    TensorBoardBlock,
-)
+from infinity.config.schema.blocks import CsvMonitorBlock, FlopsProfilerBlock, RootBlock, TensorBoardBlock
 from infinity.config.schema.directories import (
     check_capacities,
     check_directories,
@@ -52,7 +38,7 @@ from infinity.config.schema.directories import (
     resolve_directories,
     resolve_file,
 )
-from infinity.config.schema.offload_blocks import AioBlock, OffloadBlock
+from infinity.config.schema.offload_blocks import OffloadBlock
 from infinity.config.schema.quantities import parse_flag, parse_number
 from infinity.errors import ConfigValueError
 from infinity.optim.lr_schedules import schedule_parameters
@@ -71,7 +57,7 @@ def resolve(
     Raises:
         ConfigError: values that are fine by themselves contradict each other, or a directory cannot be used.
     """
-    book = _Book(root, findings)
+    book = _Book(root, findings, world_size)
     batch = resolve_batch_sizes(
         root.train_batch_size,
         root.train_micro_batch_size_per_gpu,
@@ -87,10 +73,10 @@ def resolve(
         book.decide("bf16.check_grad_overflow", True, "with clipping in stages 1 and 2, as in DeepSpeed")
     book.note("fp16.enabled", root.fp16.enabled)
     check_ranks(root, world_size)
-    _check_update(root, world_size)
+    _check_update(book)
     zero = root.zero_optimization
-    offload_param = _resolve_offload("offload_param", zero.offload_param, book, check_storage)
-    offload_optimizer = _resolve_offload("offload_optimizer", zero.offload_optimizer, book, check_storage)
+    offload_param = _resolve_offload("offload_param", book, check_storage)
+    offload_optimizer = _resolve_offload("offload_optimizer", book, check_storage)
     check_capacities(
         offload_param.nvme_directories,
         offload_optimizer.nvme_directories,
@@ -101,27 +87,26 @@ def resolve(
         book.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
     if zero.stage in (0, 1, 2) and world_size == 1:
         findings.note("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
+    buffer_type = root.data_types.buffer_dtype
     config = InfinityConfig(
         train_batch_size=batch.train,
         train_micro_batch_size_per_gpu=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
         gradient_clipping=root.gradient_clipping,
         compute_dtype=compute_dtype,
-        buffer_dtype=resolve_buffer_dtype(root),
+        buffer_dtype=None if buffer_type is None else dtype_named(buffer_type),
         loss_scaling=loss_scaling,
         checks_overflow=_checks_overflow(root),
-        optimizer=_resolve_optimizer(root.optimizer, findings),
-        scheduler=_resolve_scheduler(root.scheduler, findings, book),
+        optimizer=_resolve_optimizer(book),
+        scheduler=_resolve_scheduler(book),
         offload_param=offload_param,
         offload_optimizer=offload_optimizer,
-        io=_resolve_io(root.aio, root.infinity, findings, book),
+        io=_resolve_io(book),
         infinity=_resolve_infinity(
-            root,
-            world_size,
+            book,
             compute_dtype,
             max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2),
-            _resolve_durable(root.infinity, offload_param, offload_optimizer, book),
-            book,
+            _resolve_durable(book, offload_param, offload_optimizer),
         ),
         steps_per_print=root.steps_per_print,
         wall_clock_breakdown=root.wall_clock_breakdown or root.flops_profiler.enabled,
@@ -152,36 +137,41 @@ def resolve(
 
 
 class _Book:
-    """Writes down decisions. Knows which keys were given and which were "auto"."""
+    """What a config says, and what is decided about it. Knows which keys were given and which were "auto"."""
 
-    def __init__(self, root: RootBlock, findings: Findings) -> None:
-        self._root = root
-        self._auto = findings.auto
+    def __init__(self, root: RootBlock, findings: Findings, world_size: int) -> None:
+        self.root = root
+        self.findings = findings
+        self.world_size = world_size
         self.decisions: list[Decision] = []
 
     def note(self, key: str, value: object, *, default: str = "default") -> None:
         """Record the value of `key`: from the config, or else from `default`."""
-        undecided = f'"auto": {default}' if key in self._auto else default
+        undecided = f'"auto": {default}' if key in self.findings.auto else default
         decided_by = "config" if self._is_given(key) else undecided
         self.decisions.append(Decision(key, value, decided_by))
 
     def decide(self, key: str, value: object, reason: str) -> None:
         """Record a value that follows from others."""
-        self.decisions.append(Decision(key, value, f'"auto": {reason}' if key in self._auto else reason))
+        self.decisions.append(Decision(key, value, f'"auto": {reason}' if key in self.findings.auto else reason))
 
     def note_other_autos(self) -> None:
         """Keys left to "auto" that nobody has written down yet. They have no value unless a block holds a default."""
         written = {decision.key for decision in self.decisions}
-        for key in self._auto:
+        for key in self.findings.auto:
             if key not in written:
-                value: Any = self._root
+                value: Any = self.root
                 for name in key.split("."):
                     value = getattr(value, name, None)
                 shown = "its own default" if value is None or value == 0 else value
                 self.decisions.append(Decision(key, shown, '"auto": default'))
 
+    def autos_below(self, path: str) -> frozenset[str]:
+        """Of the keys that begin so, the rest of those left to "auto"."""
+        return frozenset(key.removeprefix(path) for key in self.findings.auto if key.startswith(path))
+
     def _is_given(self, key: str) -> bool:
-        block: object = self._root
+        block: object = self.root
         *path, name = key.split(".")
         for part in path:
             block = getattr(block, part)
@@ -200,8 +190,9 @@ def _checks_as_deepspeed(root: RootBlock) -> bool:
     return is_left_out and zero_stage(root) in (1, 2) and root.gradient_clipping > 0
 
 
-def _needs_all_gradients(root: RootBlock, world_size: int) -> tuple[str, str] | None:
+def _needs_all_gradients(book: _Book) -> tuple[str, str] | None:
     """What in the config needs all gradients before the first update, and the cure; None if nothing does."""
+    root, world_size = book.root, book.world_size
     if root.gradient_clipping > 0:
         return f"gradient_clipping = {root.gradient_clipping}", "gradient_clipping to 0"
     if scales_loss(root):
@@ -215,16 +206,16 @@ def _needs_all_gradients(root: RootBlock, world_size: int) -> tuple[str, str] | 
     return None
 
 
-def _check_update(root: RootBlock, world_size: int) -> None:
-    found = _needs_all_gradients(root, world_size)
-    if root.infinity.update == "in_backward" and found is not None:
+def _check_update(book: _Book) -> None:
+    found = _needs_all_gradients(book)
+    if book.root.infinity.update == "in_backward" and found is not None:
         problem = f"{found[0]} needs all gradients before the first update"
         cure = f'Set infinity.update to "auto", or {found[1]}'
         raise ConfigValueError("infinity.update", "in_backward", problem, cure=cure)
 
 
-def _resolve_optimizer(block: OptimizerBlock | None, findings: Findings) -> OptimizerSection | None:
-    if block is None:
+def _resolve_optimizer(book: _Book) -> OptimizerSection | None:
+    if (block := book.root.optimizer) is None:
         return None
     params = {name: _plain(value) for name, value in (block.params or {}).items()}
     max_grad_norm = params.pop("max_grad_norm", None)
@@ -234,32 +225,30 @@ def _resolve_optimizer(block: OptimizerBlock | None, findings: Findings) -> Opti
         raise ConfigValueError("optimizer.params.max_grad_norm", max_grad_norm, problem, cure=cure)
     if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
-    return OptimizerSection(block.type, params, _autos_below("optimizer.params.", findings))
+    return OptimizerSection(block.type, params, book.autos_below("optimizer.params."))
 
 
-def _autos_below(path: str, findings: Findings) -> frozenset[str]:
-    return frozenset(key.removeprefix(path) for key in findings.auto if key.startswith(path))
-
-
-def _resolve_scheduler(block: SchedulerBlock | None, findings: Findings, book: _Book) -> SchedulerSection | None:
-    if block is None:
+def _resolve_scheduler(book: _Book) -> SchedulerSection | None:
+    if (block := book.root.scheduler) is None:
         return None
     params = {name: _plain(value) for name, value in (block.params or {}).items()}
     known = schedule_parameters(block.type)
-    if "scheduler.params.warmup_max_lr" in findings.auto:
+    autos = book.autos_below("scheduler.params.")
+    if "warmup_max_lr" in autos:
         # "auto" is what Hugging Face's tools replace by the optimizer's rate.
         params["warmup_max_lr"] = None
         book.decisions.append(Decision("scheduler.params.warmup_max_lr", "the optimizer's lr", '"auto"'))
     for name in [name for name, is_required in known.items() if is_required]:
-        key = f"scheduler.params.{name}"
         # Left to "auto" it is an error only where the schedule is built: the caller may bring a schedule along.
-        if name not in params and key not in findings.auto:
+        if name not in params and name not in autos:
+            key = f"scheduler.params.{name}"
             raise ConfigValueError(key, None, "it is missing", cure=f"{block.type} cannot do without it: add it")
-    return SchedulerSection(block.type, params, _autos_below("scheduler.params.", findings))
+    return SchedulerSection(block.type, params, autos)
 
 
-def _resolve_offload(name: str, block: OffloadBlock, book: _Book, check_storage: bool) -> OffloadSection:
+def _resolve_offload(name: str, book: _Book, check_storage: bool) -> OffloadSection:
     key = f"zero_optimization.{name}"
+    block: OffloadBlock = getattr(book.root.zero_optimization, name)
     book.note(f"{key}.device", block.device)
     if block.device != "nvme":
         return OffloadSection(block.device, ())
@@ -270,7 +259,8 @@ def _resolve_offload(name: str, block: OffloadBlock, book: _Book, check_storage:
     return section
 
 
-def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book: _Book) -> IOSection:
+def _resolve_io(book: _Book) -> IOSection:
+    aio, infinity, findings = book.root.aio, book.root.infinity, book.findings
     wanted_bytes = aio.block_size or _REQUEST_BYTES
     request_bytes = -(-wanted_bytes // _ALIGNMENT) * _ALIGNMENT
     # DeepSpeed's threads hand requests to the kernel and go on; ours wait in it, so that fewer than these leave a drive
@@ -316,14 +306,9 @@ def _resolve_io(aio: AioBlock, infinity: InfinityBlock, findings: Findings, book
 
 
 def _resolve_infinity(
-    root: RootBlock,
-    world_size: int,
-    compute_dtype: torch.dtype,
-    num_micro_batches: int,
-    durable: DurableSection | None,
-    book: _Book,
+    book: _Book, compute_dtype: torch.dtype, num_micro_batches: int, durable: DurableSection | None
 ) -> InfinitySection:
-    block = root.infinity
+    block = book.root.infinity
     page_bytes = block.page_bytes
     if page_bytes is not None and page_bytes % _ALIGNMENT:
         nearest = -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -333,35 +318,23 @@ def _resolve_infinity(
         value = getattr(block, name)
         shown = "chosen at start" if value is None else value
         book.note(f"infinity.{name}", shown)
-    gradient_dtype, rounds_gradients = _resolve_gradient_dtype(root, world_size, compute_dtype, num_micro_batches, book)
+    gradient_dtype, rounds_gradients = _resolve_gradient_dtype(book, compute_dtype, num_micro_batches)
     book.note("infinity.schedule", block.schedule)
     book.note("infinity.state_dtype", block.state_dtype)
-    update = _resolve_update(root, world_size, book)
-    return InfinitySection(
-        host_memory_budget=block.host_memory_budget,
-        device_memory_budget=block.device_memory_budget,
-        page_bytes=page_bytes,
-        prefetch=block.prefetch,
-        keep_in_memory=block.keep_in_memory and durable is None,
-        progress_bars=block.progress_bars,
-        drive_tbw=block.drive_tbw,
-        units=block.units,
-        tile_above=block.tile_above,
-        strict=block.strict,
-        update=update,
-        update_workers=block.update_workers,
-        update_is_open=block.update == "auto" and update != "step",
-        main_weights=_resolve_main_weights(block, compute_dtype, book),
-        gradient_dtype=gradient_dtype,
-        rounds_gradients=rounds_gradients,
-        schedule=block.schedule,
-        activation_checkpointing=block.activation_checkpointing,
-        activations=block.activations,
-        state_dtype=block.state_dtype,
-        timeline=resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
-        run_log=resolve_file(block.run_log, key="infinity.run_log") if block.run_log is not None else None,
-        durable=durable,
-    )
+    update = _resolve_update(book)
+    as_written = {each.name: getattr(block, each.name) for each in fields(InfinitySection) if hasattr(block, each.name)}
+    decided: dict[str, Any] = {
+        "keep_in_memory": block.keep_in_memory and durable is None,
+        "update": update,
+        "update_is_open": block.update == "auto" and update != "step",
+        "main_weights": _resolve_main_weights(book, compute_dtype),
+        "gradient_dtype": gradient_dtype,
+        "rounds_gradients": rounds_gradients,
+        "timeline": resolve_file(block.timeline, key="infinity.timeline") if block.timeline is not None else None,
+        "run_log": resolve_file(block.run_log, key="infinity.run_log") if block.run_log is not None else None,
+        "durable": durable,
+    }
+    return InfinitySection(**as_written | decided)
 
 
 def _resolve_monitors(root: RootBlock) -> MonitorsSection:
@@ -390,9 +363,8 @@ def _resolve_flops_profiler(block: FlopsProfilerBlock) -> FlopsProfilerSection |
     )
 
 
-def _resolve_durable(
-    block: InfinityBlock, params: OffloadSection, states: OffloadSection, book: _Book
-) -> DurableSection | None:
+def _resolve_durable(book: _Book, params: OffloadSection, states: OffloadSection) -> DurableSection | None:
+    block = book.root.infinity
     if not block.durable:
         return None
     for name, section in (("offload_param", params), ("offload_optimizer", states)):
@@ -427,19 +399,16 @@ def zero_stage(root: RootBlock) -> int:
     return 3 if zero.offload_param.is_active() or zero.offload_optimizer.is_active() else 0
 
 
-def _resolve_update(root: RootBlock, world_size: int, book: _Book) -> UpdateMode:
-    update = root.infinity.update
-    if world_size > 1 and zero_stage(root) > 0 and update != "step":
-        is_early = update != "deferred" and not root.infinity.durable and _needs_all_gradients(root, world_size) is None
-        if not is_early:
-            book.decide(
-                "infinity.update", "step", f"{world_size} processes exchange what each has updated, in the step"
-            )
-            return "step"
+def _resolve_update(book: _Book) -> UpdateMode:
+    block, found = book.root.infinity, _needs_all_gradients(book)
+    update, is_early = block.update, block.update != "deferred" and not block.durable and found is None
+    if book.world_size > 1 and zero_stage(book.root) > 0 and update != "step" and not is_early:
+        reason = f"{book.world_size} processes exchange what each has updated, in the step"
+        book.decide("infinity.update", "step", reason)
+        return "step"
     if update != "auto":
         book.note("infinity.update", update)
         return update
-    found = _needs_all_gradients(root, world_size)
     unless = 'before the first update; "step" on a CPU whose memory holds everything'
     if found is not None:
         book.decide("infinity.update", "deferred", f"{found[0]} needs all gradients {unless}")
@@ -448,7 +417,8 @@ def _resolve_update(root: RootBlock, world_size: int, book: _Book) -> UpdateMode
     return "in_backward"
 
 
-def _resolve_main_weights(block: InfinityBlock, compute_dtype: torch.dtype, book: _Book) -> MainWeights:
+def _resolve_main_weights(book: _Book, compute_dtype: torch.dtype) -> MainWeights:
+    block = book.root.infinity
     if compute_dtype == torch.float32:
         book.decide("infinity.main_weights", "fp32", "the model weights are fp32, and are the main weights")
         return "fp32"
@@ -466,20 +436,20 @@ def _resolve_main_weights(block: InfinityBlock, compute_dtype: torch.dtype, book
 
 
 def _resolve_gradient_dtype(
-    root: RootBlock, world_size: int, compute_dtype: torch.dtype, num_micro_batches: int, book: _Book
+    book: _Book, compute_dtype: torch.dtype, num_micro_batches: int
 ) -> tuple[GradientDtype, bool]:
     """The dtype in which gradients wait, and whether it may round their sums."""
-    key, chosen = "infinity.gradient_dtype", root.infinity.gradient_dtype
+    key, chosen = "infinity.gradient_dtype", book.root.infinity.gradient_dtype
     if chosen == "bf16" and compute_dtype != torch.bfloat16:
         problem = "gradients come with more bits than bf16 has, and would be rounded"
         raise ConfigValueError(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
     if chosen != "auto":
         book.note(key, chosen)
         return chosen, chosen == "bf16"
-    zero = root.zero_optimization
+    zero = book.root.zero_optimization
     if compute_dtype != torch.bfloat16:
         book.decide(key, "fp32", "gradients come with more bits than bf16 has")
-    elif world_size > 1:
+    elif book.world_size > 1:
         book.decide(key, "fp32", "the mean over several processes would be rounded")
     elif num_micro_batches > 1:
         book.decide(key, "fp32", "sums of several micro-batches would be rounded")

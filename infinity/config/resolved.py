@@ -40,14 +40,8 @@ class OptimizerSection:
     """Names of those left to "auto"."""
 
 
-@dataclass(frozen=True)
-class SchedulerSection:
-    """`scheduler`: `type` as written; `params` without those left to "auto". The holder must not change `params`."""
-
-    type: str
-    params: dict[str, Any]
-    autos: frozenset[str] = frozenset()
-    """Names of those left to "auto"."""
+class SchedulerSection(OptimizerSection):
+    """`scheduler`, in the same form."""
 
 
 LARGEST_LOSS_SCALE = 2.0**96

@@ -34,7 +34,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model comes from a config: n
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.cli.output import Console, print_json
+from infinity.cli.output import print_json
+from infinity.console import Console
 from swapper import SwapperError
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)

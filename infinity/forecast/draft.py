@@ -91,28 +91,20 @@ class Draft:
         check_parts(template, updater, config.zero_stage, is_divided=shares.is_divided)
         # What came into the model since the template was made stays an ordinary parameter.
         units = make_units(model, config, _with_room(model, template), lambda parameter: parameter in template)
-        places = {
-            id(parameter): (unit, slot)
-            for unit in units
-            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-        }
-        groups = [
-            [
-                place
-                for place in map(places.get, map(id, group["params"]))
-                if place is not None and place[1].spec.is_trainable
-            ]
-            for group in template.param_groups
-        ]
-        names: dict[int, dict[str, None]] = {unit.index: {} for unit in units}
-        for index, group in enumerate(groups):
-            for unit, _ in group:
-                names[unit.index].update(dict.fromkeys(updater.state_names(index)))
-        with_room = {(unit.index, slot.index) for unit, slot in places.values() if slot.spec.is_trainable}
-        in_groups = {(unit.index, slot.index) for group in groups for unit, slot in group}
-        for place in with_room - in_groups:  # it has left its group, and may come into any
-            for index in range(len(groups)):
-                names[place[0]].update(dict.fromkeys(updater.state_names(index)))
+        groups = template.param_groups
+        group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+        names: dict[int, dict[str, None]] = {}
+        with_room = set()
+        for unit in units:
+            found: set[int | None] = set()
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                if slot.spec.is_trainable:
+                    with_room.add((unit.index, slot.index))
+                    found.add(group_of.get(id(parameter)))
+            indices = sorted(index for index in found if index is not None)
+            if None in found:  # one has left its group, and may come into any
+                indices += range(len(groups))
+            names[unit.index] = dict.fromkeys(name for index in indices for name in updater.state_names(index))
         spans = [shares.span(unit) for unit in units]
         kept_bytes = [sum(stop - start for start, stop in shares.weight_spans(unit)) for unit in units]
         held = [[shares.span(unit, rank) for rank in shares.holders] for unit in units]

@@ -34,8 +34,7 @@ class StepTime:
     @property
     def efficiency(self) -> float:
         """Between 0 and 1, where nothing overlaps: a lower bound."""
-        together = self.compute_seconds + self.communication_seconds
-        return self.compute_seconds / together if together else 1.0
+        return self.compute_seconds / self.seconds if self.seconds else 1.0
 
     @property
     def busy_seconds(self) -> dict[str, float]:

@@ -34,15 +34,14 @@ def draw(path: Path, name: str, found: Sequence[Scaled]) -> None:
                 continue
             color, marker = _STYLES[stage]
             counts = [each.num_ranks for each, _ in known]
-            label = f"stage {stage}"
-            least = [each.tokens / time.seconds for each, time in known]
-            most = [each.tokens / time.overlapped_seconds for each, time in known]
-            rates.plot(counts, most, color=color, marker=marker, markersize=4.5, linewidth=1.6, label=label)
-            rates.fill_between(counts, least, most, color=color, alpha=0.12, linewidth=0)
+            slow = [each.tokens / time.seconds for each, time in known]
+            fast = [each.tokens / time.overlapped_seconds for each, time in known]
             low = [100 * time.efficiency for _, time in known]
             high = [100 * time.overlapped_efficiency for _, time in known]
-            shares.plot(counts, low, color=color, marker=marker, markersize=4.5, linewidth=1.6, label=label)
-            shares.fill_between(counts, low, high, color=color, alpha=0.12, linewidth=0)
+            style = {"color": color, "marker": marker, "markersize": 4.5, "linewidth": 1.6, "label": f"stage {stage}"}
+            for axes, line, least, most in ((rates, fast, slow, fast), (shares, low, low, high)):
+                axes.plot(counts, line, **style)
+                axes.fill_between(counts, least, most, color=color, alpha=0.12, linewidth=0)
         for axes in (rates, shares):
             axes.set_xscale("log", base=2)
             axes.set_xticks(sorted({each.num_ranks for each in found}), sorted({each.num_ranks for each in found}))

@@ -25,7 +25,7 @@ class EngineOptimizer(Optimizer):
 
     def __init__(self, engine: Engine, *, averages_always: bool = False) -> None:
         """``engine`` trains: it has an optimizer. ``averages_always``: each backward may be the last one of a step."""
-        # Not Optimizer.__init__: groups, states and hooks are those of the engine's.
+        # Not Optimizer.__init__: groups, states, defaults and hooks are those of the engine's, see `__getattr__`.
         self.engine = engine
         self.is_stepping = False
         self._averages_always = averages_always
@@ -65,17 +65,6 @@ class EngineOptimizer(Optimizer):
             own.update(group)
         for group in groups[len(there) :]:
             self.add_param_group(group)
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """As the engine's optimizer has them."""
-        return self.engine.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """As the engine's optimizer has them."""
-        defaults: dict[str, Any] = self.engine.optimizer.defaults
-        return defaults
 
     def __repr__(self) -> str:
         return repr(self.engine.optimizer)

@@ -39,6 +39,8 @@ from swapper.volumes.publish import exchange, make_directory, put_back, remove_t
 
 logger = logging.getLogger(__name__)
 
+_ParallelStrategy: Any = object
+"""Lightning's, which `strategy_for` puts behind the mixin: what that has of it, nobody knows here."""
 _REST = "lightning.ckpt"
 """In a checkpoint: what Lightning wants to have kept, without weights and states."""
 NAMES: dict[str, dict[str, Any]] = {
@@ -66,7 +68,7 @@ _AS_DDP = (
 shuffled in another way."""
 
 
-class InfinityStrategyMixin:
+class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
     """Stands before Lightning's ``ParallelStrategy``: the engine holds the module from `setup` to `teardown`.
 
     ``Trainer(strategy=InfinityStrategy(config="ds_config.json"))``, or one of `NAMES`. Training, numbers and what hooks,
@@ -82,21 +84,10 @@ class InfinityStrategyMixin:
     """
 
     engine: Engine | None = None
-    # Lightning's:
-    _layer_sync: Any
-    cluster_environment: Any
-    broadcast: Callable[[Any], Any]
-    num_nodes: int
-    num_processes: int
-    root_device: torch.device
-    setup_distributed: Callable[[], None]
     model: Any
-    lightning_module: Any
-    lr_scheduler_configs: list[Any]
     optimizers: list[Any]
-    precision_plugin: Any
-    checkpoint_io: Any
-    _precision_plugin: Any
+    _pytorch: Any
+    """``lightning.pytorch`` or ``pytorch_lightning``."""
 
     def __init__(
         self,
@@ -136,15 +127,13 @@ class InfinityStrategyMixin:
     @property
     def is_distributed(self) -> bool:
         """Whether several processes train together: loaders are sharded then."""
-        return self.num_nodes * self.num_processes > 1
+        return bool(self.num_nodes * self.num_processes > 1)
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:
-            self._launcher = self.script_launcher()(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def script_launcher(self) -> Any:
-        """The class of what starts the script once more for each further device, unless another launcher has."""
-        raise NotImplementedError
+            # Starts the script once more for each further device, unless another launcher has.
+            launcher = self._pytorch.strategies.launchers._SubprocessScriptLauncher
+            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """As Lightning's; several processes come together.
@@ -160,7 +149,7 @@ class InfinityStrategyMixin:
                 f"Trainer(devices=..., num_nodes=...) counts {counted} process(es), and {num_processes()} train together, so "
                 "each would get the same data. Set devices to the processes of a machine"
             )
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -179,7 +168,7 @@ class InfinityStrategyMixin:
         if self._agreed is None:
             self._agreed = self._agree(self.lightning_module.trainer)
             if self._agreed.compute_dtype is not torch.float32:  # the engine casts what comes in, and scales losses
-                self._precision_plugin = self.neutral_precision()
+                self._precision_plugin = self._pytorch.plugins.precision.Precision()  # which does nothing
         return self._agreed
 
     def _agree(self, trainer: Any) -> InfinityConfig:
@@ -263,19 +252,15 @@ class InfinityStrategyMixin:
             InfinityError: as `infinity.initialize`.
         """
         self.infinity_config()
-        super().setup(trainer)  # type: ignore[misc]
+        super().setup(trainer)
         if self.engine is None:
             engine = self._take_over(None)
             if self._directory is not None and not self._has_weights:
                 load_engine(engine, self._directory, only_module=True)
 
-    def neutral_precision(self) -> Any:
-        """A precision plugin that does nothing."""
-        raise NotImplementedError
-
     def setup_optimizers(self, trainer: Any) -> None:
         """As Lightning's."""
-        super().setup_optimizers(trainer)  # type: ignore[misc]
+        super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
             raise UnsupportedModelError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one",
@@ -304,7 +289,7 @@ class InfinityStrategyMixin:
             is_manual = not self.lightning_module.automatic_optimization
             own = EngineOptimizer.named_as(optimizer)(self.engine, averages_always=is_manual and self.is_distributed)
             if self.is_distributed:
-                plugin = self.precision_plugin
+                plugin: Any = self.precision_plugin
                 vars(plugin)["clip_gradients"] = functools.partial(self._clip, plugin.clip_gradients)
             self.optimizers = [own]
             for each in self.lr_scheduler_configs:  # callbacks tell by identity which optimizer is whose
@@ -318,7 +303,7 @@ class InfinityStrategyMixin:
         Raises:
             StepOrderError: a durable run has gone on, and Lightning begins at step 0.
         """
-        super().on_train_start()  # type: ignore[misc]
+        super().on_train_start()
         if self.engine is not None and has_gone_on(self.engine) and not self._has_loaded:
             refuse_to_begin(self.engine, "trainer.fit()", loading="Pass ckpt_path=")
 
@@ -332,7 +317,7 @@ class InfinityStrategyMixin:
             self.model = self.lightning_module
             engine.forget_step()  # what an exception has cut off: else its weights would not be whole
             engine.close()
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
     # ------------------------------------------------------------------------------------------------------------ the loop
 
@@ -341,17 +326,13 @@ class InfinityStrategyMixin:
         module = self.lightning_module
         is_plain = bool(args) or not kwargs.keys() <= {"retain_graph"}  # as in a loop without Lightning
         own = next((each for each in self.optimizers if isinstance(each, EngineOptimizer)), None)
-        if own is None or is_plain or type(module).backward is not self.plain_backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        if own is None or is_plain or type(module).backward is not self._pytorch.LightningModule.backward:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[no-any-return]
         module.__dict__["backward"] = functools.partial(own.backward)
         try:
-            return super().backward(closure_loss, optimizer, **kwargs)  # type: ignore[misc, no-any-return]
+            return super().backward(closure_loss, optimizer, **kwargs)  # type: ignore[no-any-return]
         finally:
             del module.__dict__["backward"]
-
-    def plain_backward(self) -> Any:
-        """``LightningModule.backward``."""
-        raise NotImplementedError
 
     def _clip(
         self, clip: Callable[..., None], optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
@@ -372,11 +353,11 @@ class InfinityStrategyMixin:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: the engine saves weights."""
         self._left_out = {}
-        return self._left_out if self.engine is not None else super().lightning_module_state_dict()  # type: ignore[misc]
+        return self._left_out if self.engine is not None else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing: the engine saves states."""
-        return {} if self.engine is not None else super().optimizer_state(optimizer)  # type: ignore[misc]
+        return {} if self.engine is not None else super().optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
@@ -390,7 +371,7 @@ class InfinityStrategyMixin:
                 filepath,
             )
         if self.engine is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(os.fspath(filepath)))
         part = _part_of(path)
@@ -436,19 +417,19 @@ class InfinityStrategyMixin:
             if not (path / _REST).exists():
                 raise CheckpointError(path, f"there is no {_REST} in it")
             path = path / _REST
-        found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)  # type: ignore[misc]
+        found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """What Lightning or a callback (WeightAveraging) has saved; the rest the engine loads, as soon as it is there."""
         self._has_weights = self._directory is None or bool(checkpoint["state_dict"])
         if self._has_weights:
-            super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Weights and states; callbacks have added by now which groups had been added."""
         if self._directory is None:
-            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+            super().load_optimizer_state_dict(checkpoint)
         elif self.engine is not None and self.engine.optimizer is not None:
             weights = self.lightning_module.state_dict() if self._has_weights else None
             load_engine(self.engine, self._directory)
@@ -459,20 +440,10 @@ class InfinityStrategyMixin:
 def strategy_for(pytorch: Any) -> Any:
     """The strategy for ``lightning.pytorch`` or ``pytorch_lightning``, registered under `NAMES`."""
 
-    def neutral_precision(self: Any) -> Any:
-        return pytorch.plugins.precision.Precision()
-
-    def plain_backward(self: Any) -> Any:
-        return pytorch.LightningModule.backward
-
-    def script_launcher(self: Any) -> Any:
-        return pytorch.strategies.launchers._SubprocessScriptLauncher
-
-    methods: dict[str, Any] = {each.__name__: each for each in (neutral_precision, plain_backward, script_launcher)}
-    methods |= {name: vars(pytorch.strategies.DDPStrategy)[name] for name in _AS_DDP}
-    methods |= {"__doc__": InfinityStrategyMixin.__doc__}
+    own = {"__doc__": InfinityStrategyMixin.__doc__, "strategy_name": "infinity", "_pytorch": pytorch}
+    as_ddp = {name: vars(pytorch.strategies.DDPStrategy)[name] for name in _AS_DDP}
     bases = (InfinityStrategyMixin, pytorch.strategies.ParallelStrategy)
-    made = type("InfinityStrategy", bases, {**methods, "strategy_name": "infinity"})
+    made = type("InfinityStrategy", bases, {**own, **as_ddp})
     saving = pytorch.core.saving
     vars(saving)["pl_load"] = functools.partial(_load_for_module, saving.pl_load)
     for name, options in NAMES.items():

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from infinity.config import ConfigSource, InfinityConfig, load_config
+from infinity.config.load import read_source
 from infinity.config.reading import tidy
 from infinity.config.schema.block import Findings
-from infinity.config.text import read_file, read_text
 from infinity.errors import ConfigError
 
 
@@ -51,7 +50,7 @@ def agreed(source: ConfigSource, settings: Iterable[Setting], *, drops: Iterable
     Raises:
         ConfigError: config and library contradict each other, with all keys; or as `infinity.load_config`.
     """
-    raw = _read(source)
+    raw = read_source(source)
     findings = Findings()
     given = tidy(raw, findings)
     fills: dict[str, Any] = {}
@@ -78,15 +77,7 @@ def agreed(source: ConfigSource, settings: Iterable[Setting], *, drops: Iterable
 
 def has_block(source: ConfigSource, name: str) -> bool:
     """Whether the config has a block of this name."""
-    return name in tidy(_read(source), Findings())
-
-
-def _read(source: ConfigSource) -> Mapping[str, Any]:
-    if isinstance(source, Mapping):
-        return source
-    if isinstance(source, str) and source.lstrip().startswith("{"):
-        return read_text(source)
-    return read_file(Path(source))
+    return name in tidy(read_source(source), Findings())
 
 
 def _at(values: Mapping[str, Any], dotted: str) -> Any:

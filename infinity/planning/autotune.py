@@ -15,11 +15,11 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from infinity.config import Decision, InfinityConfig, IOSection
 from infinity.device.host_memory import free_bytes
-from infinity.planning.bandwidth_cache import Bandwidth, BandwidthCache, CacheKey, load, now, store
+from infinity.planning.bandwidth_cache import Bandwidth, BandwidthCache, cache_key, load, now, store
 from infinity.version import __version__
 from swapper import ArgumentError, BackendUnavailableError, Swapper
 from swapper.config import ALIGNMENT, BackendName
@@ -62,10 +62,6 @@ class Limits:
     num_finalists: int = 4
 
 
-class _NotMeasurableError(Exception):
-    """Why there is no measurement, in words; never reaches the user but as a line in the log."""
-
-
 def tune_io(config: InfinityConfig, limits: Limits | None = None) -> InfinityConfig:
     """The config with measured I/O settings, if it asks for them; as it is if they cannot be measured.
 
@@ -82,15 +78,16 @@ def tune_io(config: InfinityConfig, limits: Limits | None = None) -> InfinityCon
         logger.info("infinity.autotune_io: no states rest on NVMe, so there is nothing to measure")
         return config
     try:
-        asked = f"{_asked(io)}; memory={_most_inflight(config, len(directories))}"
-        key = CacheKey.of([directory.path for directory in directories], __version__, asked)
+        memory = _most_inflight(config, len(directories))
+        paths = [directory.path for directory in directories]
+        key = cache_key(paths, __version__, f"{_asked(io)}; memory={memory}")
         measured = load(key) if io.autotune == "once" else None
         if measured is not None and _still_works(measured.setting, directories, io):
             logger.info(
                 "infinity.autotune_io: as measured on %s: %s", measured.bandwidth.date, measured.setting.describe()
             )
         else:
-            measured = _measure(directories, io, _most_inflight(config, len(directories)), limits or Limits())
+            measured = _measure(directories, io, memory, limits or Limits())
             store(key, measured)
     except Exception as error:
         # Settings are a matter of speed: whatever is wrong with the drives, training itself will say.
@@ -177,7 +174,7 @@ def _measure(
     """Find the best setting.
 
     Raises:
-        _NotMeasurableError: there is too little space, or no candidate works.
+        RuntimeError: there is too little space, or no candidate works.
         SwapperError: the drives fail.
     """
     started = time.monotonic()
@@ -220,7 +217,7 @@ def _test_space(directories: Sequence[Directory], limits: Limits) -> tuple[list[
     """The directories with what a test may take of each, and the size of the files.
 
     Raises:
-        _NotMeasurableError: there is too little.
+        RuntimeError: there is too little.
     """
     drives = [describe_drive(directory.path) for directory in directories]
     numbers = [drive.device_number for drive in drives]
@@ -231,7 +228,7 @@ def _test_space(directories: Sequence[Directory], limits: Limits) -> tuple[list[
         room = min(limits.file_bytes, free * limits.free_share / numbers.count(drive.device_number))
         room = min(room, directory.capacity_bytes or math.inf)
         if room < limits.least_file_bytes:
-            raise _NotMeasurableError(
+            raise RuntimeError(
                 f"a test in {directory.path} may take {int(room)} bytes (a part of {limits.free_share:g} of what is free "
                 f"there), and {limits.least_file_bytes} are needed; free some space"
             )
@@ -268,7 +265,7 @@ class _Trial:
         """One sample of each, as many as there is time for; the rest of the time is for the finalists.
 
         Raises:
-            _NotMeasurableError: not even one works.
+            RuntimeError: not even one works.
         """
         seconds = self._limits.sample_seconds
         stop_at = self._stop_at - 2 * (self._limits.num_finalists + 1) * 1.5 * seconds
@@ -283,7 +280,7 @@ class _Trial:
             if sample is not None:
                 samples.append(sample)
         if not samples:
-            raise _NotMeasurableError(self._problem or "there was no time for it")
+            raise RuntimeError(self._problem or "there was no time for it")
         return samples
 
     def compete(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -329,26 +326,17 @@ def _sum(before: Sample | None, sample: Sample) -> Sample:
 def _apply(config: InfinityConfig, measured: BandwidthCache) -> InfinityConfig:
     """The config with the measured values in place of those that nobody gave."""
     setting, io = measured.setting, config.io
-    keys = {
-        "request_bytes": ("aio.block_size", setting.request_bytes, setting.request_bytes),
-        "num_threads": ("aio.intra_op_parallelism", setting.num_threads, setting.num_threads),
-        "max_inflight": ("aio.queue_depth", setting.max_inflight, f"{setting.max_inflight} requests in flight"),
-        "backend": ("infinity.io_backend", setting.backend, setting.backend),
+    keys: dict[str, tuple[str, object]] = {
+        "request_bytes": ("aio.block_size", setting.request_bytes),
+        "num_threads": ("aio.intra_op_parallelism", setting.num_threads),
+        "max_inflight": ("aio.queue_depth", f"{setting.max_inflight} requests in flight"),
+        "backend": ("infinity.io_backend", setting.backend),
     }
-    measured_keys = {name: keys[name] for name in keys if name not in io.given}
-    if not setting.has_threads:
-        measured_keys.pop("num_threads", None)
     decided_by = f"measured on {measured.bandwidth.date}"
-    shown = {key: Decision(key, words, decided_by) for key, _, words in measured_keys.values()}
+    unseen = io.given if setting.has_threads else io.given | {"num_threads"}
+    shown = {key: Decision(key, words, decided_by) for name, (key, words) in keys.items() if name not in unseen}
     decisions = tuple(shown.get(decision.key, decision) for decision in config.decisions)
-    tuned = replace(
-        io,
-        request_bytes=setting.request_bytes,
-        num_threads=setting.num_threads,
-        max_inflight=setting.max_inflight,
-        backend=setting.backend,
-    )
-    kept = [keys[name][0] for name in keys if name in io.given]
+    kept = [key for name, (key, _) in keys.items() if name in io.given]
     if kept:
         logger.info("infinity.autotune_io: %s %s as the config says", ", ".join(kept), "stay" if kept[1:] else "stays")
-    return replace(config, io=tuned, decisions=decisions)
+    return replace(config, io=replace(io, **asdict(setting)), decisions=decisions)

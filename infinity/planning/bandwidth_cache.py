@@ -67,64 +67,46 @@ class BandwidthCache:
     cpu_cores: float
 
 
-@dataclass(frozen=True)
-class CacheKey:
-    """What a measurement holds for.
+def cache_key(directories: Sequence[Path], *more: str) -> str:
+    """What a measurement holds for: this machine and its kernel, the directories in their order with the devices under them,
+    and what else the measurement had to keep to, e.g. the version of this package.
 
-    Attributes:
-        machine: the machine and its kernel.
-        drives: the directories, in order, and the devices under them.
-        version: of this package.
-        asked: what the measurement had to keep to, e.g. values given in the config.
+    Raises:
+        OSError: a directory is not there.
     """
-
-    machine: str
-    drives: str
-    version: str
-    asked: str
-
-    @classmethod
-    def of(cls, directories: Sequence[Path], version: str, asked: str) -> CacheKey:
-        """The key for these directories of this machine.
-
-        Raises:
-            OSError: a directory is not there.
-        """
-        return cls(_machine(), _drives(directories), version, asked)
-
-    def text(self) -> str:
-        """One string that is the same exactly if all of it is."""
-        return json.dumps([self.machine, self.drives, self.version, self.asked])
+    # A directory may be mounted over: the device is part of what was measured.
+    resolved = [Path(directory).resolve() for directory in directories]
+    drives = ", ".join(f"{path} on {os.stat(path).st_dev}" for path in resolved)
+    return json.dumps([_machine(), drives, *more])
 
 
 def measured_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
     """What the drives under these directories reached when they were last measured on this machine; None if never."""
     try:
-        here = [_machine(), _drives(directories)]
+        here = cache_key(directories).removesuffix("]")
     except (OSError, RuntimeError):  # not there, or links that lead in a circle
         return None
     found = [
         entry.bandwidth
-        for text, value in _read().items()
-        if _parsed(text)[:2] == here and (entry := _entry(value)) is not None
+        for key, value in _read().items()
+        if key.startswith(f"{here}, ") and (entry := _entry(value)) is not None
     ]
     return max(found, key=lambda bandwidth: _seconds(bandwidth.measured_at), default=None)
 
 
-def load(key: CacheKey) -> BandwidthCache | None:
+def load(key: str) -> BandwidthCache | None:
     """What was stored under a key, or None."""
-    value = _read().get(key.text())
+    value = _read().get(key)
     return None if value is None else _entry(value)
 
 
-def store(key: CacheKey, measured: BandwidthCache) -> None:
+def store(key: str, measured: BandwidthCache) -> None:
     """Keep a result; what others have stored meanwhile stays."""
     try:
         path = cache_path()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        entries = {text: value for text, value in _read().items() if text != key.text()}
-        entries = dict(list(entries.items())[1 - _MAX_ENTRIES :])
-        entries[key.text()] = asdict(measured)
+        others = [(other, value) for other, value in _read().items() if other != key]
+        entries = dict([*others[1 - _MAX_ENTRIES :], (key, asdict(measured))])
         with replacing(path) as file:
             file.write(json.dumps({"format": _FORMAT, "measured": entries}, indent=1).encode() + b"\n")
     except (OSError, RuntimeError) as error:
@@ -194,23 +176,9 @@ def _entry(value: Any) -> BandwidthCache | None:
     return BandwidthCache(setting, bandwidth, cpu_cores)
 
 
-def _parsed(text: str) -> list[Any]:
-    try:
-        parts = json.loads(text)
-    except ValueError:
-        return []
-    return parts if isinstance(parts, list) else []
-
-
 def _machine() -> str:
     """This machine, as far as it can be told from others that share the file (a home directory on the network)."""
     identity = ""
     with contextlib.suppress(OSError, ValueError):
         identity = _MACHINE_ID.read_text(encoding="ascii").strip()
     return f"{identity or platform.node()}, {platform.system()} {platform.release()}"
-
-
-def _drives(directories: Sequence[Path]) -> str:
-    # A directory may be mounted over: the device is part of what was measured.
-    resolved = [Path(directory).resolve() for directory in directories]
-    return ", ".join(f"{path} on {os.stat(path).st_dev}" for path in resolved)

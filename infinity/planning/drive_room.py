@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+from infinity.config.schema.directories import existing
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import describe_drive
 from swapper.volumes.left_runs import bytes_of_run
@@ -27,7 +26,7 @@ class Room(NamedTuple):
         Raises:
             VolumeError: nothing can be said of it.
         """
-        drive = describe_drive(_existing(directory.path))
+        drive = describe_drive(existing(directory.path.absolute()))
         free = drive.free_bytes if drive.total_bytes else None
         return cls(directory, drive.device_number, free, bytes_of_run(directory.path))
 
@@ -55,11 +54,3 @@ def together(rooms: Sequence[Room]) -> int | None:
             return None
         total += min(limits)
     return total
-
-
-def _existing(path: Path) -> Path:
-    """The directory, or the one in which it would be made."""
-    path = path.absolute()
-    while not os.path.lexists(path) and path != path.parent:
-        path = path.parent
-    return path

@@ -186,13 +186,7 @@ class Request:
             updates_whole_parameters=updates_whole_parameters,
             is_alone=is_alone,
             num_versions=0 if config.infinity.durable is None else 1 + config.infinity.durable.most_kept,
-            update_workers=_update_workers(
-                config.infinity.update_workers,
-                shares_host_memory=shares_host_memory,
-                is_in_step=config.infinity.update == "step",
-                is_on_drives=tiers[1] == "nvme",
-                runs_in_parallel=runs_in_parallel and (shares_host_memory or tiers[1] != "none"),
-            ),
+            update_workers=_update_workers(config, shares_host_memory) if runs_in_parallel else 1,
         )
 
     @property
@@ -204,11 +198,6 @@ class Request:
     def scratch_itemsize(self) -> int:
         """Bytes per element of a sum of gradients."""
         return self.gradient_itemsize if self.rounds_gradients else FP32_BYTES
-
-    @property
-    def weight_reads(self) -> int:
-        """How often a step reads the weights of a unit that rests on NVMe."""
-        return 2 * self.num_micro_batches
 
     @property
     def gradient_moves(self) -> int:
@@ -236,7 +225,7 @@ class Request:
         return self.record_format.record_bytes(unit.state_numel, unit.num_states)
 
     def trainable_bytes(self, unit: UnitSize) -> int:
-        """Bytes of a unit's weights that a step writes."""
+        """Bytes of a unit's weights that this process writes in a step."""
         return unit.written_numel * self.record_format.weight_dtype.itemsize
 
     def map_bytes(self, units: Iterable[UnitSize]) -> int:
@@ -265,23 +254,22 @@ class Request:
         return sum(unit.weight_share_bytes or 0 for unit in units)
 
     def saved_by_weights(self, unit: UnitSize) -> int:
-        """Bytes that a step does not move if the unit's weights stay in memory."""
-        return self.weight_reads * unit.stored_weight_bytes + self.trainable_bytes(unit)
+        """Bytes that a step does not move if the unit's weights stay in memory: they are read in each pass, and written."""
+        return 2 * self.num_micro_batches * unit.stored_weight_bytes + self.trainable_bytes(unit)
 
 
-def _update_workers(
-    wanted: int | None, *, shares_host_memory: bool, is_in_step: bool, is_on_drives: bool, runs_in_parallel: bool
-) -> int:
-    if not runs_in_parallel:
+def _update_workers(config: InfinityConfig, shares_host_memory: bool) -> int:
+    tier = config.offload_optimizer.device
+    if tier == "none" and not shares_host_memory:
         return 1
-    if wanted is not None:
-        return wanted
+    if config.infinity.update_workers is not None:
+        return config.infinity.update_workers
     num_cores = len(os.sched_getaffinity(0))
     if not shares_host_memory:
-        most = _MOST_FOR_DRIVES if is_on_drives else _MOST_WORKERS
+        most = _MOST_FOR_DRIVES if tier == "nvme" else _MOST_WORKERS
         return min(max(num_cores - _THREADS_BESIDE_A_GPU, 1), most)
     num_computing = torch.get_num_threads()
-    num_idle = num_computing if is_in_step else 1  # in the step nothing is computed beside
+    num_idle = num_computing if config.infinity.update == "step" else 1  # in the step nothing is computed beside
     return min(max(num_cores - num_computing, num_idle), _MOST_WORKERS)
 
 

@@ -65,13 +65,9 @@ def memory_needs(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[
         ("none", "nvme", False),
         ("nvme", "nvme", True),
     ):
-        places = {
-            name: {"device": tier, "nvme_path": "."} for name, tier in (("param", param), ("optimizer", optimizer))
-        }
-        zero: dict[str, Any] = {f"offload_{name}": place for name, place in places.items() if place["device"] != "none"}
-        config = load_config(
-            {"train_batch_size": 1, "zero_optimization": {"stage": 3, **zero}, **precision}, check_storage=False
-        )
+        tiers = {"offload_param": param, "offload_optimizer": optimizer}
+        zero: dict[str, Any] = {name: {"device": tier, "nvme_path": "."} for name, tier in tiers.items()} | {"stage": 3}
+        config = load_config({"train_batch_size": 1, "zero_optimization": zero, **precision}, check_storage=False)
         units = make_units(model, config)
         sizes = [UnitSize.of(unit, _ADAM_STATES) for unit in units]
         request = Request.of(config, model, units, budget_bytes=0, shares_host_memory=is_on_cpu)

@@ -351,8 +351,8 @@ class _Planner:
         records = {request.keeps_all_records, request.keeps_all_records or self._may_keep_records()}
         for keeps_records in sorted(records, reverse=True):
             if not request.shares_host_memory:
-                hosts = {request.param_tier == "cpu", request.param_tier == "cpu" or self._may_host()}
-                for hosts_all in sorted(hosts, reverse=True):
+                always, may = request.param_tier == "cpu", request.param_tier == "nvme" and request.keeps_in_memory
+                for hosts_all in sorted({always, may or always}, reverse=True):
                     yield self._option(self._on_device, hosts_all=hosts_all, records=keeps_records)
             elif request.shares_in_memory(self._units) is not None:
                 yield self._option(frozenset(), hosts_all=True, records=keeps_records)
@@ -364,9 +364,6 @@ class _Planner:
 
     def _may_keep_records(self) -> bool:
         return self._request.keeps_in_memory and self._request.optimizer_tier == "nvme"
-
-    def _may_host(self) -> bool:
-        return self._request.keeps_in_memory and self._request.param_tier == "nvme"
 
     def divide(self, option: _Option, minimum_bytes: int) -> Iterator[tuple[tuple[int, int], Placement]]:
         """The placements that begin with ``option``, and how good each is; none if the budget is too small for that."""

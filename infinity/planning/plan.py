@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from infinity.planning.bandwidth_cache import Bandwidth
 from infinity.planning.cost_model import Traffic
 from infinity.planning.placement import Placement
-from infinity.planning.retention import Retention
-
-_MEGABYTE = 1_000_000
+from infinity.planning.retention import Retention, megabytes
 
 
 @dataclass(frozen=True)
@@ -97,36 +95,37 @@ class Plan:
     def rows(self) -> list[tuple[str, str]]:
         """The table as (what, value)."""
         placement = self.placement
-        per = max(self.num_parameters, 1)
+        minimum = megabytes(self.minimum_budget_bytes)
+        name, num_bytes = max(self.units, key=lambda unit: unit[1])
         rows = [
             ("parameters", f"{self.num_parameters:,} ({self.num_trainable:,} trainable) in {len(self.units)} units"),
-            ("largest unit", "{}: {}".format(*_largest(self.units))),
+            ("largest unit", f"{name or 'the model'}: {megabytes(num_bytes)}"),
             ("weights / optimizer state on", f"{self.param_tier} / {self.optimizer_tier}"),
             *((f"at rest: {tier}", kinds) for tier in self.resting_bytes if (kinds := self._kinds(tier))),
             (
                 "host memory budget",
-                f"{_size(self.host_budget_bytes)} ({self.host_budget_source}; minimum {_size(self.minimum_budget_bytes)})",
+                f"{megabytes(self.host_budget_bytes)} ({self.host_budget_source}; minimum {minimum})",
             ),
         ]
-        flats = _size(placement.weights_bytes)
+        flats = megabytes(placement.weights_bytes)
         if self.shares_host_memory:
             rows.append(("  flat buffers for weights", flats))
         else:
             rows.insert(-1, ("device memory for weights", flats))
         if placement.num_pages:
-            rows.append(("  pages", f"{placement.num_pages} x {_size(placement.page_bytes)}"))
+            rows.append(("  pages", f"{placement.num_pages} x {megabytes(placement.page_bytes)}"))
         if not placement.gradients_on_device:
             rest = ", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""
-            rows.append(("  gradients", _size(placement.gradient_bytes) + rest))
+            rows.append(("  gradients", megabytes(placement.gradient_bytes) + rest))
         if placement.landing_bytes:
-            rows.append(("  gradients that arrive", _size(placement.landing_bytes)))
+            rows.append(("  gradients that arrive", megabytes(placement.landing_bytes)))
         if self.durable_bytes:
             detail = "" if self.retention is None else f": {self.retention}"
-            rows.append(("durable run", f"{_size(self.durable_bytes)} on the drives{detail}"))
+            rows.append(("durable run", f"{megabytes(self.durable_bytes)} on the drives{detail}"))
         if placement.kept_bytes:
-            rows.append(("  weights and states at rest", _size(placement.kept_bytes)))
+            rows.append(("  weights and states at rest", megabytes(placement.kept_bytes)))
         if placement.activation_bytes:
-            rows.append(("  activations", f"{_size(placement.activation_bytes)}, {self.activations_beyond}"))
+            rows.append(("  activations", f"{megabytes(placement.activation_bytes)}, {self.activations_beyond}"))
         is_trained = self.num_trainable > 0
         if is_trained:
             workers = f", {self.update_workers} at a time" if self.update_workers > 1 else ""
@@ -134,23 +133,19 @@ class Plan:
         if is_trained and self.num_micro_batches > 1:
             order = "all through a unit before the next" if self.traffic.is_vertical else "one after the other"
             rows.append(("micro-batches", f"{self.num_micro_batches}, {order}"))
-        rows += [
-            (
-                f"predicted read per {'step' if is_trained else 'forward'}",
-                f"{_size(self.predicted_read_bytes_per_step)} ({self.predicted_read_bytes_per_step / per:.2f} B per parameter)",
-            ),
-        ]
+        pass_name = "step" if is_trained else "forward"
+        rows.append((f"predicted read per {pass_name}", self._moved(self.predicted_read_bytes_per_step)))
         if not is_trained:
             return rows
         rows += [
-            (
-                "predicted written per step",
-                f"{_size(self.predicted_write_bytes_per_step)} ({self.predicted_write_bytes_per_step / per:.2f} B per parameter)",
-            ),
+            ("predicted written per step", self._moved(self.predicted_write_bytes_per_step)),
             ("predicted time of a step", self._time()),
             ("drive life", self._life()),
         ]
         return rows
+
+    def _moved(self, num_bytes: int) -> str:
+        return f"{megabytes(num_bytes)} ({num_bytes / max(self.num_parameters, 1):.2f} B per parameter)"
 
     def _time(self) -> str:
         seconds, io, speed = self.predicted_step_seconds, self.predicted_io_seconds, self.bandwidth
@@ -160,9 +155,9 @@ class Plan:
             return f"unknown, no speed of the drives is stored: run `infinity profile DIR`; {computing}"
         reading = f"I/O {io:.2f} s"
         if self.seen_bytes_per_second is not None:
-            reading += f" at {self.seen_bytes_per_second / _MEGABYTE:,.0f} MB/s (both ways, as in the last steps)"
+            reading += f" at {self.seen_bytes_per_second / 1e6:,.0f} MB/s (both ways, as in the last steps)"
         elif speed is not None and io:
-            rate = speed.mixed_bytes_per_second / _MEGABYTE
+            rate = speed.mixed_bytes_per_second / 1e6
             reading += f" at {rate:,.0f} MB/s (both ways, measured on {speed.date})"
         return f"{'at least ' if compute is None else ''}{seconds:.2f} s: {reading}, {computing}"
 
@@ -181,18 +176,9 @@ class Plan:
 
     def _kinds(self, tier: str) -> str:
         found = self.resting_bytes[tier]
-        return ", ".join(f"{kind} {_size(size)}" for kind, size in found.items() if size)
+        return ", ".join(f"{kind} {megabytes(size)}" for kind, size in found.items() if size)
 
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(what) for what, _ in rows)
         return "\n".join(f"{what:<{width}}  {value}" for what, value in rows)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _MEGABYTE:,.1f} MB"
-
-
-def _largest(units: tuple[tuple[str, int], ...]) -> tuple[str, str]:
-    name, size = max(units, key=lambda unit: unit[1])
-    return name or "the model", _size(size)

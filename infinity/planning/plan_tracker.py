@@ -31,7 +31,11 @@ _ENOUGH = 4
 
 
 class PlanTracker:
-    """Refines the plan that was made at start."""
+    """Refines the plan that was made at start.
+
+    Attributes:
+        workload: what the predictions of the plan are made from.
+    """
 
     def __init__(
         self,
@@ -51,8 +55,8 @@ class PlanTracker:
             expects_vertical: all micro-batches of a step go through a unit together, as far as can be told.
         """
         traffic = Traffic(is_vertical=expects_vertical)
-        self._workload = Workload(tuple(units), request, tuple(guess), len(units), traffic)
-        self._plan = self._workload.predicted(plan)
+        self.workload = Workload(tuple(units), request, tuple(guess), len(units), traffic)
+        self._plan = self.workload.predicted(plan)
         self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self._num_steps = 0
         self._least_pause = math.inf
@@ -64,18 +68,13 @@ class PlanTracker:
 
     def plan(self, trace: Trace, traffic: Traffic) -> Plan:
         """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
-        known = self._workload
+        known = self.workload
         if (known.order, known.backward_start, known.traffic) != (trace.order, trace.backward_start, traffic):
-            self._workload = dataclasses.replace(
+            self.workload = dataclasses.replace(
                 known, order=trace.order, backward_start=trace.backward_start, traffic=traffic
             )
-            self._plan = self._workload.predicted(self._plan)
+            self._plan = self.workload.predicted(self._plan)
         return self._plan
-
-    @property
-    def workload(self) -> Workload:
-        """What the predictions of the plan are made from."""
-        return self._workload
 
     def note(self, report: StepReport) -> None:
         """A step has ended. One that was skipped says nothing of the others."""

@@ -12,15 +12,6 @@ from infinity.planning.inputs import FP32_BYTES, Request, UnitSize
 from infinity.planning.placement import Placement
 
 
-def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
-    """As `rest`, and "gradients": on drives room for those that are spilled, on a device for all, where they stay there."""
-    tiers = rest(sizes, request, placement)
-    tiers["nvme"]["gradients"] = spilled_bytes(sizes, request, placement) if request.can_spill else 0
-    if placement.gradients_on_device:
-        tiers["device"]["gradients"] = placement.gradient_bytes
-    return tiers
-
-
 def spilled_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> int:
     """Of main gradients that may be spilled. Sums that are too wide to stay in RAM are, too."""
     widens = request.gradient_itemsize < FP32_BYTES and not request.rounds_gradients
@@ -31,10 +22,11 @@ def spilled_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
     )
 
 
-def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
+def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
     """Bytes that rest in each tier ("device", "host", "nvme"), by kind.
 
-    Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), and "states".
+    Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), "states", and "gradients":
+    on drives room for those that are spilled, on a device for all, where they stay there.
     """
     flat_tier = "host" if request.shares_host_memory else "device"
     form = request.record_format
@@ -57,4 +49,7 @@ def rest(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> d
         else:
             add_records("host", kept, size.num_states)
             add_records("nvme", size.state_numel - kept, size.num_states)
+    tiers["nvme"]["gradients"] = spilled_bytes(sizes, request, placement) if request.can_spill else 0
+    if placement.gradients_on_device:
+        tiers["device"]["gradients"] = placement.gradient_bytes
     return tiers

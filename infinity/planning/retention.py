@@ -35,7 +35,7 @@ class Retention:
 
     def __str__(self) -> str:
         kept = f"{self.num_kept} commit{'s' if self.num_kept > 1 else ''}"
-        told = f"{_size(self.present_bytes)} of states, and {_size(self.commit_bytes)} for each of {kept}"
+        told = f"{megabytes(self.present_bytes)} of states, and {megabytes(self.commit_bytes)} for each of {kept}"
         return told if self.num_fitting is None else f"{told} (the drives have room for {self.num_fitting:,})"
 
     def cure(self) -> str | None:
@@ -49,5 +49,6 @@ class Retention:
         )
 
 
-def _size(num_bytes: int) -> str:
+def megabytes(num_bytes: int) -> str:
+    """In words, as plans say it."""
     return f"{num_bytes / 1e6:,.1f} MB"

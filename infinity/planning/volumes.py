@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from infinity.config import InfinityConfig
 from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import Placement
-from infinity.planning.resting import rest, spilled_bytes
+from infinity.planning.resting import resting_bytes
 from infinity.planning.retention import Retention
 from swapper.volumes.directory import Directory
 
@@ -40,7 +40,8 @@ class Volumes:
     @classmethod
     def of(cls, config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, placement: Placement) -> Volumes:
         """Those of one engine."""
-        resting = rest(sizes, request, placement)["nvme"]
+        resting = resting_bytes(sizes, request, placement)["nvme"]
+        spilled_bytes = resting.pop("gradients")
         all_bytes = sum(resting.values())
         param_key: TierKey = (config.offload_param.device, config.offload_param.nvme_directories)
         state_key: TierKey = (config.offload_optimizer.device, config.offload_optimizer.nvme_directories)
@@ -55,7 +56,7 @@ class Volumes:
         if state_key[0] == "nvme":
             needed[state_key] = needed.get(state_key, 0) + all_bytes - resting["weights"]
         if spill_key is not None:
-            needed[spill_key] = needed.get(spill_key, 0) + spilled_bytes(sizes, request, placement)
+            needed[spill_key] = needed.get(spill_key, 0) + spilled_bytes
         return cls(param_key, state_key, spill_key, needed, _retention(config, sizes, request, all_bytes))
 
     @property

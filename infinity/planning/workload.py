@@ -61,30 +61,15 @@ class Workload:
 
 def as_record(workload: Workload, plan: Plan) -> dict[str, Any]:
     """Both, in what JSON has. `of_record` makes them of it again."""
-    request = {each.name: getattr(workload.request, each.name) for each in dataclasses.fields(Request)}
+    known, made_of = dataclasses.asdict(plan), dataclasses.asdict(workload)
+    known["predicted_seconds"] = plan.predicted_step_seconds  # for whoever reads the file alone
+    known["placement"] |= {name: sorted(known["placement"][name]) for name in ("resident_units", "hosted_units")}
     form = workload.request.record_format
-    request["record_format"] = [str(form.weight_dtype).removeprefix("torch."), form.main.name, form.states.value]
-    request["used_together"] = [sorted(each) for each in workload.request.used_together]
-    placement = {each.name: getattr(plan.placement, each.name) for each in dataclasses.fields(Placement)}
-    placement |= {name: sorted(placement[name]) for name in ("resident_units", "hosted_units")}
-    known = {each.name: getattr(plan, each.name) for each in dataclasses.fields(Plan)}
-    known |= {
-        "placement": placement,
-        "traffic": dataclasses.asdict(plan.traffic),
-        "bandwidth": None if plan.bandwidth is None else dataclasses.asdict(plan.bandwidth),
-        "retention": None if plan.retention is None else dataclasses.asdict(plan.retention),
-        "predicted_seconds": plan.predicted_step_seconds,  # for whoever reads the file alone
+    made_of["request"] |= {
+        "record_format": [str(form.weight_dtype).removeprefix("torch."), form.main.name, form.states.value],
+        "used_together": [sorted(each) for each in workload.request.used_together],
     }
-    return {
-        "plan": known,
-        "workload": {
-            "units": [dataclasses.asdict(unit) for unit in workload.units],
-            "request": request,
-            "order": workload.order,
-            "backward_start": workload.backward_start,
-            "traffic": dataclasses.asdict(workload.traffic),
-        },
-    }
+    return {"plan": known, "workload": made_of}
 
 
 def of_record(record: Mapping[str, Any]) -> tuple[Workload, Plan]:

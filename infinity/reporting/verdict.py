@@ -109,11 +109,7 @@ def _with_two_drives(plan: Plan) -> Plan:
     if speed is not None:
         names = ("read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second")
         speed = dataclasses.replace(speed, **{name: 2 * getattr(speed, name) for name in names})
-    return dataclasses.replace(
-        plan,
-        seen_bytes_per_second=None if seen is None else 2 * seen,
-        bandwidth=speed,
-    )
+    return dataclasses.replace(plan, seen_bytes_per_second=None if seen is None else 2 * seen, bandwidth=speed)
 
 
 def _with_memory(workload: Workload, plan: Plan) -> list[tuple[str, Plan]]:

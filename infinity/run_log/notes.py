@@ -78,7 +78,7 @@ class RunNotes:
         """Something else has happened."""
         logger.info("step %d: %s", step, text)
         if self._log is not None:
-            self._log.note(kind, step, text, **more)
+            self._log.write(kind, step, text=text, **more)
 
     def close(self, engine: Running) -> None:
         """The run ends. May be called again."""
@@ -95,7 +95,7 @@ class RunNotes:
         plan = engine.plan
         if self._log is not None and plan != self._plan:
             self._plan = plan
-            self._log.note_plan(engine.global_steps, as_record(engine.workload, plan))
+            self._log.write("plan", engine.global_steps, plan=as_record(engine.workload, plan))
 
 
 def _machine(engine: Running) -> dict[str, Any]:

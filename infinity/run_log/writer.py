@@ -98,11 +98,7 @@ class RunLog:
     ) -> None:
         """An engine is there, and goes on from ``step``. ``timeline``: where a trace will be."""
         more = {"config": _without_secrets(config), "machine": machine, "plan": plan, "timeline": timeline}
-        self._write("start", step, format=FORMAT, **more)
-
-    def note_plan(self, step: int, plan: Mapping[str, Any]) -> None:
-        """The plan is another one, or is known better."""
-        self._write("plan", step, plan=plan)
+        self.write("start", step, format=FORMAT, **more)
 
     def note_step(self, report: StepReport, scheduled_lr: Sequence[float] | None) -> None:
         """A step has ended.
@@ -114,20 +110,16 @@ class RunLog:
         changed = self._lr is not None and report.lr != self._lr and report.lr != tuple(scheduled_lr or ())
         if changed and not self._has_changed_lr:  # one that changes at each step follows a schedule of the script's own
             words = f"{_numbers(self._lr or ())} to {_numbers(report.lr)}"
-            self._write("lr", report.step, text=f"the learning rate was changed from {words}")
+            self.write("lr", report.step, text=f"the learning rate was changed from {words}")
         self._lr, self._has_changed_lr = report.lr, changed
         record = {name: value for name, value in vars(report).items() if value != _DEFAULTS.get(name, MISSING)}
-        self._write("step", record.pop("step"), **record)
+        self.write("step", record.pop("step"), **record)
         if report.loss is not None and (words := self._spikes.note(report.loss)):
-            self._write("spike", report.step, text=words)
-
-    def note(self, kind: str, step: int, text: str, **more: Any) -> None:
-        """Anything else, in words: "note", "rollback", "load", "save"."""
-        self._write(kind, step, text=text, **more)
+            self.write("spike", report.step, text=words)
 
     def close(self, step: int) -> None:
         """The run ends, and others may write the log."""
-        self._write("end", step)
+        self.write("end", step)
         self.release()
 
     def release(self) -> None:
@@ -143,7 +135,8 @@ class RunLog:
                     self.path.parent.rmdir()
         self.release()
 
-    def _write(self, kind: str, step: int, **record: Any) -> None:
+    def write(self, kind: str, step: int, **record: Any) -> None:
+        """Any other record: the "plan", or with a ``text`` a "note", "rollback", "load" or "save"."""
         if self._file.closed:  # also in a forked child, which is not the run
             return
         try:

@@ -56,28 +56,21 @@ class Findings:
         return tuple(f"{', '.join(keys)}: {reason}" for reason, keys in self.ineffective.items())
 
 
-class Rule:
-    """Something to check or to record when a key is given."""
-
-    def apply(self, key: str, value: object, findings: Findings) -> None:
-        """Called for each given key of a block that is switched on."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class NoEffect(Rule):
+class NoEffect:
     """The key is accepted and does nothing. Values in `silent` ask for nothing, so nothing is said about them."""
 
     reason: str
     silent: tuple[object, ...] = ()
 
     def apply(self, key: str, value: object, findings: Findings) -> None:
+        """Record it for a given key of a block that is switched on."""
         if value not in self.silent and not is_switched_off(value):
             findings.note(key, self.reason)
 
 
 @dataclass(frozen=True)
-class Refused(Rule):
+class Refused:
     """The key would change the numbers and is not implemented: only `allowed` values and switched-off blocks pass."""
 
     reason: str
@@ -87,6 +80,7 @@ class Refused(Rule):
     """Whether the outermost `enabled` of a block switches nothing on where its parts have switches of their own."""
 
     def apply(self, key: str, value: object, findings: Findings) -> None:
+        """Refuse it, unless it passes."""
         asked = value
         if self.is_by_parts and isinstance(value, dict):
             parts = {name: part for name, part in value.items() if name != "enabled"}
@@ -100,11 +94,6 @@ class Keys:
     """The keys of a block of which only these names are known, because no value in it has an effect."""
 
     names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, text: str) -> Keys:
-        """The names in a text, separated by blanks."""
-        return cls(tuple(text.split()))
 
 
 @dataclass(frozen=True)

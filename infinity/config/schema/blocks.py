@@ -394,7 +394,7 @@ class RootBlock(Block):
     weight_quantization: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
     quantize_training: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
     progressive_layer_drop: Annotated[
-        Untyped, Keys.of("enabled theta gamma"), Refused("layers are never dropped", "Remove it")
+        Untyped, Keys(("enabled", "theta", "gamma")), Refused("layers are never dropped", "Remove it")
     ] = None
     curriculum_learning: Annotated[
         Untyped, Refused("the data comes as the loader gives it", "Order the data in the data set")
@@ -437,11 +437,13 @@ class RootBlock(Block):
     fp32_allreduce: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     disable_allgather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     use_data_before_expert_parallelism: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    comms_logger: Annotated[Untyped, Keys.of("enabled verbose prof_all debug prof_ops"), NoEffect(_PROCESSES)] = None
+    comms_logger: Annotated[
+        Untyped, Keys(("enabled", "verbose", "prof_all", "debug", "prof_ops")), NoEffect(_PROCESSES)
+    ] = None
     compile: Annotated[Untyped, NoEffect(_EAGER)] = None
     graph_harvesting: Annotated[Flag, NoEffect(_EAGER, silent=(False,))] = False
     autotuning: Annotated[Untyped, NoEffect("no effect: nothing is tuned by trial runs")] = None
-    timers: Annotated[Untyped, Keys.of("throughput"), NoEffect(_PROFILING)] = None
+    timers: Annotated[Untyped, Keys(("throughput",)), NoEffect(_PROFILING)] = None
     memory_breakdown: Annotated[Flag, NoEffect(_PROFILING, silent=(False,))] = False
     dump_state: Annotated[Flag, NoEffect(_LOGGING, silent=(False,))] = False
     log_level: Annotated[str, NoEffect(_LOGGING)] = ""

@@ -75,7 +75,7 @@ def resolve_directories(named: Sequence[NamedDirectory], *, key: str) -> tuple[D
     if not named:
         problem = 'the device is "nvme", and no directory is given'
         raise ConfigValueError(key, None, problem, cure="Name a directory on a fast local drive, or a list of them")
-    directories = tuple(Directory(_resolve(each.path, key), each.capacity_bytes) for each in named)
+    directories = tuple(Directory(resolve_file(each.path, key=key), each.capacity_bytes) for each in named)
     paths = [os.path.realpath(directory.path) for directory in directories]
     for path in paths:
         if paths.count(path) > 1:
@@ -120,11 +120,8 @@ def check_directories(directories: Sequence[Path], *, key: str) -> None:
     Raises:
         StorageError: one of them is not a directory, not writable, or missing in one that is not.
     """
-    for wanted in directories:
-        directory = Path(wanted)
+    for directory in map(existing, directories):
         # isdir and exists never raise, also where a parent may not be entered.
-        while not os.path.lexists(directory) and directory != directory.parent:
-            directory = directory.parent
         if not os.path.exists(directory):
             cure = "It is a link to what does not exist: correct it"
             raise StorageError(directory, "does not exist", cure=cure, key=key)
@@ -133,6 +130,13 @@ def check_directories(directories: Sequence[Path], *, key: str) -> None:
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             cure = "Change its permissions, or set the key to a directory that you own"
             raise StorageError(directory, "is not writable", cure=cure, key=key)
+
+
+def existing(path: Path) -> Path:
+    """The path, or what there is of those above it, in which it would be made."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
 
 
 def make_directories(directories: Iterable[Path]) -> list[Path]:
@@ -163,15 +167,11 @@ def remove_empty(directories: Iterable[Path]) -> None:
 
 
 def resolve_file(name: str, *, key: str) -> Path:
-    """The absolute path of a file that is to be written; not looked at yet.
+    """The absolute path of a file or directory, with `~` and environment variables filled in; not looked at yet.
 
     Raises:
         ConfigValueError: it names a variable that is not set, or an unknown home.
     """
-    return _resolve(name, key)
-
-
-def _resolve(name: str, key: str) -> Path:
     expanded = os.path.expandvars(name)
     if unset := re.search(r"\$(\w+|\{[^}]*\})", expanded):
         cure = f"Set the environment variable {unset[1].strip('{}')}, or write the directory itself"

@@ -99,7 +99,7 @@ def _property(field: FieldInfo, of_pydantic: dict[str, Any]) -> dict[str, Any]:
             kinds.append(_in_any_case([name for kind in kinds for name in kind.get("enum", [])]))
         else:  # one that is written for a single key may take anything: what it takes is not told here
             kinds += _TAKEN.get(reader, [{}])
-    child = child_block(field.annotation)
+    child = child_block(field)
     if field.annotation == Untyped or (
         child is not None and ("enabled" in child.model_fields or "stage" in child.model_fields)
     ):

@@ -103,7 +103,7 @@ class ZeroBlock(Block):
     stage3_max_live_parameters: Annotated[Elements, NoEffect(_RESIDENCY)] = 0
     stage3_max_reuse_distance: Annotated[Elements, NoEffect(_RESIDENCY)] = 0
     stage3_module_granularity_threshold: Annotated[Elements, NoEffect(_UNITS)] = 0
-    leaf_module: Annotated[Untyped, Keys.of("classes names name_suffixes"), NoEffect(_UNITS)] = None
+    leaf_module: Annotated[Untyped, Keys(("classes", "names", "name_suffixes")), NoEffect(_UNITS)] = None
 
     stage3_gather_16bit_weights_on_model_save: Annotated[
         Flag, NoEffect("no effect: engine.save_16bit_model always writes all weights, and streams them")

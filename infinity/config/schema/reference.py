@@ -51,7 +51,7 @@ def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str
     """Every block of the JSON by its dotted path, the top level first."""
     yield path, block
     for name, field in block.model_fields.items():
-        if (child := child_block(field.annotation)) is not None:
+        if (child := child_block(field)) is not None:
             yield from blocks(child, f"{path}{name}.")
 
 
@@ -73,7 +73,7 @@ def keys() -> Iterator[Key]:
     for path, block in blocks():
         texts = texts_of(block)
         for name, field in block.model_fields.items():
-            if child_block(field.annotation) is None:
+            if child_block(field) is None:
                 text = " ".join(filter(None, [texts.get(name, ""), *rules_of(field)]))
                 yield Key(path + name, kind_of(field), default_of(field, text), text, has_effect(field))
 

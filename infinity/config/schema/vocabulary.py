@@ -13,8 +13,9 @@ from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
 
 
-def child_block(annotation: Any) -> type[Block] | None:
-    """The block that a field holds, or None when it holds a value."""
+def child_block(field: FieldInfo | None) -> type[Block] | None:
+    """The block that a field holds, or None when it holds a value, or is not there."""
+    annotation = None if field is None else field.annotation
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Block):
             return candidate
@@ -25,7 +26,7 @@ def opened(value: Any, field: FieldInfo | None) -> Any:
     """What a field is given; a block that is written as a switch alone (`"bf16": true`) as an object."""
     if not isinstance(value, bool) or field is None:
         return value
-    child = child_block(field.annotation)
+    child = child_block(field)
     is_switch = field.annotation == Untyped or (child is not None and "enabled" in child.model_fields)
     return {"enabled": value} if is_switch else value
 
@@ -69,7 +70,7 @@ def _place(path: str) -> str:
 def _paths(block: type[Block], path: str) -> Iterator[str]:
     for name, field in block.model_fields.items():
         yield path + name
-        if (child := child_block(field.annotation)) is not None:
+        if (child := child_block(field)) is not None:
             yield from _paths(child, f"{path}{name}.")
         for item in field.metadata:
             if isinstance(item, Keys):

@@ -20,7 +20,7 @@ def _paths(block: type[Block], path: tuple[str, ...]) -> list[tuple[str, ...]]:
     for name in (*block.model_fields, *block.renamed):
         found.append((*path, name))
     for name, field in block.model_fields.items():
-        if (child := child_block(field.annotation)) is not None:
+        if (child := child_block(field)) is not None:
             found.extend(_paths(child, (*path, name)))
         for item in field.metadata:
             if isinstance(item, Keys):

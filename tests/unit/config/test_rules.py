@@ -242,6 +242,6 @@ def _fields(block: type[Block], path: str) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for name, field in block.model_fields.items():
         found.append((path + name, field))
-        if (child := child_block(field.annotation)) is not None:
+        if (child := child_block(field)) is not None:
             found.extend(_fields(child, f"{path}{name}."))
     return found

@@ -45,7 +45,7 @@ def _text(console: Console) -> str:
 def test_a_run_that_has_ended(log: RunLog) -> None:
     for number in range(1, 6):
         log.note_step(step(number, loss=2.0 / number, num_tokens=4000), None)
-    log.note("note", 5, "[half] way")
+    log.write("note", 5, text="[half] way")
     log.close(5)
     console = _console()
     assert watch(log.path.parent, console, once=True)
@@ -76,7 +76,7 @@ def test_steps_behind_a_rollback_are_shown(log: RunLog) -> None:
     for number in (1, 2, 3):
         log.note_step(step(number), None)
     wait_until(lambda: "step 3:" in _text(console))
-    log.note("rollback", 3, "went back", to=1)
+    log.write("rollback", 3, text="went back", to=1)
     log.note_step(step(2), None)
     wait_until(lambda: _text(console).count("step 2:") == 2)
     log.close(2)

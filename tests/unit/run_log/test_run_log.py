@@ -58,8 +58,8 @@ def test_what_is_written_is_read(log: RunLog) -> None:
     reports = [_report(1, lr=(1e-3, 2e-3), num_tokens=64), _report(2, lr=(1e-3, 2e-3), loss=None, is_skipped=True)]
     for report in reports:
         log.note_step(report, None)
-    log.note("note", 2, "half way")
-    log.note_plan(2, {"known": 2})
+    log.write("note", 2, text="half way")
+    log.write("plan", 2, plan={"known": 2})
     run = read_run(log.path.parent)
     assert run.steps == reports
     assert (run.start["config"], run.start["machine"], run.plan) == ({"batch": 4}, {"cores": 2}, {"known": 2})
@@ -101,10 +101,10 @@ def test_steps_that_were_taken_back_are_not_there(log: RunLog) -> None:
     _start(log)
     for step in (1, 2, 3, 4):
         log.note_step(_report(step), None)
-    log.note("rollback", 4, "went back to step 2", to=2)
+    log.write("rollback", 4, text="went back to step 2", to=2)
     assert _steps(log) == [1, 2]
     log.note_step(_report(3), None)
-    log.note("load", 3, "went on from a checkpoint of step 1", to=1)
+    log.write("load", 3, text="went on from a checkpoint of step 1", to=1)
     assert _steps(log) == [1]
 
 
