@@ -49,8 +49,7 @@ class _Named:
                 raise UnsupportedConfigError(f"optimizer.params.{name}", False, problem, cure=cure)
         if not given.get("amsgrad", True):
             del given["amsgrad"]  # of Adagrad, too
-        recipe = resolve(_Section(cls._name, given), torch.device("cpu"))
-        made = recipe.cls(params, **recipe.kwargs)
+        made = resolve(_Section(cls._name, given), torch.device("cpu"))(params)
         foreign = sorted(_OF_OTHERS.intersection(*map(set, made.param_groups)) - made.defaults.keys())
         if foreign:
             logger.warning(

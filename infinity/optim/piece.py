@@ -67,10 +67,10 @@ class PieceUpdater:
                 values = hyperparameters(group)
                 if not any(_behave_equally(other, values) for other in tried):
                     self._schemas.pop(_kind(values), None)  # a rule nobody knows may look at more than the kind
-                    self._learn(values)
+                    self.schema_under(values)
                     tried.append(values)
             if len(template.param_groups) > 1 and not self._is_known:
-                schemas = [self._learn(hyperparameters(group)) for group in template.param_groups]
+                schemas = [self.schema_under(hyperparameters(group)) for group in template.param_groups]
                 probe_groups(Worker(template.optimizer), template.snapshots(), schemas, self._device)
         if tried and not self._is_known and not self._has_moved:
             raise OptimizerNotPageableError(
@@ -81,7 +81,14 @@ class PieceUpdater:
             )
         self._is_laid_out = True
 
-    def _learn(self, values: Mapping[str, Any]) -> StateSchema:
+    def schema_under(self, values: Mapping[str, Any]) -> StateSchema:
+        """What these hyperparameters make the optimizer keep of a parameter.
+
+        It is found out by a trial for each combination of switches, and of values that are zero or not.
+
+        Raises:
+            OptimizerNotPageableError: a trial step fails, or, in a class that is not a known one, mixes elements.
+        """
         found = self._schemas.get(_kind(values))
         if found is None:
             worker = Worker(self._template.optimizer)  # of its own: updates may be running in another thread
@@ -135,26 +142,12 @@ class PieceUpdater:
                 )
 
     def names_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the float32 state tensors of a parameter's shape that these hyperparameters make the optimizer keep.
-
-        They are found out by a trial for each combination of switches, and of values that are zero or not.
-
-        Raises:
-            OptimizerNotPageableError: a trial step fails, or, in a class that is not a known one, mixes elements.
-        """
-        return self._learn(values).elementwise
-
-    def scalars_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the values, such as `step`, that they make it keep once per parameter; see `names_under`."""
-        return self._learn(values).scalars
+        """Names of the float32 state tensors of a parameter's shape in `schema_under`."""
+        return self.schema_under(values).elementwise
 
     def state_names(self, group_index: int) -> tuple[str, ...]:
         """`names_under` the hyperparameters that this group has now."""
-        return self._learn(hyperparameters(self._template.param_groups[group_index])).elementwise
-
-    def scalar_names(self, group_index: int) -> tuple[str, ...]:
-        """Names of the values kept once per parameter of this group, such as `step`."""
-        return self._learn(hyperparameters(self._template.param_groups[group_index])).scalars
+        return self.names_under(hyperparameters(self._template.param_groups[group_index]))
 
     def update(
         self,

@@ -17,18 +17,11 @@ from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, 
 from infinity.optim.classes.muon import Muon, is_for_muon
 from infinity.optim.groups import Groups, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
-from infinity.optim.registry import (
-    OptimizerRecipe,
-    OptimizerSection,
-    is_known,
-    refuse_not_pageable,
-    refuse_wrapper,
-    resolve,
-)
-from infinity.optim.worker import Worker, hyperparameters, one_element, require_states_of_parameters
+from infinity.optim.registry import Section, is_known, refuse_not_pageable, refuse_wrapper, resolve
+from infinity.optim.worker import Worker, hyperparameters, one_element, refuse_common
 
 #: What `initialize(optimizer=...)` takes, or the config's block.
-OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
+OptimizerSource: TypeAlias = "Section | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
 
 
 class Template:
@@ -260,7 +253,8 @@ def build_template(
         optimizer = _construct(source, groups, fqns, device)
     refuse_not_pageable(type(optimizer))
     refuse_wrapper(optimizer)
-    require_states_of_parameters(optimizer)
+    keys: list[Any] = list(optimizer.state)
+    refuse_common(optimizer, [key for key in keys if not isinstance(key, Tensor)])
     _check_groups([group["params"] for group in optimizer.param_groups], fqns)
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -330,11 +324,12 @@ class _GroupSpec:
 
 def _construct(source: Any, groups: _GroupSpec, fqns: Mapping[Parameter, str], device: torch.device) -> Optimizer:
     recipe = _recipe(source, device)
-    if recipe is not None:
-        refuse_not_pageable(recipe.cls)
-        if recipe.cls is Muon:
-            groups = groups.divided_for_muon(fqns)
-    if recipe is None or not is_known(recipe.cls):
+    cls: Any = None if recipe is None else recipe.func
+    if cls is not None:
+        refuse_not_pageable(cls)
+    if cls is Muon:
+        groups = groups.divided_for_muon(fqns)
+    if recipe is None or not is_known(cls):
         optimizer = source(groups.for_constructor()) if recipe is None else _made(recipe, groups.for_constructor())
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -358,22 +353,22 @@ def _construct(source: Any, groups: _GroupSpec, fqns: Mapping[Parameter, str], d
     return optimizer
 
 
-def _made(recipe: OptimizerRecipe, groups: list[Any]) -> Optimizer:
-    make: Callable[..., Optimizer] = recipe.cls
+def _made(recipe: functools.partial[Optimizer], groups: list[Any]) -> Optimizer:
     try:
-        return make(groups, **recipe.kwargs)
+        return recipe(groups)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer {recipe.cls.__name__}: {error}", key="optimizer") from error
+        raise ConfigError(f"optimizer {recipe.func.__name__}: {error}", key="optimizer") from error
 
 
-def _recipe(source: Any, device: torch.device) -> OptimizerRecipe | None:
+def _recipe(source: Any, device: torch.device) -> functools.partial[Optimizer] | None:
+    """A class, and the keyword arguments to construct it with besides the parameters; None for any other callable."""
     if isinstance(source, type) and issubclass(source, Optimizer):
-        return OptimizerRecipe(source, {})
+        return functools.partial(source)
     if isinstance(source, functools.partial) and isinstance(source.func, type) and not source.args:
-        return OptimizerRecipe(source.func, dict(source.keywords))
+        return source
     if callable(source):
         return None
-    if isinstance(source, OptimizerSection):
+    if isinstance(source, Section):
         return resolve(source, device)
     raise ConfigError(
         f"cannot make an optimizer from {type(source).__name__}. Pass a torch.optim.Optimizer, its class, a callable "

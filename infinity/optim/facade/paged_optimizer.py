@@ -223,7 +223,9 @@ class PagedOptimizer(Optimizer):
     @property
     def optimizer(self) -> Optimizer:
         """Where DeepSpeed has the optimizer that it wraps: this one, with the same groups and states."""
-        return _Unwrapped.named_as(self._template.optimizer)(self)
+        name = type(self._template.optimizer).__name__  # loggers show it
+        unwrapped: Optimizer = type(name, (_Unwrapped,), {})(self)
+        return unwrapped
 
     @cached_property
     def parameter_offload(self) -> NoHooks:
@@ -258,23 +260,19 @@ class PagedOptimizer(Optimizer):
         With 16-bit weights, the entries hold the fp32 main weights as well: see ``infinity.optim.main_weights``.
         """
         with self._backend.optimizer_turn("optimizer.state_dict()"):
-            return self._lazy_state_dict()
-
-    def _lazy_state_dict(self) -> dict[str, Any]:
-        hooks = self._optimizer_state_dict_pre_hooks
-        for pre_hook in hooks.values():
-            pre_hook(self)
-        self._optimizer_state_dict_pre_hooks = OrderedDict()
-        self._gives_dict = True
-        try:
-            found = super().state_dict()
-        finally:
-            self._gives_dict = False
-            self._optimizer_state_dict_pre_hooks = hooks
-        mains = self._mains
-        if mains is not None:
-            self._add_main_weights(found, mains)
-        return without_tiles(found, self._template, self._shown.lend)
+            hooks = self._optimizer_state_dict_pre_hooks
+            for pre_hook in hooks.values():
+                pre_hook(self)
+            self._optimizer_state_dict_pre_hooks = OrderedDict()
+            self._gives_dict = True
+            try:
+                found = super().state_dict()
+            finally:
+                self._gives_dict = False
+                self._optimizer_state_dict_pre_hooks = hooks
+            if self._mains is not None:
+                self._add_main_weights(found, self._mains)
+            return without_tiles(found, self._template, self._shown.lend)
 
     def _add_main_weights(self, found: dict[str, Any], mains: MainWeightKeeper) -> None:
         ids = chain.from_iterable(group["params"] for group in found["param_groups"])
@@ -363,8 +361,7 @@ class PagedOptimizer(Optimizer):
         state, main = without_main_weight(state)
         values = self._template.read().of(param)
         if state and values is not None:
-            names, scalars = self._updater.names_under(values), self._updater.scalars_under(values)
-            check_entry(self._template.fqn(param), state, names, scalars)
+            check_entry(self._template.fqn(param), state, self._updater.schema_under(values))
         self._keeper.load_state(param, state)
         self._template.forget_started(param)
         if main is not None and self._mains is not None:
@@ -400,11 +397,6 @@ class _Unwrapped(PagedOptimizer):
 
     def __init__(self, optimizer: PagedOptimizer) -> None:
         self.__dict__ = optimizer.__dict__
-
-    @classmethod
-    def named_as(cls, optimizer: Optimizer) -> type[_Unwrapped]:
-        """A class with the name of the user's: loggers show it."""
-        return type(type(optimizer).__name__, (cls,), {})
 
     def __eq__(self, other: object) -> bool:
         """In DeepSpeed it is the very one that was passed, in which schedulers are looked for."""
