@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, 
 from infinity.optim.classes.muon import Muon, is_for_muon
 from infinity.optim.groups import Groups, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
-from infinity.optim.registry import Section, is_known, refuse_not_pageable, refuse_wrapper, resolve
+from infinity.optim.registry import OptimizerSection, is_known, refuse_not_pageable, refuse_wrapper, resolve
 from infinity.optim.worker import Worker, hyperparameters, one_element, refuse_common
 
 #: What `initialize(optimizer=...)` takes, or the config's block.
-OptimizerSource: TypeAlias = "Section | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
+OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
 
 
 class Template:
@@ -241,15 +241,13 @@ def build_template(
         ParameterGroupError: a trainable parameter is in no group or in two.
         ModelError: a group holds a tensor that is no parameter of the model.
     """
-    fqns: dict[Parameter, str] = {}
-    for fqn, param in named_params:
-        fqns.setdefault(param, fqn)
+    fqns = _names_of(named_params)
     device = torch.device(device)
     if isinstance(source, Optimizer):
         optimizer = source
     else:
         groups = _GroupSpec.read(model_parameters, fqns)
-        _check_groups(groups.members, fqns)
+        _check_groups(groups.members(), fqns)
         optimizer = _construct(source, groups, fqns, device)
     refuse_not_pageable(type(optimizer))
     refuse_wrapper(optimizer)
@@ -266,13 +264,38 @@ def build_template(
     return Template(optimizer, fqns, device, tiled)
 
 
+class _Absent(Optimizer):
+    def __init__(self) -> None:
+        # Not Optimizer.__init__, which refuses to have no parameters.
+        super().__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
+
+    def step(self, closure: Any = None) -> NoReturn:
+        raise RuntimeError("there is no optimizer")
+
+
+def absent_template(named_params: Iterable[tuple[str, Parameter]], device: torch.device) -> Template:
+    """That of an engine that updates nothing, for a model that is evaluated only: no groups, no states.
+
+    Args:
+        named_params: all parameters of the model.
+        device: where updates would run.
+    """
+    return Template(_Absent(), _names_of(named_params), device)
+
+
+def _names_of(named_params: Iterable[tuple[str, Parameter]]) -> dict[Parameter, str]:
+    """The first name of each."""
+    fqns: dict[Parameter, str] = {}
+    for fqn, param in named_params:
+        fqns.setdefault(param, fqn)
+    return fqns
+
+
 @dataclass(frozen=True)
 class _GroupSpec:
-    """What was passed as parameters: the items of a group as given, and the parameters in them."""
+    """What was passed as parameters: of each group the items as given, and its other entries."""
 
-    items: list[list[Any]]
-    members: list[list[Any]]
-    options: list[dict[str, Any]]
+    groups: list[tuple[list[Any], dict[str, Any]]]
     is_grouped: bool
 
     @classmethod
@@ -281,32 +304,29 @@ class _GroupSpec:
             model_parameters = [param for param in fqns if param.requires_grad]
         given = [model_parameters] if isinstance(model_parameters, Tensor | Mapping) else list(model_parameters)
         is_grouped = bool(given) and isinstance(given[0], Mapping)
-        groups: list[Any] = given if is_grouped else [{"params": given}]
-        items = [
-            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"]) for group in groups
-        ]
-        return cls(
-            items=items,
-            members=[[item[1] if isinstance(item, tuple) else item for item in group] for group in items],
-            options=[{key: value for key, value in group.items() if key != "params"} for group in groups],
-            is_grouped=is_grouped,
-        )
+        groups = []
+        for group in given if is_grouped else [{"params": given}]:
+            options = dict(group)
+            params = options.pop("params")
+            groups.append(([params] if isinstance(params, Tensor) else list(params), options))
+        return cls(groups, is_grouped)
+
+    def members(self) -> list[list[Any]]:
+        """The parameters of each group."""
+        return [[_member(item) for item in items] for items, _ in self.groups]
 
     def divided_for_muon(self, fqns: Mapping[Parameter, str]) -> _GroupSpec:
         """Each group that does not say ``use_muon`` becomes two."""
-        divided: list[tuple[list[Any], list[Any], dict[str, Any]]] = []
-        for items, members, options in zip(self.items, self.members, self.options, strict=True):
+        divided: list[tuple[list[Any], dict[str, Any]]] = []
+        for items, options in self.groups:
             if "use_muon" in options:
-                divided.append((items, members, options))
+                divided.append((items, options))
                 continue
-            kinds = [is_for_muon(fqns[member], member) for member in members]
+            kinds = [is_for_muon(fqns[_member(item)], _member(item)) for item in items]
             for kind in sorted(set(kinds) or {False}, reverse=True):
-                own = [place for place, found in enumerate(kinds) if found == kind]
-                divided.append(
-                    ([items[place] for place in own], [members[place] for place in own], {**options, "use_muon": kind})
-                )
-        found = [list(each) for each in zip(*divided, strict=True)]
-        return _GroupSpec(found[0], found[1], found[2], is_grouped=True)
+                own = [item for item, found in zip(items, kinds, strict=True) if found == kind]
+                divided.append((own, {**options, "use_muon": kind}))
+        return _GroupSpec(divided, is_grouped=True)
 
     def for_constructor(self, replace: Callable[[Tensor], Tensor] | None = None) -> list[Any]:
         """Fresh groups (constructors write into them) or a plain list, as given; with stand-ins if wanted."""
@@ -316,10 +336,12 @@ class _GroupSpec:
                 return item
             return (item[0], replace(item[1])) if isinstance(item, tuple) else replace(item)
 
-        items = [[swap(item) for item in group] for group in self.items]
-        if not self.is_grouped:
-            return items[0]
-        return [{**options, "params": group} for options, group in zip(self.options, items, strict=True)]
+        swapped = [{**options, "params": [swap(item) for item in items]} for items, options in self.groups]
+        return swapped if self.is_grouped else swapped[0]["params"]
+
+
+def _member(item: Any) -> Any:
+    return item[1] if isinstance(item, tuple) else item
 
 
 def _construct(source: Any, groups: _GroupSpec, fqns: Mapping[Parameter, str], device: torch.device) -> Optimizer:
@@ -368,7 +390,7 @@ def _recipe(source: Any, device: torch.device) -> functools.partial[Optimizer] |
         return source
     if callable(source):
         return None
-    if isinstance(source, Section):
+    if isinstance(source, OptimizerSection):
         return resolve(source, device)
     raise ConfigError(
         f"cannot make an optimizer from {type(source).__name__}. Pass a torch.optim.Optimizer, its class, a callable "

@@ -175,8 +175,14 @@ class FlopsProfiler:
             detailed: whether to print the model with what each module did.
             output_file: where to; its directory is made. None: to stdout.
         """
-        if self.started:
-            show(model_profile(self, profile_step, module_depth, top_modules, detailed=detailed), output_file)
+        if not self.started:
+            return
+        text = _told(self, profile_step, module_depth, top_modules, detailed=detailed)
+        if output_file:
+            Path(output_file).absolute().parent.mkdir(parents=True, exist_ok=True)
+            Path(output_file).write_text(f"{text}\n")
+        else:
+            Console(soft_wrap=True).print(text, markup=False, highlight=False)
 
 
 def _now() -> float:
@@ -248,7 +254,7 @@ def get_model_profile(
 # ---------------------------------------------------------------------------------------------------------- the text
 
 
-def model_profile(counted: FlopsProfiler, step: int, module_depth: int, top_modules: int, *, detailed: bool) -> str:
+def _told(counted: FlopsProfiler, step: int, module_depth: int, top_modules: int, *, detailed: bool) -> str:
     """All tables as one text; the arguments are those of `FlopsProfiler.print_model_profile`."""
     lines = ["", f"{' Flops Profiler ':-^78}", f"Profile Summary at step {step}:", ""]
     lines += [f"{what + ':':<{_WIDTH}}  {value}" for what, value in _summary(counted)]
@@ -256,15 +262,6 @@ def model_profile(counted: FlopsProfiler, step: int, module_depth: int, top_modu
     if detailed:
         lines += ["", f"{' Detailed Profile per GPU ':-^78}", _NOTES, _detailed(counted)]
     return "\n".join([*lines, "-" * 78])
-
-
-def show(text: str, file: str | Path | None) -> None:
-    """To stdout, or into a file, whose directory is made."""
-    if not file:
-        Console(soft_wrap=True).print(text, markup=False, highlight=False)
-        return
-    Path(file).absolute().parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_text(f"{text}\n")
 
 
 def params_of(module: nn.Module) -> int:

@@ -115,12 +115,10 @@ def _described(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     if any(each.layout is not torch.strided for each in tensors):
         return None
     args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
-    result: torch.Tensor = func(*args, **{**kwargs, **({"device": "meta"} if _takes_device(func) else {})})
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        kwargs = {**kwargs, "device": "meta"}
+    result: torch.Tensor = func(*args, **kwargs)
     return result
-
-
-def _takes_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

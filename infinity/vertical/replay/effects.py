@@ -6,7 +6,6 @@ Knows modules' buffers and attributes, and random generators; must not know unit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,16 +72,6 @@ class BufferValues:
             _put_back(buffer, values)
             home[name] = buffer
 
-    @contextmanager
-    def replayed(self, buffers: Buffers) -> Iterator[None]:
-        """Inside the ``with`` block the values are those of then; after it, those of now."""
-        present = buffers.capture()
-        self.restore()
-        try:
-            yield
-        finally:
-            present.restore()
-
 
 class StepStart:
     """A model and the generators as they are before a step, to begin it anew."""
@@ -111,6 +100,8 @@ class StepStart:
             for module, attributes in self._attributes
             for name, value in attributes.items()
         )
+        self.too_much = self._holders.too_much
+        """An attribute that holds more than can be compared, by class and name."""
         owners: list[tuple[Any, str]] = [(module, name) for module in self._modules for name in _HOOKS]
         owners += [(parameter, name) for parameter in model.parameters() for name in _HOOKS_OF_TENSORS]
         self._hooks = [
@@ -123,11 +114,6 @@ class StepStart:
                 for name, value in list(home.items()):
                     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter | TiledWeight):
                         yield home, name, value
-
-    @property
-    def too_much(self) -> str | None:
-        """An attribute that holds more than can be compared, by class and name."""
-        return self._holders.too_much
 
     def changed(self, *, is_thorough: bool) -> str | None:
         """An attribute of a module that a forward has changed since, by class and name; buffers do not count.
