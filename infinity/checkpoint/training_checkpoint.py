@@ -134,7 +134,7 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
             others[key] = entry
         elif fqn_or_none is None:  # the model has it no more
             others[key], _ = without_main_weight(entry.gather())
-        elif training.access.has_state(first := training.tiled.first_of(parameter)):
+        elif training.access.has_state(first := training.tiled.all_of(parameter)[0]):
             states.append([key, fqn_or_none, training.access.scalars(first)])
         else:  # what the optimizer's constructor made
             started, _ = without_main_weight(entry.gather())

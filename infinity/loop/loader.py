@@ -145,15 +145,12 @@ class Loader(DataLoader[Any]):
         self._begun_with = None
 
 
-class _Batches:
+class _Batches(Iterator[Any]):
     """An iterator over a loader, which says how far it is."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._batches = loader.begin()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __len__(self) -> int:
         return len(self._loader)

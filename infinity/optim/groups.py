@@ -180,11 +180,6 @@ class TiledGroups:
                 found.append(tiled.original)
         return found
 
-    def first_of(self, parameter: Any) -> Any:
-        """A parameter's first tile; of one that is not tiled, itself."""
-        tiled = self.of(parameter)
-        return parameter if tiled is None else tiled.tiles[0]
-
     def all_of(self, parameter: Any) -> tuple[Any, ...]:
         """A parameter's tiles; of one that is not tiled, itself."""
         tiled = self.of(parameter)

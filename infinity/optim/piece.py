@@ -13,21 +13,11 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.attributes import attributes_of, refuse_attributes_of_parameters
-from infinity.optim.probe import (
-    PIECE_ALIGNMENT,
-    StateSchema,
-    copy_scalar,
-    learn_schema,
-    probe_groups,
-    probe_pageable,
-    probe_whole,
-)
+from infinity.optim.probe import StateSchema, copy_scalar, learn_schema, probe_groups, probe_pageable, probe_whole
 from infinity.optim.registry import is_known, mixes_elements
 from infinity.optim.template import Template
 from infinity.optim.values import same_values
 from infinity.optim.worker import Worker, hyperparameters
-
-__all__ = ["PIECE_ALIGNMENT", "PieceUpdater"]
 
 
 class PieceUpdater:
@@ -161,7 +151,7 @@ class PieceUpdater:
 
         Args:
             group: hyperparameters of the parameter's group, see `Template.snapshot`. Not modified.
-            weight: float32, 1-D, of any device; starts at a multiple of `PIECE_ALIGNMENT` elements from the parameter's
+            weight: float32, 1-D, of any device; starts at a multiple of `probe.PIECE_ALIGNMENT` elements from the parameter's
                 start and, unless it is the last piece, is such a multiple long. With `mixes_elements` it is the whole
                 parameter, in its own shape. Changed in place.
             grad: like `weight`. It may be overwritten.

@@ -28,6 +28,7 @@ from infinity.errors import OptimizerNotPageableError
 from infinity.optim.trials import LATE_COUNTS, NUM_CONSECUTIVE, Trial, normal, seldom_trials
 from infinity.optim.values import same_values
 from infinity.optim.worker import Worker
+from infinity.torch_internals.operations import leaves
 
 #: Pieces of a parameter start at multiples of this many elements.
 PIECE_ALIGNMENT = 64
@@ -117,7 +118,7 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
                 worker.name,
                 f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape {shape}",
             )
-        if isinstance(value, list | tuple | dict) and _holds_large_tensor(value):
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in leaves(value)):
             raise OptimizerNotPageableError(worker.name, f"its state '{name}' holds tensors inside a container")
     return StateSchema(tuple(elementwise), tuple(scalars), shape)
 
@@ -451,11 +452,3 @@ def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(lr, Tensor | float | int | numpy.generic) and (float(lr) == 0 or not math.isfinite(float(lr))):
         usable["lr"] = torch.full_like(lr, 1e-3) if isinstance(lr, Tensor) else 1e-3
     return usable
-
-
-def _holds_large_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() > 1
-    if isinstance(value, dict):
-        return any(_holds_large_tensor(item) for item in value.values())
-    return isinstance(value, list | tuple) and any(_holds_large_tensor(item) for item in value)

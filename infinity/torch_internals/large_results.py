@@ -21,24 +21,16 @@ def _copy(out: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
     out.copy_(source)
 
 
-def _cat(out: torch.Tensor, tensors: Any, dim: int = 0) -> None:
-    torch.cat(tensors, dim, out=out)
-
-
-def _stack(out: torch.Tensor, tensors: Any, dim: int = 0) -> None:
-    torch.stack(tensors, dim, out=out)
-
-
 def _leave(out: torch.Tensor, *args: Any, **options: Any) -> None:
     """It is zeros, which is what was asked for, or as good as any."""
 
 
 # What other operations make is copied when it is there.
-_FILLS: dict[Any, Callable[..., None]] = {
+_FILLS: dict[Any, Callable[..., object]] = {
     _aten._to_copy.default: _copy,
     _aten.clone.default: _copy,
-    _aten.cat.default: _cat,
-    _aten.stack.default: _stack,
+    _aten.cat.default: lambda out, tensors, dim=0: torch.cat(tensors, dim, out=out),
+    _aten.stack.default: lambda out, tensors, dim=0: torch.stack(tensors, dim, out=out),
     **{
         each: _leave
         for each in (

@@ -101,9 +101,6 @@ class _Explanation:
     def __init__(self, compute_dtype: torch.dtype | None) -> None:
         self._compute_dtype = compute_dtype
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Explanation:
-        return _Explanation(None)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _Explanation, (None,)
 

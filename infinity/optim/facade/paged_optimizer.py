@@ -385,12 +385,6 @@ class PagedOptimizer(Optimizer):
             "Use optimizer.state_dict() with torch.save or copy.deepcopy"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__getstate__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__getstate__()
-
 
 class _Unwrapped(PagedOptimizer):
     """The same optimizer, but for its attribute ``optimizer``: whoever unwraps comes to an end."""

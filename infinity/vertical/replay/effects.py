@@ -91,9 +91,12 @@ class StepStart:
         earlier = {} if before is None else before._tensors
         self._tensors: dict[Key, _Tensor] = {}
         for home, name, value in self._present_tensors():
-            known = earlier.get((id(home), name))
-            is_known = known is not None and known.is_copy_of(value) and (id(home), name) not in written
-            self._tensors[id(home), name] = known if known is not None and is_known else _Tensor(home, value)
+            key = id(home), name
+            known = earlier.get(key)
+            # Of what is small the copy may be out of date: see `_SMALL_BYTES`.
+            if known is None or not known.is_same(value) or value.nbytes <= _SMALL_BYTES or key in written:
+                known = _Tensor(home, value)
+            self._tensors[key] = known
         self._attributes = [(module, dict(_others_of(module))) for module in self._modules]
         self._holders = ObjectState(
             (f"{type(module).__name__}.{name}", value)
@@ -189,10 +192,6 @@ class _Tensor:
         if not self.is_same(value) or self._clone is None or not is_small or value.layout is not torch.strided:
             return self.is_same(value)
         return same_bits(value, self._clone)
-
-    def is_copy_of(self, value: torch.Tensor) -> bool:
-        """Whether the copy of ``value`` is certain to be up to date."""
-        return self.is_same(value) and value.nbytes > _SMALL_BYTES
 
     def restore(self, name: str) -> None:
         """The tensor is in its place again, with its values."""

@@ -17,7 +17,8 @@ from infinity.errors import OptimizerNotPageableError
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
-from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.probe import PIECE_ALIGNMENT
 from infinity.optim.registry import is_known
 from infinity.optim.template import build_template
 from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
