@@ -470,7 +470,7 @@ def load(
     saved.verify_small_files()
     rest = saved.rest()
     parameters, buffers = whole_parameters(training.model), dict(persistent_buffers(training.model))
-    shapes = {fqn: training.tiled.shape_of(each) for fqn, each in parameters.items()}
+    shapes = {fqn: tuple((training.tiled.of(each) or each).shape) for fqn, each in parameters.items()}
     left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
     same = SameModel(is_strict=is_strict)
     same.shapes("parameters", saved, shapes, left_out)

@@ -205,16 +205,13 @@ def make_loader(
     )
 
 
-class RepeatingLoader:
+class RepeatingLoader(Iterator[Any]):
     """An iterator over a loader that begins anew when it ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         """``loader``: what is iterated over again and again."""
         self.loader = loader
         self.data_iter = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         try:

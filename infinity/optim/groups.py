@@ -185,11 +185,6 @@ class TiledGroups:
         tiled = self.of(parameter)
         return (parameter,) if tiled is None else tiled.tiles
 
-    def shape_of(self, parameter: Tensor) -> tuple[int, ...]:
-        """The shape, also of what is tiled."""
-        tiled = self.of(parameter)
-        return tuple(parameter.shape) if tiled is None else tiled.shape
-
     def give_tiles(self, optimizer: Optimizer) -> None:
         """An optimizer's groups and states are those of the tiles from now on."""
         for group in optimizer.param_groups:

@@ -46,9 +46,7 @@ _NOT_PAGEABLE = {
     "LBFGS": "it needs a closure that runs the model several times in a step, and products over all parameters",
     "SparseAdam": "it works on sparse gradients",
     "Adafactor": "it keeps row and column sums of a matrix and scales by the root mean square of a whole parameter",
-    "MuSGD": "its learning rates depend on the shapes of whole parameters",
-    "MuAdam": "its learning rates depend on the shapes of whole parameters",
-    "MuAdamW": "its learning rates depend on the shapes of whole parameters",
+    **dict.fromkeys(("MuSGD", "MuAdam", "MuAdamW"), "its learning rates depend on the shapes of whole parameters"),
     "ZeroOneAdam": "its ranks train on apart for several steps at a time, each with weights of its own",
     "OneBitLamb": "its ranks exchange momenta in one bit, and scale by norms of the whole parameter",
 }

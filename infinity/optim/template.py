@@ -56,7 +56,7 @@ class Template:
             # What a constructor filled in: each piece's first step does it again, exactly.
             self._untouched = dict(optimizer.state)
             optimizer.state.clear()
-        self._started = {
+        self.started = {
             param: {name: _compact(value) for name, value in state.items()}
             for param, state in self._untouched.items()
             if is_known(type(optimizer))
@@ -111,10 +111,6 @@ class Template:
         """Each group's hyperparameters as they are now, for an update that runs later. Tensors are copied."""
         return [hyperparameters(group) for group in self.param_groups]
 
-    def replace_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        """``optimizer.param_groups = ...``: the user's own instance has them, too."""
-        self.optimizer.param_groups = param_groups
-
     def add_group(self, param_group: dict[str, Any]) -> None:
         """As torch's ``add_param_group``, with its errors. Nothing is kept of a refused one."""
         before = list(self.param_groups)
@@ -128,26 +124,14 @@ class Template:
         finally:
             self.optimizer.state = state
 
-    def remove_last_group(self) -> None:
-        """Undo `add_group`."""
-        self.param_groups.pop()
-
-    def is_started(self, param: Tensor) -> bool:
-        """Whether the constructor made a state for the parameter."""
-        return param in self._started
-
     def started_state(self, param: Tensor) -> dict[str, Any]:
         """The state that the constructor made for the parameter, empty if none."""
         return {
             name: torch.full(param.shape, value, dtype=torch.float32, device="cpu")
             if isinstance(value, float)
             else value.clone()
-            for name, value in self._started.get(param, {}).items()
+            for name, value in self.started.get(param, {}).items()
         }
-
-    def forget_started(self, param: Tensor) -> None:
-        """The parameter has had another state since."""
-        self._started.pop(param, None)
 
     def take_initial_states(self) -> Iterator[tuple[Parameter, dict[str, Any]]]:
         """Move out the state that the optimizer had when it was passed in: of a training that goes on.

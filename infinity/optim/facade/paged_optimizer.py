@@ -145,7 +145,7 @@ class PagedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._template.replace_groups(groups)
+        self._template.optimizer.param_groups = groups  # the user's own instance has them, too
 
     @property
     def state(self) -> Any:
@@ -339,7 +339,7 @@ class PagedOptimizer(Optimizer):
         """Whether a parameter has state."""
         if param not in self._template:
             return bool(self._loose.state.get(param))
-        return self._template.is_started(param) or self._keeper.has_state(param)
+        return param in self._template.started or self._keeper.has_state(param)
 
     def has_place(self, param: Tensor) -> bool:
         """Whether a parameter can have state."""
@@ -363,7 +363,7 @@ class PagedOptimizer(Optimizer):
         if state and values is not None:
             check_entry(self._template.fqn(param), state, self._updater.schema_under(values))
         self._keeper.load_state(param, state)
-        self._template.forget_started(param)
+        self._template.started.pop(param, None)
         if main is not None and self._mains is not None:
             self._mains.load_main_weight(param, main)
 
