@@ -310,7 +310,9 @@ class _Comparison:
                 break
             for states in (self._whole_states, self._apart_states):
                 for state, names in zip(states, counts, strict=True):
-                    state.update({name: _as_count(state[name], count) for name in names})
+                    for name in names:
+                        value = state[name]
+                        state[name] = torch.full_like(value, count) if isinstance(value, Tensor) else type(value)(count)
             for step in range(2):
                 self._make_step(trial, step)
             self._require_equal(f"from the count of {count} on")
@@ -439,10 +441,6 @@ def _counts(state: Mapping[str, Any]) -> list[str]:
         and (not isinstance(value, Tensor) or (value.numel() == 1 and not value.is_complex()))
         and abs(float(value) - NUM_CONSECUTIVE) <= 1
     ]
-
-
-def _as_count(value: Any, count: int) -> Any:
-    return torch.full_like(value, count) if isinstance(value, Tensor) else type(value)(count)
 
 
 def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
