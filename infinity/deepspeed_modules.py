@@ -29,7 +29,7 @@ from infinity.config.schema.vocabulary import nearest
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.loop.loader import RepeatingLoader
-from infinity.monitors.monitor_master import MonitorMaster
+from infinity.monitors.monitors import MonitorMaster
 from infinity.optim import lr_schedules
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.planning import memory_needs

@@ -26,13 +26,12 @@ from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, ConfigValueError, UnsupportedModelError
 from infinity.monitors import Monitors
-from infinity.optim.facade.no_optimizer import absent_template
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer, let_go
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
-from infinity.optim.template import Template, build_template
+from infinity.optim.template import Template, absent_template, build_template
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.autotune import tune_io
 from infinity.planning.placement import DEVICE_KEY

@@ -112,7 +112,7 @@ class Loading:
         names = {id(part): fqn for fqn, parameter in parameters.items() for part in self._tiled.all_of(parameter)}
         for fqn, parameter in parameters.items():
             found = self._saved.tensor("parameters", fqn)
-            if found is not None and not self._module_hooks.holds(self._tiled.first_of(parameter)):
+            if found is not None and not self._module_hooks.holds(self._tiled.all_of(parameter)[0]):
                 with torch.no_grad():
                     parameter.copy_(found.read(self._threads))
         for unit in self._module_hooks.units:

@@ -49,7 +49,7 @@ class LeftOut:
             for part in self._tiled.all_of(parameter):
                 for piece in self._pieces(part):
                     checksum = crc32c(plain_array(piece), after=checksum)
-            found[fqn] = str(self._tiled.first_of(parameter).dtype).removeprefix("torch."), checksum
+            found[fqn] = str(self._tiled.all_of(parameter)[0].dtype).removeprefix("torch."), checksum
         return found
 
     def check(self, fqns: Collection[str], saved: Mapping[str, tuple[str, int]]) -> None:

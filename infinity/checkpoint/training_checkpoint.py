@@ -134,7 +134,7 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
             others[key] = entry
         elif fqn_or_none is None:  # the model has it no more
             others[key], _ = without_main_weight(entry.gather())
-        elif training.access.has_state(first := training.tiled.first_of(parameter)):
+        elif training.access.has_state(first := training.tiled.all_of(parameter)[0]):
             states.append([key, fqn_or_none, training.access.scalars(first)])
         else:  # what the optimizer's constructor made
             started, _ = without_main_weight(entry.gather())
@@ -470,7 +470,7 @@ def load(
     saved.verify_small_files()
     rest = saved.rest()
     parameters, buffers = whole_parameters(training.model), dict(persistent_buffers(training.model))
-    shapes = {fqn: training.tiled.shape_of(each) for fqn, each in parameters.items()}
+    shapes = {fqn: tuple((training.tiled.of(each) or each).shape) for fqn, each in parameters.items()}
     left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
     same = SameModel(is_strict=is_strict)
     same.shapes("parameters", saved, shapes, left_out)

@@ -43,8 +43,7 @@ class _Named:
                 raise UnsupportedConfigError(f"optimizer.params.{name}", False, problem, cure=cure)
         if not given.get("amsgrad", True):
             del given["amsgrad"]  # of Adagrad, too
-        recipe = resolve(OptimizerSection(cls._name, given), torch.device("cpu"))
-        made = recipe.cls(params, **recipe.kwargs)
+        made = resolve(OptimizerSection(cls._name, given), torch.device("cpu"))(params)
         foreign = sorted(_OF_OTHERS.intersection(*map(set, made.param_groups)) - made.defaults.keys())
         if foreign:
             logger.warning(

@@ -482,7 +482,7 @@ class Engine(Relayout):
 
     def _end_update(self) -> None:
         """All of a step is updated, or on its way: it counts, and is reported."""
-        self._backwards.end_step()
+        self._style.end_step()
         is_profiled = self.is_profiled_step()
         if not self._is_in_step:  # whatever was accumulated with `backward` went into it
             self._begin_accumulation()

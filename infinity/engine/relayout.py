@@ -77,7 +77,7 @@ class Relayout(CheckpointCalls):
             self._parts.exchange.leave()
             self._lay_out(contents)
         except BaseException:
-            template.remove_last_group()
+            template.param_groups.pop()
             if contents is not None:
                 self._lay_out(contents)
             raise

@@ -21,7 +21,7 @@ from infinity.planning.inputs import Request, UnitSize
 from infinity.planning.placement import HOST_KEY, Placement
 from infinity.planning.resting import resting_bytes, spilled_bytes
 from infinity.planning.volumes import TierKey, Volumes
-from infinity.telemetry.counters import DriveCounters
+from infinity.telemetry.reporter import DriveCounters
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.weight_store import WeightStore

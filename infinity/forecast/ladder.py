@@ -27,8 +27,7 @@ from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotP
 from infinity.forecast.draft import Draft
 from infinity.forecast.experts import active_share
 from infinity.forecast.machine import Machine
-from infinity.optim.facade.no_optimizer import absent_template
-from infinity.optim.template import Template, build_template
+from infinity.optim.template import Template, absent_template, build_template
 from infinity.planning.inputs import UnitSize, guessed_order, needed_together
 from infinity.planning.page_sizes import PageSizes
 from infinity.planning.placement import HOST_KEY

@@ -119,7 +119,11 @@ def load_module(
             info.missing_keys.difference_update(kept)
             info.mismatched_keys.difference_update({each for each in info.mismatched_keys if each[0] in kept})
             model._finalize_model_loading(model, load_config, info)
-            _put_back_buffers(model, {name: value for name, value in buffers.items() if name in has_values})
+            for name in buffers.keys() & has_values:
+                owner, _, last = name.rpartition(".")
+                module = model.get_submodule(owner)
+                if last in module._non_persistent_buffers_set:
+                    module._buffers[last] = buffers[name]
             missing = info.missing_keys | (kept - {name for name, *_ in mismatched})
     _keep_objects(model, before)
     return Outcome(sorted(missing), sorted(info.unexpected_keys), mismatched, _of_another_kind(model, tensors))
@@ -224,11 +228,3 @@ def _keep_objects(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
                 old.data = parameter.data
                 made[id(old)] = parameter
             module._parameters[name] = old
-
-
-def _put_back_buffers(model: Any, values: Mapping[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        module, _, last = name.rpartition(".")
-        owner = model.get_submodule(module)
-        if last in owner._non_persistent_buffers_set:
-            owner._buffers[last] = value

@@ -176,6 +176,7 @@ _active = _Active()
 _known: weakref.WeakValueDictionary[tuple[Path, ...], DriveTensors] = weakref.WeakValueDictionary()
 _told: set[str] = set()
 _lock = threading.RLock()
+_is_watching: list[Any] = []
 
 
 def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
@@ -211,7 +212,9 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
                 remove_empty(made)
                 raise
             _known[directories] = tensors
-        _watch_modules()
+        if not _is_watching:
+            _is_watching.append(register_module_parameter_registration_hook(_on_parameter))
+        announce_made_tensors(_on_made_tensor)
     return tensors
 
 
@@ -219,15 +222,6 @@ def _tell(reason: str) -> None:
     if reason not in _told:
         _told.add(reason)
         logger.warning("zero.Init: models are built in host memory, because %s", reason)
-
-
-_is_watching: list[Any] = []
-
-
-def _watch_modules() -> None:
-    if not _is_watching:
-        _is_watching.append(register_module_parameter_registration_hook(_on_parameter))
-    announce_made_tensors(_on_made_tensor)
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

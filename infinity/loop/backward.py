@@ -226,10 +226,6 @@ class Backwards:
         if self.collector.taker not in (None, get_ident()) and not is_compiling():
             raise LastingRefusal(what)
 
-    def end_step(self) -> None:
-        """A step has ended."""
-        self._style.end_step()
-
     def note_drop(self) -> None:
         """A gradient was dropped, as ``module.zero_grad()`` does with one after the other."""
         if not self._stepper.gradients.has_any:

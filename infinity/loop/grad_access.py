@@ -40,14 +40,14 @@ class _Own:
         self.note_taken()
 
     @property
-    def has_changed(self) -> bool:
-        """Whether it was written to since `note_taken`."""
-        return self.has_moved or contents_stamp(self.tensor) != self._stamp
-
-    @property
     def has_moved(self) -> bool:
         """Whether its ``data`` was assigned since `note_taken`."""
         return self.tensor.data_ptr() != self._address
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it was written to since `note_taken`."""
+        return self.has_moved or contents_stamp(self.tensor) != self._stamp
 
     def note_taken(self) -> None:
         """Its values are known."""
@@ -182,7 +182,8 @@ class GradAccess(GradientListener):
             if gradient.layout is not torch.strided:
                 warnings.warn(SparseGradientWarning(slot.spec.fqn), stacklevel=2)
                 gradient = gradient.to_dense()
-        self._take_in_last()
+        if self._own:  # assigned one after the other, tensors that nobody else holds must not pile up
+            self._take_in(next(reversed(self._own)))
         self._residency.await_update(unit)
         self._gradients.set_gradient(unit, slot, None if gradient is None else gradient.detach())
         if gradient is None:
@@ -221,11 +222,6 @@ class GradAccess(GradientListener):
             del view
         for key in list(self._own):
             self._take_in(key)
-
-    def _take_in_last(self) -> None:
-        """Assigned one after the other, tensors that nobody else holds must not pile up."""
-        if self._own:
-            self._take_in(next(reversed(self._own)))
 
     def _take_in(self, key: tuple[int, int]) -> None:
         own = self._own.pop(key)

@@ -145,15 +145,12 @@ class Loader(DataLoader[Any]):
         self._begun_with = None
 
 
-class _Batches:
+class _Batches(Iterator[Any]):
     """An iterator over a loader, which says how far it is."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._batches = loader.begin()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -208,16 +205,13 @@ def make_loader(
     )
 
 
-class RepeatingLoader:
+class RepeatingLoader(Iterator[Any]):
     """An iterator over a loader that begins anew when it ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         """``loader``: what is iterated over again and again."""
         self.loader = loader
         self.data_iter = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         try:

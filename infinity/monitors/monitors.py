@@ -1,15 +1,16 @@
-"""All monitors that a config names, as one: DeepSpeed's ``MonitorMaster``."""
+"""All monitors that a config names, as one."""
 
 from __future__ import annotations
 
+import csv
 import importlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from infinity.config import FileMonitorSection, MonitorsSection, WandbSection
+from infinity.distributed.collectives import world
 from infinity.errors import ConfigValueError
-from infinity.monitors.csv_files import CsvFiles
 from infinity.telemetry.report import StepReport
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Monitors:
             return
         try:
             if section.csv is not None:
-                self._open("csv_monitor", "", CsvFiles, section.csv)
+                self._open("csv_monitor", "", _CsvFiles, section.csv)
             if section.tensorboard is not None:
                 self._open("tensorboard", "tensorboard", _TensorBoard, section.tensorboard)
             if section.wandb is not None:
@@ -125,6 +126,39 @@ class Monitors:
                 monitor.close()
             except Exception as error:
                 logger.warning("%s could not be closed: %s: %s", key, type(error).__name__, error)
+
+
+class MonitorMaster(Monitors):
+    """``MonitorMaster(config.monitor_config)``: what ``engine.monitor`` is, where a script has it without an engine."""
+
+    def __init__(self, monitor_config: MonitorsSection) -> None:
+        """On other processes than the first it writes nothing.
+
+        Raises:
+            ConfigValueError: as `Monitors`.
+        """
+        super().__init__(monitor_config, is_first=world().index == 0)
+
+
+class _CsvFiles:
+    """Appends to ``DIRECTORY/Train_Samples_lr.csv`` and the like, whose first line is ``step,lr``."""
+
+    def __init__(self, section: FileMonitorSection) -> None:
+        """Raises OSError if the directory cannot be made."""
+        self._directory = section.directory
+        self._directory.mkdir(parents=True, exist_ok=True)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        for name, value, samples in events:
+            path = self._directory / (name.replace("/", "_").replace(" ", "_") + ".csv")  # as DeepSpeed names it
+            with path.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                if not file.tell():  # a run that is resumed goes on
+                    writer.writerow(["step", name.rpartition("/")[2]])
+                writer.writerow([samples, value])
+
+    def close(self) -> None:
+        """Nothing is pending."""
 
 
 class _TensorBoard:

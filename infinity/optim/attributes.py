@@ -82,16 +82,8 @@ def refuse_attributes_of_parameters(optimizer: Optimizer, params: Iterable[Tenso
 
 def _names_in(cls: type[Optimizer]) -> set[str]:
     """Names and texts in the code of a class, and in functions of its module that it calls."""
-    found = _known_names.get(cls)
-    if found is None:
-        found = _known_names[cls] = _find_names(cls)
-    return found
-
-
-_known_names: weakref.WeakKeyDictionary[type[Optimizer], set[str]] = weakref.WeakKeyDictionary()
-
-
-def _find_names(cls: type[Optimizer]) -> set[str]:
+    if cls in _known_names:
+        return _known_names[cls]
     rest: list[types.CodeType] = []
     seen: set[types.CodeType] = set()
     modules: list[dict[str, Any]] = []
@@ -117,4 +109,8 @@ def _find_names(cls: type[Optimizer]) -> set[str]:
                 function = module.get(name)
                 if isinstance(function, types.FunctionType) and function.__module__ == module.get("__name__"):
                     rest.append(function.__code__)
+    _known_names[cls] = names
     return names
+
+
+_known_names: weakref.WeakKeyDictionary[type[Optimizer], set[str]] = weakref.WeakKeyDictionary()

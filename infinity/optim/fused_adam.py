@@ -59,10 +59,13 @@ class FusedAdam:
 
     def _prepare(self) -> bool:
         """Whether there is a kernel here."""
-        if self._device.type != "cpu" or not _has_multiply_add():
+        # torch's code has to have a fused multiply-add, as ours has. Without, ours would be slow besides.
+        if self._device.type != "cpu" or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
             return False
-        from infinity.numerics.kernels import kernels  # late, see infinity.numerics.remainder
+        from infinity.numerics.kernels import can_compile, kernels  # late, see infinity.numerics.remainder
 
+        if not can_compile():
+            return False
         self._adam = kernels().adam
         return True
 
@@ -289,13 +292,6 @@ def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if key not in seen:
             seen.add(key)
             yield group
-
-
-def _has_multiply_add() -> bool:
-    """Whether torch's code here has a fused multiply-add, as ours has. Without, ours would be slow besides."""
-    from infinity.numerics.kernels import can_compile
-
-    return can_compile() and torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
 
 
 def _draw(generator: torch.Generator, num_decades: int) -> Tensor:

@@ -180,20 +180,10 @@ class TiledGroups:
                 found.append(tiled.original)
         return found
 
-    def first_of(self, parameter: Any) -> Any:
-        """A parameter's first tile; of one that is not tiled, itself."""
-        tiled = self.of(parameter)
-        return parameter if tiled is None else tiled.tiles[0]
-
     def all_of(self, parameter: Any) -> tuple[Any, ...]:
         """A parameter's tiles; of one that is not tiled, itself."""
         tiled = self.of(parameter)
         return (parameter,) if tiled is None else tiled.tiles
-
-    def shape_of(self, parameter: Tensor) -> tuple[int, ...]:
-        """The shape, also of what is tiled."""
-        tiled = self.of(parameter)
-        return tuple(parameter.shape) if tiled is None else tiled.shape
 
     def give_tiles(self, optimizer: Optimizer) -> None:
         """An optimizer's groups and states are those of the tiles from now on."""

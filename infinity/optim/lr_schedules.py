@@ -19,7 +19,6 @@ import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.errors import ConfigValueError
+from infinity.optim.registry import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +70,10 @@ class _Schedule(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step `last_epoch`, one per parameter group; groups that came later keep theirs, as in DeepSpeed."""
-        rates, groups = self._rates(self.last_epoch), self.optimizer.param_groups
+        rates, groups = self._rates(), self.optimizer.param_groups
         return [*rates[: len(groups)], *(group["lr"] for group in groups[len(rates) :])]
 
-    def _rates(self, step: int) -> list[float]:
+    def _rates(self) -> list[float]:
         raise NotImplementedError
 
 
@@ -105,8 +105,8 @@ class WarmupLR(_Schedule):
         self.warmup_type = _warmup_type(warmup_type)
         super().__init__(optimizer, last_epoch)
 
-    def _rates(self, step: int) -> list[float]:
-        fraction = 0.0 if step == 0 else self._fraction(step - 1)
+    def _rates(self) -> list[float]:
+        fraction = 0.0 if self.last_epoch == 0 else self._fraction(self.last_epoch - 1)
         return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _fraction(self, index: int) -> float:
@@ -162,15 +162,15 @@ class WarmupCosineLR(_Schedule):
         _warn_if_warmup_is_longer(self.warmup_num_steps, self.total_num_steps)
         super().__init__(optimizer, last_epoch)
 
-    def get_lr_ratio(self) -> float:
-        """What each group's own rate is multiplied with in step `last_epoch`."""
-        return 0.0 if self.last_epoch == 0 else self._ratio(self.last_epoch - 1)
-
-    def _rates(self, step: int) -> list[float]:
-        ratio = 0.0 if step == 0 else self._ratio(step - 1)
+    def _rates(self) -> list[float]:
+        ratio = self.get_lr_ratio()
         return [float(rate) * ratio for rate in self.base_lrs]
 
-    def _ratio(self, index: int) -> float:
+    def get_lr_ratio(self) -> float:
+        """What each group's own rate is multiplied with in step `last_epoch`."""
+        if self.last_epoch == 0:
+            return 0.0
+        index = self.last_epoch - 1
         if index < self.warmup_num_steps:
             fraction = _warmup_fraction(index, self.warmup_num_steps, self.warmup_type)
             return self.warmup_min_ratio + fraction * (1.0 - self.warmup_min_ratio)
@@ -239,7 +239,8 @@ class OneCycle(_Schedule):
     def get_lr(self) -> list[float | Tensor]:
         """The rates of step `last_epoch`. Sets the momentum of that step too, as torch's own cyclic schedules do."""
         if self.cycle_momentum:
-            for group, momentum in zip(self.optimizer.param_groups, self._momenta(self.last_epoch), strict=False):
+            momenta = self.min_moms if self.last_epoch == 0 else self._cycled_momenta()
+            for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
                 group["betas"] = (momentum, _ONE_CYCLE_SECOND_BETA)
         return super().get_lr()
 
@@ -248,43 +249,39 @@ class OneCycle(_Schedule):
         """The rise's part of the cycle's steps."""
         return self.num_rise_steps / (self.num_rise_steps + self.num_fall_steps)
 
-    def _rates(self, step: int) -> list[float]:
-        if self._num_decay_steps(step) == 0:
-            height = self._height(step)
+    def _rates(self) -> list[float]:
+        if self._num_decay_steps == 0:
+            height = self._height()
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        return [low / self._decay(self.decay_lr_rate, step) for low in self.min_lrs]
+        return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of step `last_epoch` by the formula, one pair per parameter group; None if momentum is left alone."""
         if not self.cycle_momentum:
             return None
-        return [(momentum, _ONE_CYCLE_SECOND_BETA) for momentum in self._cycled_momenta(self.last_epoch)]
+        return [(momentum, _ONE_CYCLE_SECOND_BETA) for momentum in self._cycled_momenta()]
 
-    def _momenta(self, step: int) -> list[float]:
-        return list(self.min_moms) if step == 0 else self._cycled_momenta(step)
-
-    def _cycled_momenta(self, step: int) -> list[float]:
-        if self._num_decay_steps(step) == 0:
-            height = self._height(step)
+    def _cycled_momenta(self) -> list[float]:
+        if self._num_decay_steps == 0:
+            height = self._height()
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
-        return [high * self._decay(self.decay_mom_rate, step) for high in self.max_moms]
+        return [high * self._decay(self.decay_mom_rate) for high in self.max_moms]
 
-    def _height(self, step: int) -> float:
-        """Where in the cycle step is: 0 at the ends, 1 at the peak."""
-        left = self.num_rise_steps + self.num_fall_steps - step
+    def _height(self) -> float:
+        """Where in the cycle the step is: 0 at the ends, 1 at the peak."""
+        left = self.num_rise_steps + self.num_fall_steps - self.last_epoch
         if left == 0:
             return 0.0  # also of a cycle without a fall, whose peak is thus never reached
-        if step <= self.num_rise_steps:
-            return _staircase(step, self.num_rise_steps, self.num_rise_stairs)
+        if self.last_epoch <= self.num_rise_steps:
+            return _staircase(self.last_epoch, self.num_rise_steps, self.num_rise_stairs)
         return _staircase(left, self.num_fall_steps, self.num_fall_stairs)
 
-    def _num_decay_steps(self, step: int) -> int:
-        return max(0, step - self.num_rise_steps - self.num_fall_steps)
+    @property
+    def _num_decay_steps(self) -> int:
+        return max(0, self.last_epoch - self.num_rise_steps - self.num_fall_steps)
 
-    def _decay(self, rate: float, step: int) -> float:
-        if self.decay_step_size == 0:
-            return 1.0
-        return 1 + rate * self._num_decay_steps(step) / self.decay_step_size
+    def _decay(self, rate: float) -> float:
+        return 1 + rate * self._num_decay_steps / self.decay_step_size if self.decay_step_size else 1.0
 
 
 class LRRangeTest(_Schedule):
@@ -308,8 +305,8 @@ class LRRangeTest(_Schedule):
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_epoch)
 
-    def _rates(self, step: int) -> list[float]:
-        interval = float(step // self.step_size) if self.staircase else step / self.step_size
+    def _rates(self) -> list[float]:
+        interval = float(self.last_epoch // self.step_size) if self.staircase else self.last_epoch / self.step_size
         return [low * (1 + self.step_rate * interval) for low in self.min_lrs]
 
 
@@ -345,8 +342,8 @@ def find_schedule(name: str) -> type[LRScheduler]:
     lowered = {known_name.lower(): known_name for known_name in known}
     exact = lowered.get(name.lower())
     if exact is None:
-        nearest = get_close_matches(name.lower(), lowered, n=1)
-        hint = f"Did you mean '{lowered[nearest[0]]}'? " if nearest else ""
+        near = nearest(name, list(known))
+        hint = f"Did you mean '{near}'? " if near else ""
         cure = f"{hint}There are {', '.join(SCHEDULES)}, and the classes of torch.optim.lr_scheduler"
         raise ConfigValueError("scheduler.type", name, "no such schedule", cure=cure)
     if exact in _NOT_FROM_JSON:

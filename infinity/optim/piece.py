@@ -13,21 +13,11 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.attributes import attributes_of, refuse_attributes_of_parameters
-from infinity.optim.probe import (
-    PIECE_ALIGNMENT,
-    StateSchema,
-    copy_scalar,
-    learn_schema,
-    probe_groups,
-    probe_pageable,
-    probe_whole,
-)
+from infinity.optim.probe import StateSchema, copy_scalar, learn_schema, probe_groups, probe_pageable, probe_whole
 from infinity.optim.registry import is_known, mixes_elements
 from infinity.optim.template import Template
 from infinity.optim.values import same_values
 from infinity.optim.worker import Worker, hyperparameters
-
-__all__ = ["PIECE_ALIGNMENT", "PieceUpdater"]
 
 
 class PieceUpdater:
@@ -67,10 +57,10 @@ class PieceUpdater:
                 values = hyperparameters(group)
                 if not any(_behave_equally(other, values) for other in tried):
                     self._schemas.pop(_kind(values), None)  # a rule nobody knows may look at more than the kind
-                    self._learn(values)
+                    self.schema_under(values)
                     tried.append(values)
             if len(template.param_groups) > 1 and not self._is_known:
-                schemas = [self._learn(hyperparameters(group)) for group in template.param_groups]
+                schemas = [self.schema_under(hyperparameters(group)) for group in template.param_groups]
                 probe_groups(Worker(template.optimizer), template.snapshots(), schemas, self._device)
         if tried and not self._is_known and not self._has_moved:
             raise OptimizerNotPageableError(
@@ -81,7 +71,14 @@ class PieceUpdater:
             )
         self._is_laid_out = True
 
-    def _learn(self, values: Mapping[str, Any]) -> StateSchema:
+    def schema_under(self, values: Mapping[str, Any]) -> StateSchema:
+        """What these hyperparameters make the optimizer keep of a parameter.
+
+        It is found out by a trial for each combination of switches, and of values that are zero or not.
+
+        Raises:
+            OptimizerNotPageableError: a trial step fails, or, in a class that is not a known one, mixes elements.
+        """
         found = self._schemas.get(_kind(values))
         if found is None:
             worker = Worker(self._template.optimizer)  # of its own: updates may be running in another thread
@@ -135,26 +132,12 @@ class PieceUpdater:
                 )
 
     def names_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the float32 state tensors of a parameter's shape that these hyperparameters make the optimizer keep.
-
-        They are found out by a trial for each combination of switches, and of values that are zero or not.
-
-        Raises:
-            OptimizerNotPageableError: a trial step fails, or, in a class that is not a known one, mixes elements.
-        """
-        return self._learn(values).elementwise
-
-    def scalars_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the values, such as `step`, that they make it keep once per parameter; see `names_under`."""
-        return self._learn(values).scalars
+        """Names of the float32 state tensors of a parameter's shape in `schema_under`."""
+        return self.schema_under(values).elementwise
 
     def state_names(self, group_index: int) -> tuple[str, ...]:
         """`names_under` the hyperparameters that this group has now."""
-        return self._learn(hyperparameters(self._template.param_groups[group_index])).elementwise
-
-    def scalar_names(self, group_index: int) -> tuple[str, ...]:
-        """Names of the values kept once per parameter of this group, such as `step`."""
-        return self._learn(hyperparameters(self._template.param_groups[group_index])).scalars
+        return self.names_under(hyperparameters(self._template.param_groups[group_index]))
 
     def update(
         self,
@@ -168,7 +151,7 @@ class PieceUpdater:
 
         Args:
             group: hyperparameters of the parameter's group, see `Template.snapshot`. Not modified.
-            weight: float32, 1-D, of any device; starts at a multiple of `PIECE_ALIGNMENT` elements from the parameter's
+            weight: float32, 1-D, of any device; starts at a multiple of `probe.PIECE_ALIGNMENT` elements from the parameter's
                 start and, unless it is the last piece, is such a multiple long. With `mixes_elements` it is the whole
                 parameter, in its own shape. Changed in place.
             grad: like `weight`. It may be overwritten.

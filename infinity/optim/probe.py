@@ -28,6 +28,7 @@ from infinity.errors import OptimizerNotPageableError
 from infinity.optim.trials import LATE_COUNTS, NUM_CONSECUTIVE, Trial, normal, seldom_trials
 from infinity.optim.values import same_values
 from infinity.optim.worker import Worker
+from infinity.torch_internals.operations import leaves
 
 #: Pieces of a parameter start at multiples of this many elements.
 PIECE_ALIGNMENT = 64
@@ -35,11 +36,6 @@ PIECE_ALIGNMENT = 64
 _NUM_STEPS = 3
 _VECTOR, _MATRIX = (67,), (11, 7)
 """Of what a first trial is made: of a matrix for rules that take no vector (Muon)."""
-
-
-def _odd_cuts(numel: int) -> list[int]:
-    """Pieces shorter than torch's vector loops, so that nearly all elements go through scalar code."""
-    return [0, *takewhile(lambda cut: cut < numel, accumulate(cycle(range(1, 30, 4)))), numel]
 
 
 _Shapes = tuple[tuple[tuple[int, ...], list[int]], ...]
@@ -65,7 +61,10 @@ _SMALL_CUTS: _Shapes = (
 _MATRICES: _Shapes = (((13, 11), []), ((8, 24), []), ((16, 16), []))
 _LARGE_MATRICES: _Shapes = (((263, 109), []), ((13, 11), []))
 _LARGE_CUTS: _Shapes = (((1 << 20,), [0, PIECE_ALIGNMENT << 12, 1 << 20]),)
-_POSITION_CUTS: _Shapes = (((4096,), _odd_cuts(4096)),)
+# Shorter than torch's vector loops, so that nearly all elements go through scalar code.
+_POSITION_CUTS: _Shapes = (
+    ((4096,), [0, *takewhile(lambda cut: cut < 4096, accumulate(cycle(range(1, 30, 4)))), 4096]),
+)
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
                 worker.name,
                 f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape {shape}",
             )
-        if isinstance(value, list | tuple | dict) and _holds_large_tensor(value):
+        if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in leaves(value)):
             raise OptimizerNotPageableError(worker.name, f"its state '{name}' holds tensors inside a container")
     return StateSchema(tuple(elementwise), tuple(scalars), shape)
 
@@ -280,23 +279,15 @@ def _keeping_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
             torch.cuda.set_rng_state(before[3], device)
 
 
+@dataclass(eq=False)
 class _Comparison:
     """The same steps on whole tensors and on pieces of them."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        schema: StateSchema,
-        device: torch.device,
-        group: dict[str, Any],
-        cases: Sequence[tuple[tuple[int, ...], list[int]]],
-    ) -> None:
-        """``cases``: shapes, and where they are cut."""
-        self._worker = worker
-        self._group = group
-        self._schema = schema
-        self._device = device
-        self._cases = cases
+    _worker: Worker
+    _schema: StateSchema
+    _device: torch.device
+    _group: dict[str, Any]
+    _cases: _Shapes
 
     def run(self, trial: Trial, late_counts: Sequence[int] = ()) -> bool:
         """Make the trial's steps, and two more from each of ``late_counts`` on. Returns whether any weight was changed.
@@ -313,13 +304,15 @@ class _Comparison:
         for step in range(trial.num_steps):
             self._make_step(trial, step)
         self._require_equal(trial.what)
-        counts = [_counts(states) for states in zip(self._whole_states, strict=True)]
+        counts = [_counts(state) for state in self._whole_states]
         for count in late_counts:
             if not any(counts):
                 break
             for states in (self._whole_states, self._apart_states):
                 for state, names in zip(states, counts, strict=True):
-                    _set_counts(state, names, count)
+                    for name in names:
+                        value = state[name]
+                        state[name] = torch.full_like(value, count) if isinstance(value, Tensor) else type(value)(count)
             for step in range(2):
                 self._make_step(trial, step)
             self._require_equal(f"from the count of {count} on")
@@ -340,7 +333,18 @@ class _Comparison:
         return values.clone().reshape(-1)
 
     def _step_apart(self, weight: Tensor, grad: Tensor, state: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
-        return _run_pieces(self._step, self._schema, cuts, weight, grad, state)
+        elementwise = self._schema.elementwise
+        parts: list[dict[str, Any]] = []
+        for start, end in pairwise(cuts):
+            # Pieces of a parameter all start from its scalars as they were before the step.
+            given = {
+                name: value[start:end] if name in elementwise else copy_scalar(value) for name, value in state.items()
+            }
+            parts += self._step([weight[start:end]], [grad[start:end]], [given])
+        return {
+            name: torch.cat([part[name] for part in parts]) if name in elementwise else value
+            for name, value in parts[-1].items()
+        }
 
     def _step(self, weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         used = dict(self._group)
@@ -427,9 +431,8 @@ class _WholeComparison(_Comparison):
         )
 
 
-def _counts(states: Any) -> list[str]:
+def _counts(state: Mapping[str, Any]) -> list[str]:
     """Names of what counts steps: it is as large as the number of steps so far, or one off."""
-    (state,) = states
     return [
         name
         for name, value in state.items()
@@ -440,34 +443,6 @@ def _counts(states: Any) -> list[str]:
     ]
 
 
-def _set_counts(state: dict[str, Any], names: Sequence[str], count: int) -> None:
-    for name in names:
-        value = state[name]
-        state[name] = torch.full_like(value, count) if isinstance(value, Tensor) else type(value)(count)
-
-
-def _run_pieces(
-    run: Callable[[list[Tensor], list[Tensor], list[dict[str, Any]]], list[dict[str, Any]]],
-    schema: StateSchema,
-    cuts: list[int],
-    flat: Tensor,
-    grad: Tensor,
-    state: dict[str, Any],
-) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = []
-    for start, end in pairwise(cuts):
-        # Pieces of a parameter all start from its scalars as they were before the step.
-        given = {
-            name: value[start:end] if name in schema.elementwise else copy_scalar(value)
-            for name, value in state.items()
-        }
-        parts += run([flat[start:end]], [grad[start:end]], [given])
-    return {
-        name: torch.cat([part[name] for part in parts]) if name in schema.elementwise else parts[-1][name]
-        for name in parts[-1]
-    }
-
-
 def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
     # With a learning rate of zero (a warm-up's first step) any two runs would agree, and with NaN as well.
     usable = dict(group)
@@ -475,11 +450,3 @@ def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(lr, Tensor | float | int | numpy.generic) and (float(lr) == 0 or not math.isfinite(float(lr))):
         usable["lr"] = torch.full_like(lr, 1e-3) if isinstance(lr, Tensor) else 1e-3
     return usable
-
-
-def _holds_large_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() > 1
-    if isinstance(value, dict):
-        return any(_holds_large_tensor(item) for item in value.values())
-    return isinstance(value, list | tuple) and any(_holds_large_tensor(item) for item in value)

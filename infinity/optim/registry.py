@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -46,9 +46,7 @@ _NOT_PAGEABLE = {
     "LBFGS": "it needs a closure that runs the model several times in a step, and products over all parameters",
     "SparseAdam": "it works on sparse gradients",
     "Adafactor": "it keeps row and column sums of a matrix and scales by the root mean square of a whole parameter",
-    "MuSGD": "its learning rates depend on the shapes of whole parameters",
-    "MuAdam": "its learning rates depend on the shapes of whole parameters",
-    "MuAdamW": "its learning rates depend on the shapes of whole parameters",
+    **dict.fromkeys(("MuSGD", "MuAdam", "MuAdamW"), "its learning rates depend on the shapes of whole parameters"),
     "ZeroOneAdam": "its ranks train on apart for several steps at a time, each with weights of its own",
     "OneBitLamb": "its ranks exchange momenta in one bit, and scale by norms of the whole parameter",
 }
@@ -88,14 +86,6 @@ class OptimizerSection(Protocol):
 
     @property
     def params(self) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class OptimizerRecipe:
-    """A class and the keyword arguments to construct it with, besides the parameters."""
-
-    cls: type[Optimizer]
-    kwargs: dict[str, Any]
 
 
 def is_known(cls: type[Optimizer]) -> bool:
@@ -139,7 +129,7 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
         )
 
 
-def resolve(section: OptimizerSection, device: torch.device) -> OptimizerRecipe:
+def resolve(section: OptimizerSection, device: torch.device) -> functools.partial[Optimizer]:
     """Turn the config's optimizer block into a class and its arguments.
 
     Names are DeepSpeed's in any case of letters (Adam means AdamW unless "adam_w_mode" is false), else those of
@@ -178,14 +168,14 @@ def resolve(section: OptimizerSection, device: torch.device) -> OptimizerRecipe:
     accepted = [name for name in inspect.signature(cls).parameters if name != "params"]
     unknown = [name for name in params if name not in accepted]
     if unknown:
-        raise UnknownConfigKeyError([(f"{_PATH}.{name}", _nearest(name, accepted)) for name in unknown])
+        raise UnknownConfigKeyError([(f"{_PATH}.{name}", nearest(name, accepted)) for name in unknown])
     if params.get("differentiable"):
         raise ConfigValueError(f"{_PATH}.differentiable", True, "no graph is kept through an update", cure="Remove it")
     # JSON has no tuples.
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     if "fused" in accepted and params.get("fused") is None and not params.get("foreach") and _runs_fused(cls, device):
         params["fused"] = True
-    return OptimizerRecipe(cls, params)
+    return functools.partial(cls, **params)
 
 
 def _class_named(name: str) -> type[Optimizer]:
@@ -203,7 +193,7 @@ def _class_named(name: str) -> type[Optimizer]:
         if key.lower() == name.lower():
             raise OptimizerNotPageableError(key, reason, cure=_ONE_BIT_CURES.get(key))
     known = sorted({cls.__name__ for cls in BY_NAME.values()} | {key for key in in_torch if key not in _NOT_PAGEABLE})
-    near = _nearest(name, known)
+    near = nearest(name, known)
     raise ConfigValueError(
         "optimizer.type",
         name,
@@ -260,7 +250,8 @@ def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
     return True
 
 
-def _nearest(name: str, known: list[str]) -> str | None:
+def nearest(name: str, known: list[str]) -> str | None:
+    """What may have been meant by a name that is not among those that are known."""
     by_lower = {key.lower(): key for key in known}
     close = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
     return by_lower[close[0]] if close else None

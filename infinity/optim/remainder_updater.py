@@ -91,37 +91,21 @@ class RemainderUpdater:
         block_numel = max(numel, 1) if goes_at_once else _BLOCK_NUMEL
         for start in range(body, numel, block_numel):
             span = slice(start, min(start + block_numel, numel))
-            views = {name: values[span] for name, values in state.items()}
-            names, advanced = self._update_block(
-                group, weight[span], remainder[span], gradient[span], scale, views, scalars, is_first, formed
-            )
+            main, slope = self._scratch(span.stop - span.start, weight.device)
+            join(weight[span], remainder[span], main)
+            slope.copy_(gradient[span])
+            if scale is not None:
+                slope.mul_(scale)
+            views = {name: formed(values[span]) for name, values in state.items()}
+            given = None if is_first else views
+            tensors, advanced = self._updater.update(group, formed(main), formed(slope), given, scalars)
+            if is_first:
+                for name in tensors:
+                    views[name].copy_(tensors[name])
+            split(main, weight[span], remainder[span])
+            names = tuple(tensors)
+            del tensors  # before the next block's are made
         return names, advanced
-
-    def _update_block(
-        self,
-        group: Mapping[str, Any],
-        weight: Tensor,
-        remainder: Tensor,
-        gradient: Tensor,
-        scale: Tensor | None,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Any],
-        is_first: bool,
-        formed: Callable[[Tensor], Tensor],
-    ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        main, slope = self._scratch(weight.numel(), weight.device)
-        join(weight, remainder, main)
-        slope.copy_(gradient)
-        if scale is not None:
-            slope.mul_(scale)
-        state = {name: formed(values) for name, values in state.items()}
-        given = None if is_first else state
-        tensors, advanced = self._updater.update(group, formed(main), formed(slope), given, scalars)
-        if is_first:
-            for name, tensor in tensors.items():
-                state[name].copy_(tensor)
-        split(main, weight, remainder)
-        return tuple(tensors), advanced
 
     def _scratch(self, numel: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Memory for a joined weight and its gradient. It is kept: an allocation per block would cost more than the rest."""

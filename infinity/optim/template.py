@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,15 +17,8 @@ from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, 
 from infinity.optim.classes.muon import Muon, is_for_muon
 from infinity.optim.groups import Groups, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
-from infinity.optim.registry import (
-    OptimizerRecipe,
-    OptimizerSection,
-    is_known,
-    refuse_not_pageable,
-    refuse_wrapper,
-    resolve,
-)
-from infinity.optim.worker import Worker, hyperparameters, one_element, require_states_of_parameters
+from infinity.optim.registry import OptimizerSection, is_known, refuse_not_pageable, refuse_wrapper, resolve
+from infinity.optim.worker import Worker, hyperparameters, one_element, refuse_common
 
 #: What `initialize(optimizer=...)` takes, or the config's block.
 OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
@@ -63,7 +56,7 @@ class Template:
             # What a constructor filled in: each piece's first step does it again, exactly.
             self._untouched = dict(optimizer.state)
             optimizer.state.clear()
-        self._started = {
+        self.started = {
             param: {name: _compact(value) for name, value in state.items()}
             for param, state in self._untouched.items()
             if is_known(type(optimizer))
@@ -118,10 +111,6 @@ class Template:
         """Each group's hyperparameters as they are now, for an update that runs later. Tensors are copied."""
         return [hyperparameters(group) for group in self.param_groups]
 
-    def replace_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        """``optimizer.param_groups = ...``: the user's own instance has them, too."""
-        self.optimizer.param_groups = param_groups
-
     def add_group(self, param_group: dict[str, Any]) -> None:
         """As torch's ``add_param_group``, with its errors. Nothing is kept of a refused one."""
         before = list(self.param_groups)
@@ -135,26 +124,14 @@ class Template:
         finally:
             self.optimizer.state = state
 
-    def remove_last_group(self) -> None:
-        """Undo `add_group`."""
-        self.param_groups.pop()
-
-    def is_started(self, param: Tensor) -> bool:
-        """Whether the constructor made a state for the parameter."""
-        return param in self._started
-
     def started_state(self, param: Tensor) -> dict[str, Any]:
         """The state that the constructor made for the parameter, empty if none."""
         return {
             name: torch.full(param.shape, value, dtype=torch.float32, device="cpu")
             if isinstance(value, float)
             else value.clone()
-            for name, value in self._started.get(param, {}).items()
+            for name, value in self.started.get(param, {}).items()
         }
-
-    def forget_started(self, param: Tensor) -> None:
-        """The parameter has had another state since."""
-        self._started.pop(param, None)
 
     def take_initial_states(self) -> Iterator[tuple[Parameter, dict[str, Any]]]:
         """Move out the state that the optimizer had when it was passed in: of a training that goes on.
@@ -248,19 +225,18 @@ def build_template(
         ParameterGroupError: a trainable parameter is in no group or in two.
         ModelError: a group holds a tensor that is no parameter of the model.
     """
-    fqns: dict[Parameter, str] = {}
-    for fqn, param in named_params:
-        fqns.setdefault(param, fqn)
+    fqns = _names_of(named_params)
     device = torch.device(device)
     if isinstance(source, Optimizer):
         optimizer = source
     else:
         groups = _GroupSpec.read(model_parameters, fqns)
-        _check_groups(groups.members, fqns)
+        _check_groups(groups.members(), fqns)
         optimizer = _construct(source, groups, fqns, device)
     refuse_not_pageable(type(optimizer))
     refuse_wrapper(optimizer)
-    require_states_of_parameters(optimizer)
+    keys: list[Any] = list(optimizer.state)
+    refuse_common(optimizer, [key for key in keys if not isinstance(key, Tensor)])
     _check_groups([group["params"] for group in optimizer.param_groups], fqns)
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -272,13 +248,38 @@ def build_template(
     return Template(optimizer, fqns, device, tiled)
 
 
+class _Absent(Optimizer):
+    def __init__(self) -> None:
+        # Not Optimizer.__init__, which refuses to have no parameters.
+        super().__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": []})
+
+    def step(self, closure: Any = None) -> NoReturn:
+        raise RuntimeError("there is no optimizer")
+
+
+def absent_template(named_params: Iterable[tuple[str, Parameter]], device: torch.device) -> Template:
+    """That of an engine that updates nothing, for a model that is evaluated only: no groups, no states.
+
+    Args:
+        named_params: all parameters of the model.
+        device: where updates would run.
+    """
+    return Template(_Absent(), _names_of(named_params), device)
+
+
+def _names_of(named_params: Iterable[tuple[str, Parameter]]) -> dict[Parameter, str]:
+    """The first name of each."""
+    fqns: dict[Parameter, str] = {}
+    for fqn, param in named_params:
+        fqns.setdefault(param, fqn)
+    return fqns
+
+
 @dataclass(frozen=True)
 class _GroupSpec:
-    """What was passed as parameters: the items of a group as given, and the parameters in them."""
+    """What was passed as parameters: of each group the items as given, and its other entries."""
 
-    items: list[list[Any]]
-    members: list[list[Any]]
-    options: list[dict[str, Any]]
+    groups: list[tuple[list[Any], dict[str, Any]]]
     is_grouped: bool
 
     @classmethod
@@ -287,32 +288,29 @@ class _GroupSpec:
             model_parameters = [param for param in fqns if param.requires_grad]
         given = [model_parameters] if isinstance(model_parameters, Tensor | Mapping) else list(model_parameters)
         is_grouped = bool(given) and isinstance(given[0], Mapping)
-        groups: list[Any] = given if is_grouped else [{"params": given}]
-        items = [
-            [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"]) for group in groups
-        ]
-        return cls(
-            items=items,
-            members=[[item[1] if isinstance(item, tuple) else item for item in group] for group in items],
-            options=[{key: value for key, value in group.items() if key != "params"} for group in groups],
-            is_grouped=is_grouped,
-        )
+        groups = []
+        for group in given if is_grouped else [{"params": given}]:
+            options = dict(group)
+            params = options.pop("params")
+            groups.append(([params] if isinstance(params, Tensor) else list(params), options))
+        return cls(groups, is_grouped)
+
+    def members(self) -> list[list[Any]]:
+        """The parameters of each group."""
+        return [[_member(item) for item in items] for items, _ in self.groups]
 
     def divided_for_muon(self, fqns: Mapping[Parameter, str]) -> _GroupSpec:
         """Each group that does not say ``use_muon`` becomes two."""
-        divided: list[tuple[list[Any], list[Any], dict[str, Any]]] = []
-        for items, members, options in zip(self.items, self.members, self.options, strict=True):
+        divided: list[tuple[list[Any], dict[str, Any]]] = []
+        for items, options in self.groups:
             if "use_muon" in options:
-                divided.append((items, members, options))
+                divided.append((items, options))
                 continue
-            kinds = [is_for_muon(fqns[member], member) for member in members]
+            kinds = [is_for_muon(fqns[_member(item)], _member(item)) for item in items]
             for kind in sorted(set(kinds) or {False}, reverse=True):
-                own = [place for place, found in enumerate(kinds) if found == kind]
-                divided.append(
-                    ([items[place] for place in own], [members[place] for place in own], {**options, "use_muon": kind})
-                )
-        found = [list(each) for each in zip(*divided, strict=True)]
-        return _GroupSpec(found[0], found[1], found[2], is_grouped=True)
+                own = [item for item, found in zip(items, kinds, strict=True) if found == kind]
+                divided.append((own, {**options, "use_muon": kind}))
+        return _GroupSpec(divided, is_grouped=True)
 
     def for_constructor(self, replace: Callable[[Tensor], Tensor] | None = None) -> list[Any]:
         """Fresh groups (constructors write into them) or a plain list, as given; with stand-ins if wanted."""
@@ -322,19 +320,22 @@ class _GroupSpec:
                 return item
             return (item[0], replace(item[1])) if isinstance(item, tuple) else replace(item)
 
-        items = [[swap(item) for item in group] for group in self.items]
-        if not self.is_grouped:
-            return items[0]
-        return [{**options, "params": group} for options, group in zip(self.options, items, strict=True)]
+        swapped = [{**options, "params": [swap(item) for item in items]} for items, options in self.groups]
+        return swapped if self.is_grouped else swapped[0]["params"]
+
+
+def _member(item: Any) -> Any:
+    return item[1] if isinstance(item, tuple) else item
 
 
 def _construct(source: Any, groups: _GroupSpec, fqns: Mapping[Parameter, str], device: torch.device) -> Optimizer:
     recipe = _recipe(source, device)
-    if recipe is not None:
-        refuse_not_pageable(recipe.cls)
-        if recipe.cls is Muon:
-            groups = groups.divided_for_muon(fqns)
-    if recipe is None or not is_known(recipe.cls):
+    cls: Any = None if recipe is None else recipe.func
+    if cls is not None:
+        refuse_not_pageable(cls)
+    if cls is Muon:
+        groups = groups.divided_for_muon(fqns)
+    if recipe is None or not is_known(cls):
         optimizer = source(groups.for_constructor()) if recipe is None else _made(recipe, groups.for_constructor())
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -358,19 +359,19 @@ def _construct(source: Any, groups: _GroupSpec, fqns: Mapping[Parameter, str], d
     return optimizer
 
 
-def _made(recipe: OptimizerRecipe, groups: list[Any]) -> Optimizer:
-    make: Callable[..., Optimizer] = recipe.cls
+def _made(recipe: functools.partial[Optimizer], groups: list[Any]) -> Optimizer:
     try:
-        return make(groups, **recipe.kwargs)
+        return recipe(groups)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer {recipe.cls.__name__}: {error}", key="optimizer") from error
+        raise ConfigError(f"optimizer {recipe.func.__name__}: {error}", key="optimizer") from error
 
 
-def _recipe(source: Any, device: torch.device) -> OptimizerRecipe | None:
+def _recipe(source: Any, device: torch.device) -> functools.partial[Optimizer] | None:
+    """A class, and the keyword arguments to construct it with besides the parameters; None for any other callable."""
     if isinstance(source, type) and issubclass(source, Optimizer):
-        return OptimizerRecipe(source, {})
+        return functools.partial(source)
     if isinstance(source, functools.partial) and isinstance(source.func, type) and not source.args:
-        return OptimizerRecipe(source.func, dict(source.keywords))
+        return source
     if callable(source):
         return None
     if isinstance(source, OptimizerSection):

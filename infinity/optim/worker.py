@@ -74,18 +74,18 @@ class Worker:
         clone.defaults = dict(optimizer.defaults)
         clone.state = defaultdict(dict)
         clone.param_groups = []
-        self._optimizer = clone
-        self._step: Callable[[Optimizer], Any] = _without_hooks(cls.step)
+        self.optimizer = clone
+        """The clone, without parameters and state between calls."""
+        # torch replaces a class's `step` by a wrapper marked `hooked`, which runs hooks and opens a profiler range.
+        step: Any = cls.step
+        self._step: Callable[[Optimizer], Any] = (
+            getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+        )
 
     @property
     def name(self) -> str:
         """The class's name, as messages call it."""
-        return type(self._optimizer).__name__
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The clone, without parameters and state between calls."""
-        return self._optimizer
+        return type(self.optimizer).__name__
 
     def run(
         self,
@@ -118,7 +118,7 @@ class Worker:
         states: Sequence[Sequence[dict[str, Any]]],
     ) -> list[list[dict[str, Any]]]:
         """The same with several groups at once: for each of them what `run` takes, and what it returns."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         leaves: list[list[Tensor]] = []
         try:
             for group, *members in zip(groups, weights, grads, states, strict=True):
@@ -131,7 +131,7 @@ class Worker:
                     if plain_address(updated) != plain_address(weight):
                         weight.copy_(updated)  # the optimizer assigned `p.data` instead of writing into it
             found = [[optimizer.state.pop(leaf, None) or {} for leaf in members] for members in leaves]
-            _refuse_common(optimizer, list(optimizer.state))
+            refuse_common(optimizer, list(optimizer.state))
             return found
         finally:
             optimizer.state.clear()
@@ -144,7 +144,7 @@ class Worker:
         leaf = torch.nn.Parameter(weight)
         leaf.grad = grad
         if state:
-            self._optimizer.state[leaf] = state
+            self.optimizer.state[leaf] = state
         return leaf
 
     def load(self, group: Mapping[str, Any], state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Worker:
             state: of one parameter. Its large tensors would be copied: put one-element ones in their place.
             like: has the parameter's device and dtype.
         """
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         stand_in = torch.nn.Parameter(like, requires_grad=False)
         optimizer.param_groups = [{**group, "params": [stand_in]}]
         try:
@@ -166,17 +166,12 @@ class Worker:
             optimizer.param_groups.clear()
 
 
-def require_states_of_parameters(optimizer: Optimizer) -> None:
-    """Refuse what is in ``optimizer.state`` under a key that is no parameter.
+def refuse_common(optimizer: Optimizer, keys: Iterable[Any]) -> None:
+    """Refuse what is in ``optimizer.state`` under these keys, which are no parameter's.
 
     Raises:
         OptimizerNotPageableError: which key.
     """
-    keys: list[Any] = list(optimizer.state)
-    _refuse_common(optimizer, [key for key in keys if not isinstance(key, Tensor)])
-
-
-def _refuse_common(optimizer: Optimizer, keys: Iterable[Any]) -> None:
     found = [key for key in keys if optimizer.state[key] != {}]  # who looks for what is not there gets an empty one
     if found:
         what = "another tensor" if isinstance(found[0], Tensor) else repr(found[0])
@@ -186,11 +181,3 @@ def _refuse_common(optimizer: Optimizer, keys: Iterable[Any]) -> None:
             "in common",
             cure="Keep it for each parameter: self.state[parameter]",
         )
-
-
-def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    # torch replaces a class's `step` by a wrapper marked `hooked`, which runs hooks and opens a profiler range.
-    if getattr(step, "hooked", False):
-        inner: Callable[..., Any] = getattr(step, "__wrapped__", step)
-        return inner
-    return step

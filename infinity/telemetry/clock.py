@@ -73,11 +73,9 @@ class StepClock:
 
     def __init__(self, stamps: StampSource | None = None, timeline: Timeline | None = None) -> None:
         """``timeline``: where spans are recorded, if anywhere."""
-        self.waited_seconds: dict[str, float] = dict.fromkeys(_CAUSES, 0.0)
-        self.compute_seconds = 0.0
-        self.phase_seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
         self.waiting_for = ""
         self.began_seconds = time.perf_counter()
+        self.reset()
         self._timeline = timeline
         self._stamps: StampSource = stamps or _HostTime()
         self._phase = ""
@@ -157,7 +155,7 @@ class StepClock:
         now = time.perf_counter()
         elapsed = now - self.began_seconds
         self.began_seconds = now
-        self.waited_seconds = dict.fromkeys(_CAUSES, 0.0)
+        self.waited_seconds: dict[str, float] = dict.fromkeys(_CAUSES, 0.0)
         self.compute_seconds = 0.0
-        self.phase_seconds = dict.fromkeys(_PHASES, 0.0)
+        self.phase_seconds: dict[str, float] = dict.fromkeys(_PHASES, 0.0)
         return elapsed

@@ -147,11 +147,10 @@ class StepReport:
 
     def describe(self) -> str:
         """One line in words."""
-        busy = [f"read {self.read_busy_share:.0%}", f"write {self.write_busy_share:.0%}"]
         parts = [
             f"step {self.step}: {self.seconds:.{_digits(self.seconds)}f} s",
             f"compute {self.compute_share:.0%}",
-            f"drive busy {self.drive_busy_share:.0%} ({', '.join(busy)})",
+            f"drive busy {self.drive_busy_share:.0%} (read {self.read_busy_share:.0%}, write {self.write_busy_share:.0%})",
             f"{_bytes(self.read_bytes)} read, {_bytes(self.write_bytes)} written",
             f"waited: {self._waits()}",
             f"bound by {_WORDS[self.bound_by]}",

@@ -15,12 +15,26 @@ from infinity.device.compute import Copy
 from infinity.errors import ConfigValueError, NonFiniteLossWarning
 from infinity.telemetry.chrome_trace import KEY, check_writable
 from infinity.telemetry.clock import StepClock
-from infinity.telemetry.counters import DriveCounters
 from infinity.telemetry.recording import Recording
 from infinity.telemetry.report import StepReport
 from infinity.telemetry.timeline import Row
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DriveCounters:
+    """A snapshot of the NVMe tier; several drives together. Busy seconds count time with any of them at work once."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+    read_busy_seconds: float = 0.0
+    write_busy_seconds: float = 0.0
+    busy_seconds: float = 0.0
+
+    def since(self, before: DriveCounters) -> DriveCounters:
+        """What happened between two snapshots."""
+        return DriveCounters(**{name: now - getattr(before, name) for name, now in vars(self).items()})
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,10 @@ def watch(watcher: Watcher) -> None:
     global _watchers
     _watchers = (*(known for known in _watchers if known() is not None), weakref.ref(watcher))
     if not _installed:
-        _announce_fused_kernels()
+        library = torch.library.Library("aten", "IMPL")
+        for operation in _fused_kernels():
+            library.impl(operation, _announcing(operation), "ADInplaceOrView", with_keyset=True)
+        _installed.append(library._destroy)
         for owner, name in _EXPOSING:
             _wrap(owner, name, torch.Tensor, lambda watcher, tensor: watcher.before_exposure(tensor))
         for owner in (torch.UntypedStorage, torch.storage.TypedStorage):
@@ -107,13 +110,6 @@ def _wrap(owner: Any, name: str, kind: type, announce: Callable[[Any, Any], None
     is_own = name in vars(owner)
     setattr(owner, name, wrapped)
     _installed.append(lambda: setattr(owner, name, function) if is_own else delattr(owner, name))
-
-
-def _announce_fused_kernels() -> None:
-    library = torch.library.Library("aten", "IMPL")
-    for operation in _fused_kernels():
-        library.impl(operation, _announcing(operation), "ADInplaceOrView", with_keyset=True)
-    _installed.append(library._destroy)
 
 
 @functools.cache

@@ -21,24 +21,16 @@ def _copy(out: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
     out.copy_(source)
 
 
-def _cat(out: torch.Tensor, tensors: Any, dim: int = 0) -> None:
-    torch.cat(tensors, dim, out=out)
-
-
-def _stack(out: torch.Tensor, tensors: Any, dim: int = 0) -> None:
-    torch.stack(tensors, dim, out=out)
-
-
 def _leave(out: torch.Tensor, *args: Any, **options: Any) -> None:
     """It is zeros, which is what was asked for, or as good as any."""
 
 
 # What other operations make is copied when it is there.
-_FILLS: dict[Any, Callable[..., None]] = {
+_FILLS: dict[Any, Callable[..., object]] = {
     _aten._to_copy.default: _copy,
     _aten.clone.default: _copy,
-    _aten.cat.default: _cat,
-    _aten.stack.default: _stack,
+    _aten.cat.default: lambda out, tensors, dim=0: torch.cat(tensors, dim, out=out),
+    _aten.stack.default: lambda out, tensors, dim=0: torch.stack(tensors, dim, out=out),
     **{
         each: _leave
         for each in (
@@ -115,12 +107,10 @@ def _described(func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
     if any(each.layout is not torch.strided for each in tensors):
         return None
     args, kwargs = tree_map_only(torch.Tensor, _without_values, (args, kwargs))
-    result: torch.Tensor = func(*args, **{**kwargs, **({"device": "meta"} if _takes_device(func) else {})})
+    if any(argument.name == "device" for argument in func._schema.arguments):
+        kwargs = {**kwargs, "device": "meta"}
+    result: torch.Tensor = func(*args, **kwargs)
     return result
-
-
-def _takes_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 def _without_values(tensor: torch.Tensor) -> torch.Tensor:

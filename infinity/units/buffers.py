@@ -66,8 +66,7 @@ class BufferCast:
         self._model = model
         self._compute_dtype = compute_dtype
         self._buffer_dtype = buffer_dtype
-        floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
-        came = {parameter.dtype for parameter in floating}
+        came = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         self._cast_dtypes = {
             dtype
             for dtype in came
@@ -100,9 +99,6 @@ class _Explanation:
 
     def __init__(self, compute_dtype: torch.dtype | None) -> None:
         self._compute_dtype = compute_dtype
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Explanation:
-        return _Explanation(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Explanation, (None,)

@@ -38,7 +38,8 @@ def check_model(model: nn.Module) -> None:
                 cure="Pass the model as it was before compiling",
                 fqn=fqn,
             )
-        wrapper = next((each for each in type(module).__mro__ if each.__name__ in _WRAPPERS and _is_torch(each)), None)
+        of_torch = (each for each in type(module).__mro__ if each.__module__.partition(".")[0] == "torch")
+        wrapper = next((each for each in of_torch if each.__name__ in _WRAPPERS), None)
         if wrapper is not None:
             raise UnsupportedModelError(
                 f"module '{fqn or type(module).__name__}' is wrapped in torch's {wrapper.__name__}, which exchanges gradients "
@@ -79,10 +80,6 @@ def check_model(model: nn.Module) -> None:
     _check_views(model, parameters)
     if not parameters:
         raise NoTrainableParameterError()
-
-
-def _is_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
 
 
 def warn_of_other_dtypes(model: nn.Module) -> None:

@@ -143,9 +143,8 @@ class Originals:
         else:
             value = self._stored(parameter)
         for dim, step in enumerate(stride):
-            value = (
-                value[(slice(None),) * dim + (slice(0, 1),)] if step == 0 else value
-            )  # as many looked at one element
+            if step == 0:  # as many looked at one element
+                value = value[(slice(None),) * dim + (slice(0, 1),)]
         if drives is not None:
             place = drives.empty(value.shape, dtype, stride=stride)
         else:

@@ -42,30 +42,24 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
         matched.update(hits)
         return bool(hits)
 
-    def is_list_of_blocks(child: nn.Module) -> bool:
-        if not isinstance(child, nn.ModuleList | nn.Sequential):
+    def has_parameters(child: nn.Module) -> bool:
+        return any(True for _ in child.parameters())
+
+    def is_list_of_blocks(parent: nn.Module) -> bool:
+        if patterns or not isinstance(parent, nn.ModuleList | nn.Sequential):
             return False
-        classes = [type(block) for block in child if any(True for _ in block.parameters())]
+        classes = [type(block) for block in parent if has_parameters(block)]
         return any(classes.count(kind) >= 2 for kind in set(classes))
 
     def visit(parent: nn.Module, prefix: str) -> None:
+        is_list = is_list_of_blocks(parent)
         for name, child in parent.named_children():
-            fqn = f"{prefix}{name}"
-            if patterns:
-                if by_pattern(child, fqn):
-                    blocks.append(fqn)
-                    continue
-            elif is_list_of_blocks(child):
-                blocks.extend(
-                    f"{fqn}.{inner}" for inner, block in child.named_children() if any(True for _ in block.parameters())
-                )
-                continue
-            visit(child, f"{fqn}.")
+            if has_parameters(child) if is_list else by_pattern(child, f"{prefix}{name}"):
+                blocks.append(f"{prefix}{name}")
+            elif not is_list:
+                visit(child, f"{prefix}{name}.")
 
-    if not patterns and is_list_of_blocks(module):
-        blocks.extend(name for name, block in module.named_children() if any(True for _ in block.parameters()))
-    else:
-        visit(module, "")
+    visit(module, "")
     unmatched = [p for p in patterns if p not in matched]
     if unmatched:
         classes = sorted({type(m).__name__ for m in module.modules()})

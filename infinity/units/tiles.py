@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch.nn import functional
 from infinity.device.drive_tensors import DriveTensors, drives_of
 from infinity.optim.groups import TILES, TiledGroups, TiledParameter
 from infinity.torch_internals.names import as_plain
-from infinity.torch_internals.operations import METADATA, name_of
+from infinity.torch_internals.operations import METADATA, leaves, name_of
 from infinity.units.parameter import placeholder
 
 _ELEMENTS = 64
@@ -121,7 +121,7 @@ class TiledWeight(nn.Parameter):
             return _linear(*args, **kwargs)
         if func is functional.embedding:
             return _embedding(*args, **kwargs)
-        weight = next(_weights_in((*args, *kwargs.values())))
+        weight = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, TiledWeight))
         if (func in METADATA and func not in _HOOKS) or func is torch.Tensor.untyped_storage:  # which nobody can read
             if func in _SETTING_GRAD:
                 for tile in weight.tiles.tiled.tiles:
@@ -159,15 +159,6 @@ _SETTING_GRAD: tuple[Any, ...] = (torch.Tensor.requires_grad_, torch.Tensor.requ
 
 _HOOKS: tuple[Any, ...] = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 """They would never be called."""
-
-
-def _weights_in(arguments: Iterable[Any]) -> Iterator[TiledWeight]:
-    """Also those in lists."""
-    for each in arguments:
-        if isinstance(each, TiledWeight):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _weights_in(each)
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
@@ -211,13 +202,11 @@ class Tiling:
         """
         self._places: list[tuple[nn.Module, nn.Parameter]] = []
         self._handles: list[Any] = []
-        owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
-        values: dict[int, nn.Parameter] = {}
+        owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
         for prefix, module in model.named_modules() if above_bytes is not None else ():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.numel() * item_bytes > (above_bytes or 0):
-                    owners.setdefault(id(parameter), []).append((prefix, module, name))
-                    values[id(parameter)] = parameter
+                    owners.setdefault(parameter, []).append((prefix, module, name))
         inside = {
             id(child)
             for module in model.modules()
@@ -226,22 +215,18 @@ class Tiling:
         }
         new = functools.partial(_new, tuple(directories))
         tiled: list[TiledParameter] = []
-        for key, parameter in values.items():
-            places = owners[key]
+        for parameter, places in owners.items():
             if _can_be_tiled(parameter, places) and not any(id(module) in inside for _, module, _ in places):
                 fqn = f"{places[0][0]}.weight".removeprefix(".")
                 tiled.append(_cut(fqn, parameter, (above_bytes or 0) // item_bytes, new))
                 tiles = Tiles(tiled[-1])
                 for _, module, _ in places:
-                    self._place(module, parameter, tiles)
+                    del module._parameters["weight"]
+                    module.add_module(TILES, tiles)
+                    self._handles.append(module.register_state_dict_post_hook(_join_state_dict))
+                    self._handles.append(module.register_load_state_dict_pre_hook(_split_state_dict))
+                    self._places.append((module, parameter))
         self.groups = TiledGroups(tiled)
-
-    def _place(self, module: nn.Module, parameter: nn.Parameter, tiles: Tiles) -> None:
-        del module._parameters["weight"]
-        module.add_module(TILES, tiles)
-        self._handles.append(module.register_state_dict_post_hook(_join_state_dict))
-        self._handles.append(module.register_load_state_dict_pre_hook(_split_state_dict))
-        self._places.append((module, parameter))
 
     def show(self) -> None:
         """Modules have something in place of their weights from now on."""
@@ -376,6 +361,3 @@ def _split_state_dict(
         value = None
     for number, part in enumerate(tiled.split(value) if value is not None else tiled.tiles):
         state_dict[f"{prefix}{TILES}.{number}.weight"] = part
-
-
-__all__ = ["TILES", "Tile", "TiledWeight", "Tiles", "Tiling", "tiled_in", "untiled_name", "whole_parameters"]

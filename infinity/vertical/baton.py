@@ -104,11 +104,6 @@ class Lane:
         name = f"infinity-micro-batch-{index}"
         self.thread = threading.Thread(target=_serve, args=(self._mailbox,), name=name, daemon=True)
 
-    def start(self) -> None:
-        """Begin to serve, unless that has happened."""
-        if self.thread.ident is None:
-            start_threads(self.thread)
-
     # ---------------------------------------------------------------------------------------------- training thread
 
     def begin(self, function: Callable[[], Any]) -> None:
@@ -243,9 +238,11 @@ class Lanes:
             self._pid = os.getpid()
         while len(self._lanes) < num_lanes:
             self._lanes.append(Lane(len(self._lanes)))
-        for lane in self._lanes[:num_lanes]:
-            lane.start()
-        return self._lanes[:num_lanes]
+        taken = self._lanes[:num_lanes]
+        for lane in taken:
+            if lane.thread.ident is None:
+                start_threads(lane.thread)
+        return taken
 
     def abandon(self) -> None:
         """End what still runs in any of them. A lane that does not end in time is replaced."""

@@ -122,7 +122,7 @@ class UnitCall:
             is_trial: look closely at everything that might differ the second time.
         """
         self.site = site
-        self._owner = owner
+        self.owner = owner
         self._forward = forward
         self._boundary = boundary
         self._device = device
@@ -172,7 +172,7 @@ class UnitCall:
         built = Built()
         form = tree.build(given, built)
         saving = torch.autograd.graph.saved_tensors_hooks(*self._boundary.hooks_with(trail))
-        result = self._owner.compute(functools.partial(self._first, saving, form))
+        result = self.owner.compute(functools.partial(self._first, saving, form))
         del trail, form, saving
         built.check_unchanged()
         tree.check_unchanged()
@@ -247,11 +247,6 @@ class UnitCall:
 
     # ---------------------------------------------------------------------------------------------------- backward
 
-    @property
-    def owner(self) -> Owner:
-        """The micro-batch."""
-        return self._owner
-
     def take_edges(self) -> list[Edge]:
         """Where the gradients of the inputs go, or would go if the call gave something new back; told once."""
         edges, self._untold_edges = self._untold_edges, []
@@ -264,8 +259,8 @@ class UnitCall:
 
     def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients of the results have come at its node: the sums of all that came so far."""
-        if not self._owner.is_forward_over:
-            self._owner.refuse(Refusal("the model's forward differentiates through its blocks itself"))
+        if not self.owner.is_forward_over:
+            self.owner.refuse(Refusal("the model's forward differentiates through its blocks itself"))
         if self.is_over:
             raise RuntimeError(f"a gradient of {self.site.name} came after its backward")
         for index, gradient in enumerate(gradients):
@@ -304,16 +299,21 @@ class UnitCall:
             for item, edge in zip(self._inputs, self._edges, strict=True)
         ]
         with contextlib.ExitStack() as stack:
-            if self._random is not None:
-                stack.enter_context(self._random.replayed())
+            if self._random is not None:  # what is drawn is what was drawn then, and afterwards what would come now
+                stack.callback(RandomState(self._device.torch_device).restore)
+                self._random.restore()
             if self._buffer_values is not None:
-                stack.enter_context(self._buffer_values.replayed(self.site.buffers))
+                stack.callback(self.site.buffers.capture().restore)
+                self._buffer_values.restore()
             earlier = [None if edge is None else take(edge) for edge in self._edges]
             with recomputing():
                 # What is no leaf takes gradients part by part.
                 given = [x if g is None else _enter(x, None) for x, g in zip(leaves, earlier, strict=True)]
                 results = self._compute(given)
-            self._check_same(results)
+            if self._is_trial and not all(
+                torch.equal(a, _checksum(b)) for a, b in zip(self._sums, results, strict=True)
+            ):
+                raise Refusal(f"{self.site.name} gives another result when it is computed again")
             roots = [(x, g) for x, g in zip([*given, *results], [*earlier, *gradients], strict=True) if g is not None]
             del given, earlier
             del results, gradients
@@ -331,10 +331,6 @@ class UnitCall:
         if self._results[-1] >= len(result.tensors):
             raise Refusal(f"{self.site.name} returns less when it is computed again")
         return [result.tensors[index] for index in self._results]
-
-    def _check_same(self, results: Sequence[torch.Tensor]) -> None:
-        if self._is_trial and not all(torch.equal(a, _checksum(b)) for a, b in zip(self._sums, results, strict=True)):
-            raise Refusal(f"{self.site.name} gives another result when it is computed again")
 
     def check_arguments(self) -> None:
         """Raise `Refusal` if an object that it was given, and will be given again, has changed since."""

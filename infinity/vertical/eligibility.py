@@ -34,29 +34,19 @@ class Suitability:
             asked: the config's ``infinity.schedule``.
             reason_against: why it makes no sense for this model and this config, whatever happens; None if it does.
         """
-        self._asked = asked
-        self._against = reason_against
+        self.is_asked = asked == "vertical"
+        """Whether the config asks for it, and not only allows it."""
+        self.reason_against = "the config asks for it" if asked == "ordinary" else reason_against
+        """Why no step goes vertically any more; None while they do."""
         self._num_failures = 0
         self._num_successes = 0
         self._said: set[str] = set()
         self._failed_last = False
-        if asked == "ordinary":
-            self._against = "the config asks for it"
-
-    @property
-    def reason_against(self) -> str | None:
-        """Why no step goes vertically any more; None while they do."""
-        return self._against
 
     @property
     def is_expected(self) -> bool:
         """Whether steps go vertically as far as the config tells: it asks for that, and nothing is against it."""
-        return self._asked == "vertical" and self._against is None
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the config asks for it, and not only allows it."""
-        return self._asked == "vertical"
+        return self.is_asked and self.reason_against is None
 
     @property
     def is_proven(self) -> bool:
@@ -73,7 +63,7 @@ class Suitability:
         self._failed_last = True
         self._num_failures += 1
         if is_final or self._num_failures > _FREE_FAILURES + self._num_successes // _SUCCESSES_PER_FAILURE:
-            self._against = reason
+            self.reason_against = reason
         self.say(reason)
 
     def say(self, reason: str) -> None:
@@ -95,7 +85,7 @@ class Suitability:
         if self._failed_last:
             self._failed_last = False
             self._num_failures -= 1
-            self._against = None
+            self.reason_against = None
 
 
 def place_for_schedule(

@@ -289,9 +289,7 @@ class Glue:
         """
         edges = [edge for edge in self._waiting if getattr(edge[0], "call", None) is call]
         if edges:
-            gradients = [self._waiting[edge] for edge in edges]
-            for edge in edges:
-                del self._waiting[edge]
+            gradients = [self._waiting.pop(edge) for edge in edges]
             torch.autograd.backward(_edges(edges), gradients)
 
     def run(self, position: int) -> None:

@@ -29,9 +29,10 @@ class Interception:
         """``blocks``: FQNs of the modules that were made units of their own."""
         self._model = module_hooks.model
         self._module_hooks = module_hooks
-        self._sites: list[Site] = []
+        self.sites: list[Site] = []
+        """The modules, each before its descendants."""
         self._before: list[tuple[nn.Module, Any]] = []
-        self._relieved: list[nn.Module] = []
+        self._relieved: list[Any] = []
         modules = dict(module_hooks.model.named_modules())
         for block in blocks:
             home = _home(module_hooks, modules[block])
@@ -40,13 +41,8 @@ class Interception:
             for name, module in modules[block].named_modules(prefix=block):
                 units = {module_hooks.locate(p)[0].index for p in module.parameters() if module_hooks.holds(p)}
                 if home.index in units and not isinstance(module, torch.jit.ScriptModule):
-                    self._sites.append(Site(name, module, home))
-        self._units = {site.unit.index for site in self._sites}
-
-    @property
-    def sites(self) -> Sequence[Site]:
-        """The modules, each before its descendants."""
-        return self._sites
+                    self.sites.append(Site(name, module, home))
+        self._units = {site.unit.index for site in self.sites}
 
     def is_unit(self, unit: Unit) -> bool:
         """Whether ``unit`` is that of a block."""
@@ -59,13 +55,16 @@ class Interception:
             for module in self._model.modules():
                 if _checkpoints_itself(module):
                     self._relieved.append(module)
-                    _set_checkpointing(module, is_on=False)
-            for site in self._sites:
+                    self._relieved[-1].gradient_checkpointing = False
+            for site in self.sites:
                 if id(site.module) in self._module_hooks.covered:
                     continue  # its forward is part of a compiled one
                 attributes = site.module.__dict__
                 self._before.append((site.module, attributes.get("forward", _ABSENT)))
-                attributes["forward"] = _wrap(handler, site, _computing(site.module.forward))
+                forward = site.module.forward
+                # Without the engine's own checkpointing: units are recomputed anyway.
+                computing = forward.forward if isinstance(forward, RecomputedForward) else forward
+                attributes["forward"] = _wrap(handler, site, computing)
             yield
         finally:
             self.restore()
@@ -80,13 +79,8 @@ class Interception:
                 module.__dict__["forward"] = forward
             del self._before[-1]
         while self._relieved:
-            _set_checkpointing(self._relieved[-1], is_on=True)
+            self._relieved[-1].gradient_checkpointing = True
             del self._relieved[-1]
-
-
-def _computing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Without the engine's own checkpointing: units are recomputed anyway."""
-    return forward.forward if isinstance(forward, RecomputedForward) else forward
 
 
 def _wrap(handler: Handler, site: Site, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +109,3 @@ def _checkpoints_itself(module: Any) -> bool:
     function = getattr(module, "_gradient_checkpointing_func", None)
     use_reentrant = getattr(function, "keywords", {}).get("use_reentrant")
     return getattr(module, "gradient_checkpointing", None) is True and use_reentrant is False
-
-
-def _set_checkpointing(module: Any, *, is_on: bool) -> None:
-    module.gradient_checkpointing = is_on

@@ -103,11 +103,12 @@ class MicroBatch:
 
     def _run(self, compute_loss: Callable[[], torch.Tensor], ambient: Ambient) -> torch.Tensor:
         _present.micro_batch = self
+        watch = self._tools.watch
         try:
             with (
                 self._tools.turn.lent(),
                 ambient.entered(),
-                self._watching(),
+                contextlib.nullcontext() if watch is None else watch.watching(self._place, self._note_hook),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(*self._tools.hooks),
             ):
@@ -117,10 +118,6 @@ class MicroBatch:
                 return loss
         finally:
             _present.micro_batch = None
-
-    def _watching(self) -> contextlib.AbstractContextManager[Any]:
-        watch = self._tools.watch
-        return contextlib.nullcontext() if watch is None else watch.watching(self._place, self._note_hook)
 
     def _note_hook(self, tensor: torch.Tensor) -> None:
         if not self.is_inside:
@@ -143,33 +140,23 @@ class MicroBatch:
         self._lane.park(Arrived(site, with_gradient))
         self.is_inside = True
         try:
-            result = self._compute(site, forward, args, kwargs, with_gradient)
+            if with_gradient:
+                tools = self._tools
+                call = UnitCall(site, forward, self, tools.boundary, tools.device, is_trial=tools.is_trial)
+                self.calls.append(call)
+                result = call.run(args, kwargs, tools.anchor)
+                self.glue.note_call(call.take_edges())
+                self.glue.watch(tensors_in(result))
+            else:
+                self.calls.append(None)
+                self.glue.note_call(None)
+                result = forward(*args, **kwargs)
             self._note_place()
         except Refusal as refusal:
             self.refuse(refusal)
         finally:
             self.is_inside = False
         self._lane.park(Computed())
-        return result
-
-    def _compute(
-        self,
-        site: Site,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        with_gradient: bool,
-    ) -> Any:
-        if not with_gradient:
-            self.calls.append(None)
-            self.glue.note_call(None)
-            return forward(*args, **kwargs)
-        tools = self._tools
-        call = UnitCall(site, forward, self, tools.boundary, tools.device, is_trial=tools.is_trial)
-        self.calls.append(call)
-        result = call.run(args, kwargs, tools.anchor)
-        self.glue.note_call(call.take_edges())
-        self.glue.watch(tensors_in(result))
         return result
 
     def compute(self, function: Callable[[], T]) -> T:

@@ -281,19 +281,18 @@ class VerticalStep:
             self._end_moment(2 * position - 2)
 
     def _backward_of_unit(self, position: int, unit: Unit) -> None:
-        calls = [(batch, batch.calls[position - 1]) for batch in self._batches]
+        calls = [(batch, call) for batch in self._batches if (call := batch.calls[position - 1]) is not None]
         for batch, call in calls:
-            if call is not None:
-                batch.glue.deliver(call)
-        if not any(call is not None and call.has_gradient for _, call in calls):
+            batch.glue.deliver(call)
+        if not any(call.has_gradient for _, call in calls):
             for _, call in calls:
-                if call is not None and not call.is_over:
+                if not call.is_over:
                     call.drop()
             return
         self._on.pager.enter(unit)
         try:
             for batch, call in calls:
-                if call is None or call.is_over:
+                if call.is_over:
                     continue
                 if not call.has_gradient:
                     call.drop()

@@ -51,7 +51,13 @@ class UnitSums:
         if unit.index in self._complete:
             raise LateGradientError(next(iter(gradients)).spec.fqn, unit=unit.name, step=self._step)
         if not self._device.shares_host_memory:
-            _add_up(self._on_device.setdefault(unit.index, {}), gradients)
+            sums = self._on_device.setdefault(unit.index, {})
+            for slot, gradient in gradients.items():
+                ordered = in_slot_order(gradient, slot)
+                if slot in sums:
+                    sums[slot].add_(ordered)
+                else:
+                    sums[slot] = ordered.to(torch.float32, copy=True)
         else:
             if unit.index not in self._open:
                 self._stepper.gradients.open_sum(unit)
@@ -79,12 +85,3 @@ class UnitSums:
         if is_complete and not self._stepper.gradients.offer(unit):
             self._stepper.gradients.close_sum(unit)
         # Else more is to come: it stays in memory until somebody else needs the room.
-
-
-def _add_up(sums: dict[Slot, torch.Tensor], gradients: Mapping[Slot, torch.Tensor]) -> None:
-    for slot, gradient in gradients.items():
-        ordered = in_slot_order(gradient, slot)
-        if slot in sums:
-            sums[slot].add_(ordered)
-        else:
-            sums[slot] = ordered.to(torch.float32, copy=True)

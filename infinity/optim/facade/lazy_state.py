@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -148,10 +149,9 @@ class LazyEntry(dict[str, Any]):
 
     def _change(self, values: Mapping[str, Any]) -> None:
         present = self._access.read()
+        # Else they are the tensors that were read: `ShownStates` sees what was written.
         if present.keys() != values.keys() or any(present[key] is not value for key, value in values.items()):
-            self._access.replace(
-                values
-            )  # else they are the tensors that were read: `ShownStates` sees what was written
+            self._access.replace(values)
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """``optimizer.state[param] = values``."""
@@ -189,10 +189,11 @@ class LazyEntry(dict[str, Any]):
         return key, self.pop(key)
 
 
+@dataclass(eq=False, repr=False)
 class LazyState(MutableMapping[Any, Any]):
     """`optimizer.state`: maps each parameter that has state to its lazy entry. Nothing is stored here.
 
-    Args:
+    Attributes:
         params: the optimizer's parameters in the order of its groups.
         has_state: whether a tensor is a parameter of the model that has had an update.
         entry: makes a parameter's entry.
@@ -200,34 +201,26 @@ class LazyState(MutableMapping[Any, Any]):
         known: all parameters of the model.
     """
 
-    def __init__(
-        self,
-        params: Callable[[], Iterator[Tensor]],
-        has_state: Callable[[Tensor], bool],
-        entry: Callable[[Tensor], LazyEntry | None],
-        others: MutableMapping[Any, Any],
-        known: Callable[[], Iterator[Tensor]],
-    ) -> None:
-        self._params = params
-        self._known = known
-        self._has_state = has_state
-        self._entry = entry
-        self._others = others
+    params: Callable[[], Iterator[Tensor]]
+    has_state: Callable[[Tensor], bool]
+    entry: Callable[[Tensor], LazyEntry | None]
+    others: MutableMapping[Any, Any]
+    known: Callable[[], Iterator[Tensor]]
 
     def _entry_of(self, key: Any) -> LazyEntry | None:
-        return self._entry(key) if isinstance(key, Tensor) else None
+        return self.entry(key) if isinstance(key, Tensor) else None
 
     def __getitem__(self, key: Any) -> Any:
         # As torch's, which is a defaultdict: a parameter without state gives an empty entry.
         entry = self._entry_of(key)
-        return self._others[key] if entry is None else entry
+        return self.others[key] if entry is None else entry
 
     def __contains__(self, key: object) -> bool:
-        return (isinstance(key, Tensor) and self._has_state(key)) or key in self._others
+        return (isinstance(key, Tensor) and self.has_state(key)) or key in self.others
 
     def __iter__(self) -> Iterator[Any]:
-        held = [param for param in self._params() if param not in self._others and self._has_state(param)]
-        yield from [*held, *self._others]
+        held = [param for param in self.params() if param not in self.others and self.has_state(param)]
+        yield from [*held, *self.others]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -235,7 +228,7 @@ class LazyState(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         entry = self._entry_of(key)
         if entry is None:
-            self._others[key] = value
+            self.others[key] = value
         else:
             entry.assign(value)
 
@@ -244,7 +237,7 @@ class LazyState(MutableMapping[Any, Any]):
             raise KeyError(key)
         entry = self._entry_of(key)
         if entry is None:
-            del self._others[key]
+            del self.others[key]
         else:
             entry.clear()
 
@@ -257,10 +250,10 @@ class LazyState(MutableMapping[Any, Any]):
         return value
 
     def clear(self) -> None:
-        for param in self._known():  # that of parameters which have left the groups, too
-            if self._has_state(param):
+        for param in self.known():  # that of parameters which have left the groups, too
+            if self.has_state(param):
                 del self[param]
-        self._others.clear()
+        self.others.clear()
 
     def replace(self, values: Mapping[Any, Any]) -> None:
         """``optimizer.state = values``."""

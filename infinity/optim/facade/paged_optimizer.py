@@ -145,7 +145,7 @@ class PagedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._template.replace_groups(groups)
+        self._template.optimizer.param_groups = groups  # the user's own instance has them, too
 
     @property
     def state(self) -> Any:
@@ -223,7 +223,9 @@ class PagedOptimizer(Optimizer):
     @property
     def optimizer(self) -> Optimizer:
         """Where DeepSpeed has the optimizer that it wraps: this one, with the same groups and states."""
-        return _Unwrapped.named_as(self._template.optimizer)(self)
+        name = type(self._template.optimizer).__name__  # loggers show it
+        unwrapped: Optimizer = type(name, (_Unwrapped,), {})(self)
+        return unwrapped
 
     @cached_property
     def parameter_offload(self) -> NoHooks:
@@ -258,23 +260,19 @@ class PagedOptimizer(Optimizer):
         With 16-bit weights, the entries hold the fp32 main weights as well: see ``infinity.optim.main_weights``.
         """
         with self._backend.optimizer_turn("optimizer.state_dict()"):
-            return self._lazy_state_dict()
-
-    def _lazy_state_dict(self) -> dict[str, Any]:
-        hooks = self._optimizer_state_dict_pre_hooks
-        for pre_hook in hooks.values():
-            pre_hook(self)
-        self._optimizer_state_dict_pre_hooks = OrderedDict()
-        self._gives_dict = True
-        try:
-            found = super().state_dict()
-        finally:
-            self._gives_dict = False
-            self._optimizer_state_dict_pre_hooks = hooks
-        mains = self._mains
-        if mains is not None:
-            self._add_main_weights(found, mains)
-        return without_tiles(found, self._template, self._shown.lend)
+            hooks = self._optimizer_state_dict_pre_hooks
+            for pre_hook in hooks.values():
+                pre_hook(self)
+            self._optimizer_state_dict_pre_hooks = OrderedDict()
+            self._gives_dict = True
+            try:
+                found = super().state_dict()
+            finally:
+                self._gives_dict = False
+                self._optimizer_state_dict_pre_hooks = hooks
+            if self._mains is not None:
+                self._add_main_weights(found, self._mains)
+            return without_tiles(found, self._template, self._shown.lend)
 
     def _add_main_weights(self, found: dict[str, Any], mains: MainWeightKeeper) -> None:
         ids = chain.from_iterable(group["params"] for group in found["param_groups"])
@@ -341,7 +339,7 @@ class PagedOptimizer(Optimizer):
         """Whether a parameter has state."""
         if param not in self._template:
             return bool(self._loose.state.get(param))
-        return self._template.is_started(param) or self._keeper.has_state(param)
+        return param in self._template.started or self._keeper.has_state(param)
 
     def has_place(self, param: Tensor) -> bool:
         """Whether a parameter can have state."""
@@ -363,10 +361,9 @@ class PagedOptimizer(Optimizer):
         state, main = without_main_weight(state)
         values = self._template.read().of(param)
         if state and values is not None:
-            names, scalars = self._updater.names_under(values), self._updater.scalars_under(values)
-            check_entry(self._template.fqn(param), state, names, scalars)
+            check_entry(self._template.fqn(param), state, self._updater.schema_under(values))
         self._keeper.load_state(param, state)
-        self._template.forget_started(param)
+        self._template.started.pop(param, None)
         if main is not None and self._mains is not None:
             self._mains.load_main_weight(param, main)
 
@@ -388,23 +385,12 @@ class PagedOptimizer(Optimizer):
             "Use optimizer.state_dict() with torch.save or copy.deepcopy"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__getstate__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__getstate__()
-
 
 class _Unwrapped(PagedOptimizer):
     """The same optimizer, but for its attribute ``optimizer``: whoever unwraps comes to an end."""
 
     def __init__(self, optimizer: PagedOptimizer) -> None:
         self.__dict__ = optimizer.__dict__
-
-    @classmethod
-    def named_as(cls, optimizer: Optimizer) -> type[_Unwrapped]:
-        """A class with the name of the user's: loggers show it."""
-        return type(type(optimizer).__name__, (cls,), {})
 
     def __eq__(self, other: object) -> bool:
         """In DeepSpeed it is the very one that was passed, in which schedulers are looked for."""

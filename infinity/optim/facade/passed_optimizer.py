@@ -33,10 +33,10 @@ class PassedOptimizer:
         """Whether the paged one has had states."""
         self._handles = [
             passed.register_step_pre_hook(self._before_step),
-            passed.register_step_post_hook(self._after_step),
+            passed.register_step_post_hook(self._note_use),
             passed.register_state_dict_post_hook(self._after_state_dict),
             passed.register_load_state_dict_pre_hook(self._before_load),
-            passed.register_load_state_dict_post_hook(self._after_load),
+            passed.register_load_state_dict_post_hook(self._note_use),
         ]
         _known[passed] = self
 
@@ -64,7 +64,7 @@ class PassedOptimizer:
                 cure="Call step() of the one that was returned. After engine.close(), load what its state_dict() gave before",
             )
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _note_use(self, optimizer: Optimizer, *_: Any) -> None:
         self._is_used = self._is_used or isinstance(optimizer, PagedOptimizer)
 
     def _after_state_dict(self, optimizer: Optimizer, _: dict[str, Any]) -> dict[str, Any] | None:
@@ -87,9 +87,6 @@ class PassedOptimizer:
         numbers = count()
         groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
         return {"state": {}, "param_groups": groups}
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        self._is_used = self._is_used or isinstance(optimizer, PagedOptimizer)
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, PassedOptimizer] = weakref.WeakKeyDictionary()

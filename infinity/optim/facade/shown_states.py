@@ -109,8 +109,8 @@ class ShownStates:
         """What the user has assigned."""
         self._latest: Mapping[str, Any] | None = None
         """Keeps what was assigned last: it may be changed although nobody else holds it when that is looked for."""
-        self._stale: list[tuple[Tensor, _Shown]] = []
-        """What was read before the last step."""
+        self._stale: list[tuple[str, _Shown]] = []
+        """What was read before the last step, by parameter's names."""
         self._lent: list[tuple[str, _Shown]] = []
         """Copies by parameter's names: what is written into them is an error."""
 
@@ -183,24 +183,19 @@ class ShownStates:
                 shown.note_stored()
             if shown.forget():
                 del self._shown[param]
-        for param, shown in list(self._stale):
-            changed_names = shown.changes()
-            shown.note_stored()  # it is told once
-            if shown.forget():
-                self._stale = [pair for pair in self._stale if pair[1] is not shown]
-            if changed_names:
-                raise StaleStateError(self._name(param), changed_names[0])
-        for fqn, shown in list(self._lent):
-            changed_names = shown.changes()
-            shown.note_stored()
-            if shown.forget():
-                self._lent = [pair for pair in self._lent if pair[1] is not shown]
-            if changed_names:
-                raise StaleStateError(fqn, changed_names[0], is_copy=True)
+        for kept in (self._stale, self._lent):
+            for pair in list(kept):
+                fqn, shown = pair
+                changed_names = shown.changes()
+                shown.note_stored()  # it is told once
+                if shown.forget():
+                    kept.remove(pair)
+                if changed_names:
+                    raise StaleStateError(fqn, changed_names[0], is_copy=kept is self._lent)
 
     def expire(self) -> None:
         """A step has been made, or all states were replaced: what was handed out is not the state any more."""
         self._given.clear()
         if self._shown:
-            self._stale += self._shown.items()
+            self._stale += [(self._name(param), shown) for param, shown in self._shown.items()]
             self._shown.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -13,23 +13,25 @@ from infinity.errors import OptimizerNotPageableError
 from infinity.optim.facade.lazy_state import LazyEntry, StateKeeper
 from infinity.optim.main_weights import PENDING, MainWeightKeeper, without_main_weight
 from infinity.optim.piece import PieceUpdater
+from infinity.optim.probe import StateSchema
 from infinity.optim.template import Template
 from infinity.optim.worker import Worker, hyperparameters, one_element
 
 
-def check_entry(fqn: str, entry: Mapping[str, Any], names: Sequence[str], scalars: Sequence[str]) -> None:
+def check_entry(fqn: str, entry: Mapping[str, Any], schema: StateSchema) -> None:
     """Check a parameter's state that was assigned as it is.
 
     Raises:
         ValueError: something is missing that a step needs, or not stored as what it is.
     """
-    missing = [name for name in (*names, *scalars) if name not in entry]
+    names = (*schema.elementwise, *schema.scalars)
+    missing = [name for name in names if name not in entry]
     if missing:
         raise ValueError(
             f"the state for '{fqn}' lacks {', '.join(map(repr, missing))}, which the next step needs. Give all of "
-            f"{', '.join(map(repr, (*names, *scalars)))}, or none: then the parameter starts anew"
+            f"{', '.join(map(repr, names))}, or none: then the parameter starts anew"
         )
-    for name in names:
+    for name in schema.elementwise:
         value = entry[name]
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
             kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -63,13 +65,12 @@ class StateLoader:
         for index, group in enumerate(self._groups):
             self._check_names(index, group)
         saved_ids = chain.from_iterable(group["params"] for group in saved_groups)
-        self._entries: list[tuple[Tensor, Mapping[str, Any]]] = [
-            (param, state_dict["state"].get(saved_id, {}))
+        states, pending = state_dict["state"], state_dict.get(PENDING, {})
+        self._entries: list[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]] = [
+            (param, states.get(saved_id, {}), pending.get(saved_id, {}))
             for param, saved_id in zip(template.params(), saved_ids, strict=True)
         ]
-        self._pending: Mapping[Any, Any] = state_dict.get(PENDING, {})
-        self._ids = list(chain.from_iterable(group["params"] for group in saved_groups))
-        for param, lazy in self._entries:
+        for param, lazy, _ in self._entries:
             # Checking a lazy entry would read it from storage once more; it is checked when it is loaded.
             if not isinstance(lazy, LazyEntry):
                 entry, main = without_main_weight(lazy)
@@ -83,12 +84,12 @@ class StateLoader:
 
     def load_into(self, keeper: StateKeeper, mains: MainWeightKeeper | None) -> None:
         """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts."""
-        for (param, lazy), saved_id in zip(self._entries, self._ids, strict=True):
+        for param, lazy, pending in self._entries:
             if not keeper.has_place(param):
                 continue  # it is never updated
             entry, main = without_main_weight(_plain(lazy))
-            if main is None and saved_id in self._pending:
-                _, main = without_main_weight(_plain(self._pending[saved_id]))
+            if main is None:
+                _, main = without_main_weight(_plain(pending))
             if main is not None and mains is not None:
                 mains.load_main_weight(param, main)
             tensors = self._elementwise(param, entry)
@@ -128,7 +129,9 @@ class StateLoader:
             return
         try:
             scalars = self._scalars(param, entry)
-            missing = [name for name in self._updater.scalar_names(self._index_of[id(param)]) if name not in scalars]
+            group = self._template.param_groups[self._index_of[id(param)]]
+            needed = self._updater.schema_under(hyperparameters(group)).scalars
+            missing = [name for name in needed if name not in scalars]
             int(scalars.get("step", 0))
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             missing = [repr(error)]

@@ -75,9 +75,8 @@ def with_tiles(given: Mapping[str, Any], template: Template) -> Mapping[str, Any
         return given
     numbers = count()
     result: dict[str, Any] = {**given, "param_groups": [], **{name: {} for name in _STATES if name in given}}
-    for group, saved in zip(
-        template.param_groups, given["param_groups"], strict=False
-    ):  # if not as many, torch says so
+    # If there are not as many, torch says so.
+    for group, saved in zip(template.param_groups, given["param_groups"], strict=False):
         members = tiled.without_tiles(group["params"])
         if len(members) != len(saved["params"]):
             return given

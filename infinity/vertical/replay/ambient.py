@@ -132,13 +132,3 @@ class RandomState:
         torch.set_rng_state(self._states[0])
         if len(self._states) > 1:
             torch.cuda.set_rng_state(self._states[1], self._device)
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Inside the ``with`` block the draws are those that came next then; after it, those that would come now."""
-        present = RandomState(self._device)
-        self.restore()
-        try:
-            yield
-        finally:
-            present.restore()

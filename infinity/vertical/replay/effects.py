@@ -6,7 +6,6 @@ Knows modules' buffers and attributes, and random generators; must not know unit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,16 +72,6 @@ class BufferValues:
             _put_back(buffer, values)
             home[name] = buffer
 
-    @contextmanager
-    def replayed(self, buffers: Buffers) -> Iterator[None]:
-        """Inside the ``with`` block the values are those of then; after it, those of now."""
-        present = buffers.capture()
-        self.restore()
-        try:
-            yield
-        finally:
-            present.restore()
-
 
 class StepStart:
     """A model and the generators as they are before a step, to begin it anew."""
@@ -102,15 +91,20 @@ class StepStart:
         earlier = {} if before is None else before._tensors
         self._tensors: dict[Key, _Tensor] = {}
         for home, name, value in self._present_tensors():
-            known = earlier.get((id(home), name))
-            is_known = known is not None and known.is_copy_of(value) and (id(home), name) not in written
-            self._tensors[id(home), name] = known if known is not None and is_known else _Tensor(home, value)
+            key = id(home), name
+            known = earlier.get(key)
+            # Of what is small the copy may be out of date: see `_SMALL_BYTES`.
+            if known is None or not known.is_same(value) or value.nbytes <= _SMALL_BYTES or key in written:
+                known = _Tensor(home, value)
+            self._tensors[key] = known
         self._attributes = [(module, dict(_others_of(module))) for module in self._modules]
         self._holders = ObjectState(
             (f"{type(module).__name__}.{name}", value)
             for module, attributes in self._attributes
             for name, value in attributes.items()
         )
+        self.too_much = self._holders.too_much
+        """An attribute that holds more than can be compared, by class and name."""
         owners: list[tuple[Any, str]] = [(module, name) for module in self._modules for name in _HOOKS]
         owners += [(parameter, name) for parameter in model.parameters() for name in _HOOKS_OF_TENSORS]
         self._hooks = [
@@ -123,11 +117,6 @@ class StepStart:
                 for name, value in list(home.items()):
                     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter | TiledWeight):
                         yield home, name, value
-
-    @property
-    def too_much(self) -> str | None:
-        """An attribute that holds more than can be compared, by class and name."""
-        return self._holders.too_much
 
     def changed(self, *, is_thorough: bool) -> str | None:
         """An attribute of a module that a forward has changed since, by class and name; buffers do not count.
@@ -203,10 +192,6 @@ class _Tensor:
         if not self.is_same(value) or self._clone is None or not is_small or value.layout is not torch.strided:
             return self.is_same(value)
         return same_bits(value, self._clone)
-
-    def is_copy_of(self, value: torch.Tensor) -> bool:
-        """Whether the copy of ``value`` is certain to be up to date."""
-        return self.is_same(value) and value.nbytes > _SMALL_BYTES
 
     def restore(self, name: str) -> None:
         """The tensor is in its place again, with its values."""

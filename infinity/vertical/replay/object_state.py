@@ -76,7 +76,7 @@ class _Holder:
     def __init__(
         self,
         read: Callable[[], Any],
-        write: Callable[[Any], None] | None,
+        write: Callable[[Any], object] | None,
         equal: Callable[[Any, Any], bool],
         *,
         items: Callable[[Any], Iterable[Any]] = lambda state: (),
@@ -124,7 +124,10 @@ def _holders_of(value: Any) -> Iterable[_Holder]:
     slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
     if slots:
         yield _Holder(
-            lambda: _read_slots(value, slots), lambda state: _fill_slots(value, state), _same_mapping, items=dict.values
+            lambda: {name: found for name in slots if (found := getattr(value, name, _ABSENT)) is not _ABSENT},
+            lambda state: _fill_slots(value, state),
+            _same_mapping,
+            items=dict.values,
         )
 
 
@@ -143,7 +146,7 @@ def _of_known(value: Any) -> _Holder | None:
     if isinstance(value, deque):
         return _Holder(lambda: list(value), lambda state: _refill_deque(value, state), _same_items, items=iter)
     if isinstance(value, torch.Generator):
-        return _Holder(value.get_state, lambda state: _none(value.set_state(state)), torch.equal)
+        return _Holder(value.get_state, value.set_state, torch.equal)
     if isinstance(value, random.Random):
         return _Holder(value.getstate, value.setstate, lambda a, b: bool(a == b))
     if isinstance(value, np.random.Generator):
@@ -177,10 +180,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(raw_bytes(a), raw_bytes(b))
 
 
-def _none(*_: Any) -> None:
-    """For functions of which only the effect counts."""
-
-
 def _refill(kind: Any, container: Any, items: Any) -> None:
     """With the methods of ``kind``, whatever a subclass made of them."""
     kind.clear(container)
@@ -196,10 +195,6 @@ def _slots_of(kind: type) -> list[str]:
     slots = kind.__dict__.get("__slots__", ())
     names = [slots] if isinstance(slots, str) else list(slots)
     return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
-
-
-def _read_slots(value: Any, slots: Iterable[str]) -> dict[str, Any]:
-    return {name: found for name in slots if (found := getattr(value, name, _ABSENT)) is not _ABSENT}
 
 
 def _fill_slots(value: Any, state: dict[str, Any]) -> None:

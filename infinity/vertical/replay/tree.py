@@ -151,14 +151,12 @@ class Built:
         for container, before in self._containers:
             content = content_of(container)
             now = () if content is None else (*content[0], *content[1])
-            if len(now) != len(before) or any(a is not b and a != b for a, b in _comparable(now, before)):
+            if len(now) != len(before) or not all(map(_is_same, now, before)):
                 raise Refusal(f"a block changes a {type(container).__name__} that it is given")
 
 
-def _comparable(now: Sequence[Any], before: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    for a, b in zip(now, before, strict=True):
-        is_atom = isinstance(a, _ATOMS) and isinstance(b, _ATOMS)
-        yield (a, b) if is_atom else (id(a), id(b))
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, _ATOMS) and isinstance(b, _ATOMS) and bool(a == b))
 
 
 def content_of(value: Any) -> tuple[Sequence[Any], Sequence[Any]] | None:

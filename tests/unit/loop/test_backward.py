@@ -404,7 +404,7 @@ def test_what_ends_a_step_ends_it_for_the_divisor() -> None:
         assert bench.style.divisor(is_engine_step=True) == 4
 
     begin()
-    bench.backwards.end_step()
+    bench.style.end_step()
     assert bench.style.divisor(is_engine_step=True) == 1
     begin()
     bench.stepper.gradients.has_any = True

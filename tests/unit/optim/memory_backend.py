@@ -14,7 +14,8 @@ from torch import Tensor
 
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
-from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.probe import PIECE_ALIGNMENT
 from infinity.optim.template import OptimizerSource, Template, build_template
 
 

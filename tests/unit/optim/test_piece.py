@@ -17,7 +17,8 @@ from infinity.errors import OptimizerNotPageableError
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
-from infinity.optim.piece import PIECE_ALIGNMENT, PieceUpdater
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.probe import PIECE_ALIGNMENT
 from infinity.optim.registry import is_known
 from infinity.optim.template import build_template
 from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
@@ -297,9 +298,10 @@ def test_tensor_learning_rate_and_betas_give_the_bits_of_the_whole() -> None:
 )
 def test_state_names(source: Any, elementwise: tuple[str, ...], scalars: tuple[str, ...]) -> None:
     param = torch.nn.Parameter(torch.zeros(2))
-    updater = PieceUpdater(build_template(source([param]), [("weight", param)], "cpu"))
+    template = build_template(source([param]), [("weight", param)], "cpu")
+    updater = PieceUpdater(template)
     assert set(updater.state_names(0)) == set(elementwise)
-    assert set(updater.scalar_names(0)) == set(scalars)
+    assert set(updater.schema_under(template.snapshots()[0]).scalars) == set(scalars)
 
 
 def test_groups_may_keep_different_state() -> None:

@@ -476,7 +476,7 @@ _ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor
 @pytest.mark.parametrize("name", _ELEMENTWISE)
 def test_rules_for_single_elements_are_taken(name: str) -> None:
     updater = _updater(_rule(_ELEMENTWISE[name]))
-    assert updater.scalar_names(0) == ("step",)
+    assert updater.schema_under({"lr": 0.125}).scalars == ("step",)
     assert not updater.mixes_elements
 
 

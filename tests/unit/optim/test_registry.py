@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.muon import Muon
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
-from infinity.optim.registry import OptimizerRecipe, resolve
+from infinity.optim.registry import resolve
 from tests.unit.optim.memory_backend import Section
 
 
-def _resolve(name: str, **params: Any) -> OptimizerRecipe:
+def _resolve(name: str, **params: Any) -> functools.partial[torch.optim.Optimizer]:
     return resolve(Section(name, params), torch.device("cpu"))
 
 
@@ -42,7 +43,7 @@ def _resolve(name: str, **params: Any) -> OptimizerRecipe:
     ],
 )
 def test_names(name: str, cls: type[torch.optim.Optimizer]) -> None:
-    assert _resolve(name).cls is cls
+    assert _resolve(name).func is cls
 
 
 @pytest.mark.parametrize(
@@ -55,42 +56,42 @@ def test_names(name: str, cls: type[torch.optim.Optimizer]) -> None:
 )
 def test_adam_w_mode(name: str, mode: bool, cls: type[torch.optim.Optimizer]) -> None:
     recipe = _resolve(name, adam_w_mode=mode)
-    assert recipe.cls is cls
-    assert "adam_w_mode" not in recipe.kwargs
+    assert recipe.func is cls
+    assert "adam_w_mode" not in recipe.keywords
 
 
 def test_weight_decay_defaults_to_deepspeeds() -> None:
-    assert _resolve("AdamW").kwargs["weight_decay"] == 0.0
-    assert _resolve("AdamW", weight_decay=0.3).kwargs["weight_decay"] == 0.3
-    assert "weight_decay" not in _resolve("AdamW", torch_adam=True).kwargs
+    assert _resolve("AdamW").keywords["weight_decay"] == 0.0
+    assert _resolve("AdamW", weight_decay=0.3).keywords["weight_decay"] == 0.3
+    assert "weight_decay" not in _resolve("AdamW", torch_adam=True).keywords
 
 
 def test_lion_defaults_to_deepspeeds() -> None:
-    assert _resolve("Lion").kwargs == {"lr": 1e-3, "betas": (0.9, 0.999)}
-    assert _resolve("Lion", lr=2e-4, betas=[0.9, 0.99]).kwargs == {"lr": 2e-4, "betas": (0.9, 0.99)}
+    assert _resolve("Lion").keywords == {"lr": 1e-3, "betas": (0.9, 0.999)}
+    assert _resolve("Lion", lr=2e-4, betas=[0.9, 0.99]).keywords == {"lr": 2e-4, "betas": (0.9, 0.99)}
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
 def test_fused_where_torch_has_it(name: str) -> None:
-    assert _resolve(name, lr=0.1).kwargs["fused"] is True
-    assert _resolve(name, lr=0.1, fused=False).kwargs["fused"] is False
-    assert "fused" not in _resolve(name, lr=0.1, foreach=True).kwargs
+    assert _resolve(name, lr=0.1).keywords["fused"] is True
+    assert _resolve(name, lr=0.1, fused=False).keywords["fused"] is False
+    assert "fused" not in _resolve(name, lr=0.1, foreach=True).keywords
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "Lion", "NAdam"])
 def test_not_fused_where_torch_lacks_it(name: str) -> None:
-    assert "fused" not in _resolve(name, lr=0.1).kwargs
+    assert "fused" not in _resolve(name, lr=0.1).keywords
 
 
 def test_the_config_is_not_modified() -> None:
     params = {"lr": 0.1, "torch_adam": True, "betas": [0.9, 0.99]}
-    kwargs = resolve(Section("Adam", params), torch.device("cpu")).kwargs
+    kwargs = resolve(Section("Adam", params), torch.device("cpu")).keywords
     assert params == {"lr": 0.1, "torch_adam": True, "betas": [0.9, 0.99]}
     assert kwargs == {"lr": 0.1, "betas": (0.9, 0.99), "fused": True}
 
 
 def test_parameters_that_change_nothing_are_dropped() -> None:
-    kwargs = _resolve("Adam", bias_correction=True, fp32_optimizer_states=True, set_grad_none=True).kwargs
+    kwargs = _resolve("Adam", bias_correction=True, fp32_optimizer_states=True, set_grad_none=True).keywords
     assert kwargs == {"weight_decay": 0.0, "fused": True}
 
 
@@ -107,8 +108,8 @@ def test_parameters_that_would_change_the_numbers_are_refused() -> None:
 )
 def test_adam_without_correction_for_bias(name: str, params: dict[str, Any], is_decoupled: bool) -> None:
     found = _resolve(name, bias_correction=False, lr=0.1, **params)
-    assert found.cls is UncorrectedAdam
-    assert found.kwargs == {"lr": 0.1, "weight_decay": 0.0, "decoupled_weight_decay": is_decoupled}
+    assert found.func is UncorrectedAdam
+    assert found.keywords == {"lr": 0.1, "weight_decay": 0.0, "decoupled_weight_decay": is_decoupled}
 
 
 def test_unknown_parameter_names_the_nearest() -> None:
@@ -145,13 +146,13 @@ def test_the_other_1_bit_ones_name_the_nearest(name: str) -> None:
 
 def test_what_deepspeed_takes_for_one_bit_adam() -> None:
     taken = _resolve("OneBitAdam", lr=1e-4, freeze_step=7, cuda_aware=True, comm_backend_name="nccl", amsgrad=False)
-    assert taken.kwargs == {"lr": 1e-4, "freeze_step": 7, "fused": True}
+    assert taken.keywords == {"lr": 1e-4, "freeze_step": 7, "fused": True}
     with pytest.raises(UnsupportedConfigError, match="eps_inside_sqrt"):
         _resolve("OneBitAdam", eps_inside_sqrt=True)
 
 
 def test_muon_is_deepspeeds_whether_torch_has_one_or_not() -> None:
     taken = _resolve("muon", lr=0.01, adam_lr=1e-4, ns_method="gram", betas=[0.8, 0.9])
-    assert taken.cls is Muon and taken.kwargs["adam_lr"] == 1e-4
+    assert taken.func is Muon and taken.keywords["adam_lr"] == 1e-4
     with pytest.raises(UnknownConfigKeyError, match="momentum"):
         _resolve("Muon", momentun=0.9)

@@ -102,4 +102,4 @@ def test_what_is_refused() -> None:
 def test_no_argument_of_deepspeeds_config_is_unknown() -> None:
     params = {"lr": 1.0, "muon_lr": 0.1, "adam_lr": 0.2, "momentum": 0.9, "betas": [0.9, 0.99], "eps": 1e-8}
     taken = resolve(Section("MUON", {**params, "weight_decay": 0.1, "ns_method": "standard"}), torch.device("cpu"))
-    assert taken.cls is Muon
+    assert taken.func is Muon
