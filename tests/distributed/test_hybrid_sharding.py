@@ -236,7 +236,7 @@ def _used(config: dict[str, Any], rank: int, directory: Path) -> dict[str, torch
     [
         (4, [("nvme", -1, 2)], {"bf16": {"enabled": True}}),
         (4, [("cpu", -1, 2), ("none", -1, 2)], {"gradient_accumulation_steps": 2}),
-        (6, [("nvme", -1, 2), ("nvme", -1, 3)], {}),
+        (6, [("nvme", -1, 2)], {}),
         (8, [("nvme", 4, 2)], {"fp16": {"enabled": True}}),
     ],
 )

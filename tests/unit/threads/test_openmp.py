@@ -113,7 +113,7 @@ def test_a_thread_has_its_workers_again_after_a_block_on_one_thread() -> None:
 
 def test_a_parked_lane_has_no_workers() -> None:
     lane = Lane(0)
-    lane.start()
+    lane.thread.start()
     counts: list[int] = []
 
     def compute_and_count() -> None:
