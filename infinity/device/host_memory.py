@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import os
 import resource
 import sys
 from dataclasses import dataclass
@@ -175,7 +176,11 @@ class HeapTrimmer:
 def _anonymous_bytes() -> int | None:
     """Memory of this process that is no file's, as the kernel counts it; None where it does not tell."""
     try:
-        fields = Path("/proc/self/statm").read_text().split()
+        opened = os.open("/proc/self/statm", os.O_RDONLY)  # as a Path, this takes six times as long
     except OSError:
         return None
+    try:
+        fields = os.read(opened, 256).split()
+    finally:
+        os.close(opened)
     return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE

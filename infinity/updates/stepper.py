@@ -139,6 +139,8 @@ class Stepper:
         self._has_warned = False
         self.updated: set[int] = set()
         """Units whose update in the present step was asked for, or left to their means: in its backward, or in `apply`."""
+        self._updated_shares: list[Unit] = []
+        """Of which this rank's share is updated in the present step's backward, as all ranks have agreed, in their order."""
         self.grad_norm: torch.Tensor | None = None
         """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
         self.is_skipped = False
@@ -224,6 +226,7 @@ class Stepper:
             self._pager.pause()
 
     def _update_share(self, unit: Unit, source: GradientSource, scale: float) -> None:
+        self._updated_shares.append(unit)
         self._residency.prepare_update(unit)
         self._submit(unit, source, self._factor(None, scale))
 
@@ -391,7 +394,10 @@ class Stepper:
 
     def _gather_weights(self) -> None:
         """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
-        updated = [unit for unit in self.units if unit.index in self.updated]
+        others = (unit for unit in self.units if unit.index in self.updated)
+        updated = list(
+            dict.fromkeys([*self._updated_shares, *others])
+        )  # in about the order of updates, on all ranks the same
         divided = []
         for unit in updated:
             self._residency.await_update(unit)
@@ -449,6 +455,7 @@ class Stepper:
         self._groups = None
         self._divisor = 1
         self.updated.clear()
+        self._updated_shares.clear()
         self._used_up.clear()
         self._waiting.clear()
         self._share_updates.end()
