@@ -318,6 +318,7 @@ Examples:
 @click.option("--width", type=click.IntRange(min=64), default=1024, show_default=True, help="Of each layer, both ways.")
 @click.option("--steps", type=_AT_LEAST_ONE, default=3, show_default=True, help="That count.")
 @click.option("--clip", type=click.FloatRange(min=0), default=0.0, help="Largest norm; 0, the default, is off.")
+@_dtype_option
 @click.option(
     "--drives",
     type=_Listed(Path, "/mnt/nvme0,/mnt/nvme1"),
@@ -335,6 +336,7 @@ def ranks(
     width: int,
     steps: int,
     clip: float,
+    dtype: str,
     drives: tuple[Path, ...] | None,
     throttle: int,
     nvme_path: Path,
@@ -356,7 +358,7 @@ def ranks(
         raise click.UsageError(f"{problem}.")
     console = Console(highlight=False, stderr=json_file == Path(STDOUT), width=max(Console().width, _WIDTH))
     told: dict[str, Any]
-    jobs = [measuring.Job(int(stage), width, layers, steps, clip) for stage in stages]
+    jobs = [measuring.Job(int(stage), width, layers, steps, clip, dtype) for stage in stages]
     if drives is not None:
         told = measuring.drives_as_json(jobs[0], drives, throttle * 1_000_000)
         console.print(

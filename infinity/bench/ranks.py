@@ -23,8 +23,10 @@ from infinity.bench.participant import OURS
 from infinity.errors import InfinityError
 
 KINDS = ("parameters", "gradients", "optimizer", "read", "written", "sent")
-_WEIGHT, _GRADIENT, _STATES = 2, 4, 10
-"""Bytes per parameter: bf16 weights, fp32 means, and what makes a weight an fp32 one (2) with the two moments of AdamW."""
+_GRADIENT = 4
+"""Bytes per parameter: fp32 means."""
+_WEIGHTS_AND_STATES = {"bfloat16": (2, 10), "float32": (4, 8)}
+"""Bytes per parameter, by the weights' dtype: weights, and AdamW's two moments with what makes a weight an fp32 one."""
 _LIMIT_SECONDS = 600.0
 _ENVIRONMENT = {"PYTHONPATH": str(OURS), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 _MEGA = 1e6
@@ -40,6 +42,8 @@ class Job:
     steps: int = 3
     clip: float = 0.0
     """Largest norm of all gradients; 0: whatever it is."""
+    dtype: str = "bfloat16"
+    """Of weights, as `_WEIGHTS_AND_STATES` has it."""
 
     @property
     def num_parameters(self) -> int:
@@ -56,15 +60,16 @@ def formulas(job: Job, num: int) -> dict[str, float]:
     """Bytes of each of N ranks by the paper: kept, and moved in a step. All fits, so stage 3 fetches each weight once."""
     states, gradients, weights = (1 / num if job.stage >= least else 1.0 for least in (1, 1, 3))
     others, count = (num - 1) / num, job.num_parameters
-    paged = weights * _WEIGHT if job.stage == 3 else 0.0  # on the drive
+    weight, state = _WEIGHTS_AND_STATES[job.dtype]
+    paged = weights * weight if job.stage == 3 else 0.0  # on the drive
     fetched = 2 * paged if num > 1 else 0.0  # in forward, and in the update; alone, weights stay in memory
     return {
-        "parameters": count * _WEIGHT * weights,
+        "parameters": count * weight * weights,
         "gradients": count * _GRADIENT * gradients,
-        "optimizer": count * _STATES * states,
-        "read": count * (_STATES * states + fetched),
-        "written": count * (_STATES * states + paged),
-        "sent": count * others * (2 * _GRADIENT if job.stage == 0 else _GRADIENT + _WEIGHT),
+        "optimizer": count * state * states,
+        "read": count * (state * states + fetched),
+        "written": count * (state * states + paged),
+        "sent": count * others * (2 * _GRADIENT if job.stage == 0 else _GRADIENT + weight),
     }
 
 
@@ -127,7 +132,7 @@ def worst(job: Job, of_ranks: Sequence[Mapping[str, float]]) -> dict[str, tuple[
 
 def ranks_table(job: Job, measured: Mapping[int, Sequence[Mapping[str, float]]]) -> Table:
     """A row for each N."""
-    title = f"stage {job.stage}, {job.num_parameters:,} parameters, bf16, AdamW: MB of a rank (off the formula)"
+    title = f"stage {job.stage}, {job.num_parameters:,} parameters, {job.dtype}, AdamW: MB of a rank (off the formula)"
     shown = Table(title=title, title_justify="left")
     for heading in ("ranks", *KINDS, "step"):
         shown.add_column(heading, justify="right", no_wrap=True)

@@ -152,6 +152,26 @@ def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> N
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.parametrize("modes", [("in_backward", "in_backward"), ("step", "step"), ("in_backward", "step")])
+def test_weights_are_gathered_in_the_order_of_updates(modes: tuple[str, str], tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        own = {"keep_in_memory": False, "update": modes[rank]}
+        engine = infinity.initialize(model=_Model(), config=_config(tmp_path, 1, {"infinity": own}))[0]
+        exchange, gathered = engine._parts.exchange, list[str]()
+        gather = exchange.gather
+        exchange.gather = lambda units: (gathered.extend(unit.name for unit in units), gather(units))[1]
+        for number in range(3):
+            begun = _updates_of(engine)
+            gathered.clear()
+            _step(engine, rank, number)
+            assert gathered == begun and len(begun) > 6
+            is_in_backward = number > 0 and modes == ("in_backward", "in_backward")
+            assert (begun.index("blocks.0") > begun.index("blocks.5")) is is_in_backward, begun
+        engine.close()
+
+    require_ranks(2, train, tmp_path)
+
+
 def test_what_only_some_have_waits_for_the_step(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = _engine(tmp_path, 3)

@@ -21,7 +21,7 @@ def config_of(asked: dict[str, Any]) -> dict[str, Any]:
     zero = {"stage": asked["stage"], "offload_optimizer": drive}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": asked["dtype"] == "bfloat16"},
         "gradient_clipping": asked["clip"],
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": zero | ({"offload_param": drive} if asked["stage"] == 3 else {}),
@@ -43,7 +43,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     for weight in model.parameters():  # or what goes through many layers dies away, and moments are denormal numbers
         torch.nn.init.normal_(weight, std=width**-0.5)
     engine = infinity.initialize(model=model, config=config_of(asked))[0]
-    storage, x = engine._parts.storage, torch.ones(1, width, dtype=torch.bfloat16, device="cpu")
+    storage, x = engine._parts.storage, torch.ones(1, width, dtype=getattr(torch, asked["dtype"]), device="cpu")
 
     def train(num_steps: int) -> float:
         infinity.comm.barrier()

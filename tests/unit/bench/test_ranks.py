@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,14 @@ def test_the_rank_that_deviates_most_is_told() -> None:
     assert row[0] == "2" and row[-1] == "2.00 s" and "(-10.0 %)" in row[1 + KINDS.index("read")]
 
 
-@pytest.mark.parametrize(("stage", "clip"), [(1, 0.0), (1, 1.0), (3, 0.0)])
-def test_two_ranks_count_what_the_formulas_say(stage: int, clip: float, tmp_path: Path) -> None:
-    job = Job(stage, width=256, layers=4, steps=2)
+@pytest.mark.parametrize(
+    ("stage", "clip", "dtype"), [(1, 0.0, "bfloat16"), (1, 1.0, "float32"), (3, 0.0, "bfloat16"), (3, 0.0, "float32")]
+)
+def test_two_ranks_count_what_the_formulas_say(stage: int, clip: float, dtype: str, tmp_path: Path) -> None:
+    job = Job(stage, width=256, layers=4, steps=2, clip=clip, dtype=dtype)
 
     def train(rank: int) -> None:
-        asked = {"directory": str(tmp_path), "stage": stage, "width": 256, "layers": 4, "steps": 2, "clip": clip}
-        found = measure(asked | {"budget": job.budget_bytes})
+        found = measure(asdict(job) | {"directory": str(tmp_path), "budget": job.budget_bytes})
         (tmp_path / f"found {rank}").write_text(json.dumps(found))
 
     assert run_ranks(2, train, tmp_path) == ["", ""]
