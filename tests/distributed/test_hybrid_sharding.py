@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
@@ -150,25 +151,6 @@ def test_what_a_group_divides_and_sends(tmp_path: Path) -> None:
     require_ranks(4, train, tmp_path)
 
 
-def test_checkpoints_and_exports_of_groups(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        config = _config(tmp_path, 3, "nvme", 2)
-        with infinity.initialize(model=_Model(), config=config)[0] as engine:
-            for number in range(2):
-                _step(engine, rank, number)
-            engine.save_checkpoint(tmp_path / "saved")
-            engine.save_16bit_model(tmp_path / "exported")
-            then = [_step(engine, rank, number) for number in range(2, 4)]
-            expected = _state(engine)
-        for stage, size in ((3, 2), (3, 4), (0, -1), (1, 1)):
-            with infinity.initialize(model=_Model(), config=_config(tmp_path, stage, "nvme", size))[0] as engine:
-                engine.load_checkpoint(tmp_path / "saved")
-                assert [_step(engine, rank, number) for number in range(2, 4)] == then
-                _require_same(_state(engine), expected)
-
-    require_ranks(4, train, tmp_path)
-
-
 def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
     def run(size: int, first: int, last: int) -> Callable[[int], None]:
         def train(rank: int) -> None:
@@ -253,18 +235,35 @@ def test_weights_divided_among_fewer_have_the_same_bits(
     require_ranks(num, train, tmp_path)
 
 
-def test_checkpoints_of_small_groups_load_elsewhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "others"),
+    [((3, 2, None), [(3, 4, None), (0, -1, None), (1, 1, None)]), ((3, -1, 2), [(3, -1, None), (0, -1, None)])],
+    ids=["copies", "small-groups"],
+)
+def test_checkpoints_and_exports_of_groups(
+    written: tuple[int, int, int | None], others: list[tuple[int, int, int | None]], tmp_path: Path
+) -> None:
+    """Each with its stage, ``mics_shard_size`` and ``zero_hpz_partition_size``."""
+
+    def config_of(stage: int, size: int, near: int | None) -> dict[str, Any]:
+        config = _config(tmp_path, stage, "nvme", size)
+        return config if near is None else _near(config, near)
+
     def train(rank: int) -> None:
-        config = _config(tmp_path, 3, "nvme")
-        with infinity.initialize(model=_Model(), config=_near(config, 2))[0] as engine:
+        with infinity.initialize(model=_Model(), config=config_of(*written))[0] as engine:
             for number in range(2):
                 _step(engine, rank, number)
             engine.save_checkpoint(tmp_path / "saved")
             engine.save_16bit_model(tmp_path / "exported")
+            weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
             then = [_step(engine, rank, number) for number in range(2, 4)]
             expected = _state(engine)
-        for other in (config, _near(config, 2), _config(tmp_path, 0)):
-            with infinity.initialize(model=_Model(), config=other)[0] as engine:
+        exported: dict[str, torch.Tensor] = {}
+        for path in (tmp_path / "exported").glob("*.safetensors"):
+            exported |= load_file(path)
+        _require_same(exported, weights)
+        for other in (written, *others):
+            with infinity.initialize(model=_Model(), config=config_of(*other))[0] as engine:
                 engine.load_checkpoint(tmp_path / "saved")
                 assert [_step(engine, rank, number) for number in range(2, 4)] == then
                 _require_same(_state(engine), expected)
