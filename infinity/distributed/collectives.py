@@ -13,7 +13,8 @@ What they have in common:
   * Before a step changes anything, ranks compare the norm of all gradients, bit for bit. Clipping and skipped steps (fp16)
     follow from that norm, so all ranks do the same; and where one would do something else, because its script has changed
     a gradient, all of them raise.
-  * When a step ends in which each has updated its share, the new weights of all go to all, in the order of units. Where
+  * When a step ends in which each has updated its share, the new weights of all go to all: of units that were updated in
+    backward in the order of those updates, which all ranks have agreed on, then of the others in the order of units. Where
     weights are divided, ranks meet instead, before and after (`infinity.tiers.weight_exchange`).
   * Main weights and states that are divided are put together when somebody reads them, which all ranks do together.
   * Nothing else. With equal gradients, the engine's promise (the same bits as plain torch) makes equal weights on all.
