@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import os
 import resource
 import sys
 from dataclasses import dataclass
@@ -176,11 +175,8 @@ class HeapTrimmer:
 def _anonymous_bytes() -> int | None:
     """Memory of this process that is no file's, as the kernel counts it; None where it does not tell."""
     try:
-        opened = os.open("/proc/self/statm", os.O_RDONLY)  # as a Path, this takes six times as long
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # asked often: three times as fast as a Path's text
+            fields = file.read(256).split()
     except OSError:
         return None
-    try:
-        fields = os.read(opened, 256).split()
-    finally:
-        os.close(opened)
     return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
