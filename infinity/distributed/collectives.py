@@ -564,7 +564,7 @@ class Ranks:
     def _swap_rows(self, what: str, sent: torch.Tensor, found: torch.Tensor) -> None:
         """Row r of ``sent`` goes to rank r, and row r of ``found`` comes from it; this rank's own rows are left alone.
 
-        gloo's own exchanges of many go through memory of theirs and take twice the processor's time.
+        gloo's own exchanges of many go through memory of theirs, which takes processors' time.
         """
         others = [rank for rank in range(self.num) if rank != self.index]
         begun = [self.begin_receive(what, found[rank], rank, 0) for rank in others]

@@ -394,10 +394,9 @@ class Stepper:
 
     def _gather_weights(self) -> None:
         """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
+        # In the order of their updates, as far as there is one that all ranks know.
         others = (unit for unit in self.units if unit.index in self.updated)
-        updated = list(
-            dict.fromkeys([*self._updated_shares, *others])
-        )  # in about the order of updates, on all ranks the same
+        updated = list(dict.fromkeys([*self._updated_shares, *others]))
         divided = []
         for unit in updated:
             self._residency.await_update(unit)
