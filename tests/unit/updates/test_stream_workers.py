@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,12 +99,13 @@ def test_gradients_are_used_up_in_order_and_released_when_all_are_used() -> None
 @pytest.mark.parametrize("num_workers", [2, 5])
 def test_the_first_error_is_told_when_nobody_updates_any_more(num_workers: int) -> None:
     """Whoever is told may use the unit's memory for something else at once."""
-    failed, go_on = threading.Event(), threading.Event()
+    go_on = threading.Event()
+    failed: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
     number = iter(range(100))
 
     def around(update: Callable[[], Any], _: dict[str, Any]) -> Any:
         if next(number) == 1:
-            failed.set()
+            failed.put(threading.current_thread())
             raise ArithmeticError("the first of two")
         if not go_on.wait(WAIT_SECONDS):
             raise TimeoutError("nobody went on")
@@ -114,7 +116,9 @@ def test_the_first_error_is_told_when_nobody_updates_any_more(num_workers: int) 
         jobs = [bench.job(unit, {0: 1.0}) for unit in bench.units]
         for job in jobs:
             bench.stream.submit(job)
-        assert failed.wait(WAIT_SECONDS)
+        worker = failed.get(timeout=WAIT_SECONDS)
+        worker.join(WAIT_SECONDS)
+        assert not worker.is_alive()  # the others raise after it
         bench.stream.raise_error()  # there is none yet
         assert not any(job.done() for job in jobs)
         assert [gradients.num_released for gradients in _gradients(jobs)] == [0, 0, 0]
