@@ -28,6 +28,9 @@ with another rank in each part of its buckets, and last bits differ.
 number of backwards, an exception that it caught) is thus found by all, before gradients of two kinds are added up. One that has
 ended closes its connections, which ends the waiting of the others; one that hangs is waited for as long as the group's timeout.
 
+[Note: what is sent] Gradients and new weights lie in memory that the processes of a machine share (`infinity.distributed.
+shared_blocks`): gloo carries one byte that says so, and whatever goes to other machines.
+
 [Note: how a group ends] gloo's threads let go of tensors some time after what they carried is over, which takes Python's lock:
 once the interpreter has begun to end, that aborts the process. A group joins its threads when nothing refers to it any more. So
 nothing here keeps one alive that a script has destroyed, and one that nobody has destroyed is before the interpreter ends.
@@ -52,6 +55,7 @@ from typing import Any
 import torch
 
 from infinity.distributed.causes import Causes
+from infinity.distributed.shared_blocks import SharedBlocks
 from infinity.errors import ConfigError, RankError
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.current_gpu import take_gpu
@@ -281,7 +285,7 @@ def num_local_processes() -> int:
 
 
 _BLOCK_NUMEL = 1 << 20
-"""Elements that are exchanged at a time. Twice as many are in memory for it."""
+"""Elements that are exchanged at a time. Twice as many are in memory for it; once more, if some go to other machines."""
 _NUM_BESIDE = 30
 """So many numbers go with the label of a meeting; of more, all go after it."""
 _STEP_NUMEL = 2048
@@ -322,6 +326,7 @@ class Ranks:
         """What others have made for these ranks, once for all who ask, by name."""
         self._group_reference = weakref.ref(group) if group is not None else None
         self._causes = causes
+        self._blocks: SharedBlocks | None = None
         self.sent_bytes: Counter[str] = Counter()
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
         a whole one), "momenta", "weights" (new ones), "fetches" (weights that others asked for), "states". Each copy counts: what
@@ -423,23 +428,27 @@ class Ranks:
         """
         longest = max(stop - start for start, stop in parts)
         width = min(-(-_BLOCK_NUMEL // self.num), longest)
-        sent = torch.empty(self.num * width, dtype=wire, device="cpu")
-        received = torch.empty_like(sent)
+        received = torch.empty(self.num * width, dtype=wire, device="cpu")
+        blocks = self._shared_blocks()
         first, last = parts[self.index]
         for offset in range(0, longest, max(width, 1)):
             num = min(width, longest - offset)
-            to, found = (memory[: self.num * num].view(self.num, num) for memory in (sent, received))
+            to = blocks.begin(self.num * num, wire).view(self.num, num)
             for row, (start, stop) in zip(to, parts, strict=True):
                 block = values[min(start + offset, stop) : min(start + offset + num, stop)]
-                torch.mul(block.float(), 1.0 / self.num, out=row[: block.numel()])
-            self._swap_rows(what, to, found)
+                block = block if block.dtype == wire else block.float()
+                torch.mul(block, 1.0 / self.num, out=row[: block.numel()])
+            rows = self._swap_rows(what, to.unbind(), received[: to.numel()].view_as(to).unbind(), blocks)
             self.sent_bytes["gradients"] += (self.num - 1) * num * to.element_size()
-            rows = [(to if rank == self.index else found)[rank] for rank in range(self.num)]
-            total = rows[0].float()
-            for row in rows[1:]:
-                total.add_(row)
             own = values[min(first + offset, last) : min(first + offset + num, last)]
-            own.copy_(total[: own.numel()].to(wire))
+            if own.dtype == wire == torch.float32:
+                total = torch.add(rows[0][: own.numel()], rows[1][: own.numel()], out=own)
+            else:
+                total = rows[0][: own.numel()].to(torch.float32, copy=True).add_(rows[1][: own.numel()])
+            for row in rows[2:]:
+                total.add_(row[: own.numel()])
+            if total is not own:
+                own.copy_(total.to(wire))
 
     def gather_parts(
         self,
@@ -463,21 +472,21 @@ class Ranks:
         """
         longest = max(stop - start for start, stop in parts)
         width = min(max(_BLOCK_NUMEL // self.num // _STEP_NUMEL, 1) * _STEP_NUMEL, longest)
-        sent = torch.empty(width, dtype=dtype, device="cpu")
-        received = torch.empty(self.num * width, dtype=dtype, device="cpu")
+        received = torch.empty((self.num, width), dtype=dtype, device="cpu")
+        blocks = self._shared_blocks()
         first, last = parts[self.index]
         for offset in range(0, longest, max(width, 1)):
             num = min(width, longest - offset)
+            sent = blocks.begin(num, dtype)
             own = sent[: max(min(num, last - first - offset), 0)]
             if own.numel():
                 read(first + offset, own)
-            found = received[: self.num * num]
-            self._swap_rows(what, sent[:num].expand(self.num, num), found.view(self.num, num))
+            rows = self._swap_rows(what, [sent] * self.num, received[:, :num].unbind(), blocks)
             self.sent_bytes[kind] += (self.num - 1) * num * sent.element_size()
             for rank, (start, stop) in enumerate(parts):
                 count = min(num, stop - start - offset)
                 if rank != self.index and count > 0:
-                    write(start + offset, found[rank * num : rank * num + count])
+                    write(start + offset, rows[rank][:count])
 
     def gather_in_memory(
         self,
@@ -503,11 +512,9 @@ class Ranks:
 
         ``kind``: under which `sent_bytes` counts it, here and in `share`.
         """
-        received = torch.empty_like(sent)
-        received[self.index] = sent[self.index]
-        self._swap_rows(what, sent, received)
+        rows = self._swap_rows(what, sent.unbind(), torch.empty_like(sent).unbind())
         self.sent_bytes[kind] += (self.num - 1) * sent[0].numel() * sent.element_size()
-        return received
+        return torch.stack(rows)
 
     def share(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
         """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
@@ -518,14 +525,22 @@ class Ranks:
 
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
         """Rank ``to`` gets the parts of all into ``values`` (1-D, on the CPU); on the others nothing changes."""
-        for rank, (start, stop) in enumerate(parts):
-            for begin in range(start, stop, _BLOCK_NUMEL):
-                block = values[begin : min(begin + _BLOCK_NUMEL, stop)]
-                if self.index == to and rank != to:
-                    self._run(what, "recv", block, self.members[rank])
-                elif self.index == rank and rank != to:
-                    self._run(what, "send", block, self.members[to])
-                    self.sent_bytes["norms"] += block.numel() * block.element_size()
+        for offset in range(
+            0, max(stop - start for rank, (start, stop) in enumerate(parts) if rank != to), _BLOCK_NUMEL
+        ):
+            here = [
+                values[min(start + offset, stop) : min(start + offset + _BLOCK_NUMEL, stop)] for start, stop in parts
+            ]
+            nothing = values[:0]
+            wanted = here if self.index == to else [nothing] * self.num
+            own = nothing if self.index == to else here[self.index]
+            blocks = self._shared_blocks()
+            sent = blocks.begin(own.numel(), own.dtype).copy_(own)
+            self.sent_bytes["norms"] += sent.numel() * sent.element_size()
+            rows = self._swap_rows(what, [sent if rank == to else nothing for rank in range(self.num)], wanted, blocks)
+            for rank, target in enumerate(wanted):
+                if rank != self.index and rows[rank] is not target:
+                    target.copy_(rows[rank])
 
     def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
         """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
@@ -561,16 +576,46 @@ class Ranks:
         """The rank from which what `begin_receive` began has come."""
         return int(received._source_rank())
 
-    def _swap_rows(self, what: str, sent: torch.Tensor, found: torch.Tensor) -> None:
-        """Row r of ``sent`` goes to rank r, and row r of ``found`` comes from it; this rank's own rows are left alone.
+    def _swap_rows(
+        self,
+        what: str,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        blocks: SharedBlocks | None = None,
+    ) -> list[torch.Tensor]:
+        """Row r of ``sent`` goes to rank r. Returns the rows that came, by rank; this rank's own is that of ``sent``.
 
         gloo's own exchanges of many go through memory of theirs, which takes processors' time.
+
+        Args:
+            what: for messages.
+            sent: by rank, without gaps, or empty. Who shares ``blocks`` reads it there, where this rank's own row lies here.
+            received: memory for what comes, as long as that is.
+            blocks: in which ``sent`` lies.
         """
-        others = [rank for rank in range(self.num) if rank != self.index]
-        begun = [self.begin_receive(what, found[rank], rank, 0) for rank in others]
-        begun += [self.begin_send(what, sent[rank], rank, 0) for rank in others]
+        rows = [sent[rank] if rank == self.index else received[rank] for rank in range(self.num)]
+        begun = []
+        for rank in (rank for rank in range(self.num) if rank != self.index):
+            there = blocks.theirs(rank, rows[self.index], received[rank].numel()) if blocks is not None else None
+            to, source = sent[rank], received[rank]
+            if there is not None:
+                rows[rank], to, source = there, sent[rank][:0], there[:0]
+            word, answer = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")  # that it is there
+            begun.append(self.begin_receive(what, source if source.numel() else answer, rank, 0))
+            begun.append(self.begin_send(what, to if to.numel() else word, rank, 0))
         for each in begun:
             self.finish(what, each)
+        return rows
+
+    def _shared_blocks(self) -> SharedBlocks:
+        """Made by the first exchange, in which all ranks are at the same point."""
+        if self._blocks is None:
+            what = "sharing memory"
+            blocks = SharedBlocks(8 * max(_BLOCK_NUMEL + self.num, _STEP_NUMEL))
+            opened = self.meet(what, blocks.open([tuple(place) for place in self.meet(what, blocks.place)]))
+            blocks.end_opening([bool(each[self.index]) for each in opened])
+            self._blocks = blocks
+        return self._blocks
 
     def take_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
         """``tensor``, of any dtype, strides and device, becomes that of rank ``source``; written to only where it differs."""

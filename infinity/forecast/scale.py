@@ -226,7 +226,9 @@ def _weight_bytes(plan: Plan) -> int:
 
 def beyond(stages: Sequence[int]) -> list[str]:
     """What in these forecasts the engine does not do yet."""
-    lines = ["Ranks exchange through host memory (gloo) today; link speeds are taken as if they did so directly."]
+    lines = [
+        "Ranks exchange through host memory today, by gloo between machines; links are taken as if they did so directly."
+    ]
     if 3 in stages:
         lines.append(
             "Stage 3 is shown in full: weights divided wherever they rest, gathered for each pass. Today's engine keeps them "

@@ -1,0 +1,167 @@
+"""What processes of one machine exchange lies in memory that they share; of others, and where it cannot be, it is sent."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.distributed import collectives, shared_blocks
+from infinity.distributed.collectives import world
+from tests.ranks import require_ranks
+
+_NUM = 3
+_SIZES = (1, 7, 5000, 40_000)
+
+
+def _none(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def _two_machines(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_blocks, "_machine", lambda: 1 + rank // 2)
+
+
+def _another_network_each(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: found(path) + f" {rank}" * path.endswith("net"))
+
+
+def _no_memory_files(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rank == 1:
+        monkeypatch.delattr(os, "memfd_create")
+
+
+def _no_room(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, num_bytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        monkeypatch.setattr(os, "ftruncate", refuse)
+
+
+def _another_file(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rank 0 tells of is another one's, in a container that cannot be told from this one."""
+    begin = shared_blocks.SharedBlocks.__init__
+
+    def begin_and_err(self: shared_blocks.SharedBlocks, num_bytes: int) -> None:
+        begin(self, num_bytes)
+        self.place = (*self.place[:3], self.place[3] ^ 1)
+
+    if rank == 0:
+        monkeypatch.setattr(shared_blocks.SharedBlocks, "__init__", begin_and_err)
+
+
+def _one_sided(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 may not look into other processes."""
+    found = shared_blocks.SharedBlocks.open
+    if rank == 2:
+        monkeypatch.setattr(
+            shared_blocks.SharedBlocks, "open", lambda self, places: found(self, [(0, 0, 0, 0)] * len(places))
+        )
+
+
+_SITUATIONS: dict[Callable[[int, pytest.MonkeyPatch], None], list[set[int]]] = {
+    _none: [{1, 2}, {0, 2}, {0, 1}],
+    _two_machines: [{1}, {0}, set()],
+    _another_network_each: [set(), set(), set()],
+    _no_memory_files: [{2}, set(), {0}],
+    _no_room: [{2}, set(), {0}],
+    _another_file: [set(), {2}, {1}],
+    _one_sided: [{1}, {0}, set()],
+}
+"""Whose memory each rank reads then."""
+
+
+@pytest.mark.parametrize("situation", _SITUATIONS, ids=lambda each: each.__name__[1:])
+def test_what_comes_is_the_same_whoever_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: Callable[[int, pytest.MonkeyPatch], None]
+) -> None:
+    monkeypatch.setattr(collectives, "_BLOCK_NUMEL", 6144)
+
+    def exchange(rank: int) -> None:
+        ranks = world()
+        with monkeypatch.context() as patch:
+            situation(rank, patch)
+            blocks = ranks._shared_blocks()
+        assert set(blocks._others) == _SITUATIONS[situation][rank]
+        for turn, numel in enumerate(_SIZES * 2):
+            cuts = [0, numel // 5, numel // 2, numel]
+            parts = list(itertools.pairwise(cuts))
+            start, stop = parts[rank]
+            for dtype, wire in (
+                (torch.float32, torch.float32),
+                (torch.float32, torch.bfloat16),
+                (torch.bfloat16, torch.float32),
+                (torch.float16, torch.float16),
+                (torch.float64, torch.float32),
+            ):
+                values = [
+                    torch.randn(numel, generator=torch.Generator().manual_seed(10 * turn + r)).to(dtype)
+                    for r in range(_NUM)
+                ]
+                before = [each.clone() for each in values]
+                own = values[rank].clone()
+                ranks.reduce("means", own, parts, wire)
+                rows = [(each.float() * (1.0 / _NUM)).to(wire).float() for each in values]
+                mean = ((rows[0] + rows[1]) + rows[2]).to(wire).to(dtype)
+                assert torch.equal(own[start:stop], mean[start:stop])
+                ranks.gather_in_memory("all", own, parts, kind="weights")
+                assert torch.equal(own, mean)
+                assert all(torch.equal(a, b) for a, b in zip(values, before, strict=True))
+                sent = ranks.sent_bytes["norms"]
+                for to in range(_NUM):
+                    mine = torch.full((numel,), float(rank), dtype=dtype)
+                    ranks.collect("parts of one", mine, parts, to)
+                    for other, (first, last) in enumerate(parts):
+                        assert bool((mine[first:last] == (other if rank == to else rank)).all())
+                assert ranks.sent_bytes["norms"] - sent == (_NUM - 1) * (stop - start) * dtype.itemsize
+        rows = ranks.swap("rows", torch.arange(_NUM * 5).view(_NUM, 5) + 100 * rank, kind="momenta")
+        assert rows.tolist() == [[100 * other + 5 * rank + i for i in range(5)] for other in range(_NUM)]
+
+    require_ranks(_NUM, exchange, tmp_path)
+
+
+@pytest.mark.parametrize("slow", range(2))
+def test_nothing_is_written_that_another_one_still_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
+    monkeypatch.setattr(collectives, "_BLOCK_NUMEL", 2 * 2048)
+    numel = 40 * 2048
+    parts = [(0, numel), (numel, 2 * numel)]
+
+    def exchange(rank: int) -> None:
+        found = torch.zeros(2 * numel, dtype=torch.int64)
+
+        def read(start: int, target: torch.Tensor) -> None:
+            target.copy_(torch.arange(start, start + target.numel()))
+
+        def write(start: int, came: torch.Tensor) -> None:
+            if rank == slow:
+                time.sleep(0.002)
+            found[start : start + came.numel()] = came
+
+        ranks = world()
+        ranks.gather_parts("all", parts, read, write, dtype=torch.int64)
+        read(rank * numel, found[rank * numel : (rank + 1) * numel])
+        assert torch.equal(found, torch.arange(2 * numel))
+        assert len(ranks._shared_blocks()._others) == 1
+
+    require_ranks(2, exchange, tmp_path)
+
+
+def test_files_are_closed_once_all_have_opened_them(tmp_path: Path) -> None:
+    def exchange(rank: int) -> None:
+        world().average("a test", torch.ones(5))
+        assert len(world()._shared_blocks()._others) == 1
+        links = [Path("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
+        names = [os.readlink(link) for link in links if link.is_symlink()]  # the listing's own is gone
+        assert names
+        assert not [name for name in names if "infinity-blocks" in name]
+
+    require_ranks(2, exchange, tmp_path)
