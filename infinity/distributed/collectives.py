@@ -441,12 +441,13 @@ class Ranks:
             rows = self._swap_rows(what, to.unbind(), received[: to.numel()].view_as(to).unbind(), blocks)
             self.sent_bytes["gradients"] += (self.num - 1) * num * to.element_size()
             own = values[min(first + offset, last) : min(first + offset + num, last)]
-            if own.dtype == wire == torch.float32:
-                total = torch.add(rows[0][: own.numel()], rows[1][: own.numel()], out=own)
+            rows = [row[: own.numel()] for row in rows]
+            if own.dtype == wire == torch.float32 and self.num > 1:
+                total, left = torch.add(rows[0], rows[1], out=own), rows[2:]
             else:
-                total = rows[0][: own.numel()].to(torch.float32, copy=True).add_(rows[1][: own.numel()])
-            for row in rows[2:]:
-                total.add_(row[: own.numel()])
+                total, left = rows[0].to(torch.float32, copy=True), rows[1:]
+            for row in left:
+                total.add_(row)
             if total is not own:
                 own.copy_(total.to(wire))
 
@@ -525,9 +526,8 @@ class Ranks:
 
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
         """Rank ``to`` gets the parts of all into ``values`` (1-D, on the CPU); on the others nothing changes."""
-        for offset in range(
-            0, max(stop - start for rank, (start, stop) in enumerate(parts) if rank != to), _BLOCK_NUMEL
-        ):
+        longest = max((stop - start for rank, (start, stop) in enumerate(parts) if rank != to), default=0)
+        for offset in range(0, longest, _BLOCK_NUMEL):
             here = [
                 values[min(start + offset, stop) : min(start + offset + _BLOCK_NUMEL, stop)] for start, stop in parts
             ]

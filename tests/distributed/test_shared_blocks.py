@@ -127,6 +127,16 @@ def test_what_comes_is_the_same_whoever_shares(
     require_ranks(_NUM, exchange, tmp_path)
 
 
+def test_one_alone_exchanges_with_nobody() -> None:
+    values = torch.arange(5.0).bfloat16()
+    ranks = collectives.Ranks()
+    ranks.reduce("a test", values, [(0, 5)])
+    ranks.gather_in_memory("a test", values, [(0, 5)], kind="weights")
+    ranks.collect("a test", values, [(0, 5)], 0)
+    assert torch.equal(values, torch.arange(5.0).bfloat16())
+    assert not sum(ranks.sent_bytes.values())
+
+
 @pytest.mark.parametrize("slow", range(2))
 def test_nothing_is_written_that_another_one_still_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: int
