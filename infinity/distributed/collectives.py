@@ -285,7 +285,8 @@ def num_local_processes() -> int:
 
 
 _BLOCK_NUMEL = 1 << 20
-"""Elements that are exchanged at a time. Twice as many are in memory for it; once more, if some go to other machines."""
+"""Elements that are exchanged at a time. Twice as many stay in memory for it; as many come besides from other machines."""
+_MOST_ITEM_BYTES = 16
 _NUM_BESIDE = 30
 """So many numbers go with the label of a meeting; of more, all go after it."""
 _STEP_NUMEL = 2048
@@ -467,7 +468,7 @@ class Ranks:
             what: for messages.
             parts: of each rank, elements [start, stop). They are the same on all ranks.
             read: puts the elements from a start on into a tensor (1-D, on the CPU): some of this rank's part.
-            write: takes elements from a start on, which another rank has. The tensor is used again afterwards.
+            write: takes elements from a start on, which another rank has: it reads them, and returns when it has.
             dtype: of the elements.
             kind: under which `sent_bytes` counts it.
         """
@@ -513,9 +514,11 @@ class Ranks:
 
         ``kind``: under which `sent_bytes` counts it, here and in `share`.
         """
-        rows = self._swap_rows(what, sent.unbind(), torch.empty_like(sent).unbind())
+        received = torch.empty_like(sent)
+        received[self.index] = sent[self.index]
+        self._swap_rows(what, sent.unbind(), received.unbind())
         self.sent_bytes[kind] += (self.num - 1) * sent[0].numel() * sent.element_size()
-        return torch.stack(rows)
+        return received
 
     def share(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
         """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
@@ -589,31 +592,40 @@ class Ranks:
 
         Args:
             what: for messages.
-            sent: by rank, without gaps, or empty. Who shares ``blocks`` reads it there, where this rank's own row lies here.
+            sent: by rank, without gaps, or empty.
             received: memory for what comes, as long as that is.
-            blocks: in which ``sent`` lies.
+            blocks: in which ``sent`` lies. Who shares them is told, and reads it where this rank's own row lies here.
         """
         rows = [sent[rank] if rank == self.index else received[rank] for rank in range(self.num)]
-        begun = []
+        begun, told = [], []
         for rank in (rank for rank in range(self.num) if rank != self.index):
-            there = blocks.theirs(rank, rows[self.index], received[rank].numel()) if blocks is not None else None
             to, source = sent[rank], received[rank]
-            if there is not None:
-                rows[rank], to, source = there, sent[rank][:0], there[:0]
-            word, answer = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")  # that it is there
-            begun.append(self.begin_receive(what, source if source.numel() else answer, rank, 0))
-            begun.append(self.begin_send(what, to if to.numel() else word, rank, 0))
+            there = None if blocks is None else blocks.theirs(rank, rows[self.index], source.numel())
+            if blocks is not None and there is not None:
+                rows[rank], expected = there, blocks.word(what, there)
+                to, source = blocks.word(what, to), torch.empty_like(expected)
+                told.append((rank, source, expected))
+            if source.numel():
+                begun.append(self.begin_receive(what, source, rank, 0))
+            if to.numel():
+                begun.append(self.begin_send(what, to, rank, 0))
         for each in begun:
             self.finish(what, each)
+        wrong = [rank for rank, word, expected in told if not torch.equal(word, expected)]
+        if wrong:
+            raise RankError(what, f"rank {self.names(wrong)} came with something else", rank=self.number, cure=_CURE)
         return rows
 
     def _shared_blocks(self) -> SharedBlocks:
         """Made by the first exchange, in which all ranks are at the same point."""
         if self._blocks is None:
-            what = "sharing memory"
-            blocks = SharedBlocks(8 * max(_BLOCK_NUMEL + self.num, _STEP_NUMEL))
-            opened = self.meet(what, blocks.open([tuple(place) for place in self.meet(what, blocks.place)]))
-            blocks.end_opening([bool(each[self.index]) for each in opened])
+            blocks = SharedBlocks(_MOST_ITEM_BYTES * max(_BLOCK_NUMEL + self.num, _STEP_NUMEL))
+            try:
+                places = self.meet("sharing memory", blocks.place)
+                opened = self.meet("having opened it", blocks.open([tuple(place) for place in places]))
+            finally:
+                blocks.close_file()
+            blocks.forget({rank for rank, of_rank in enumerate(opened) if not of_rank[self.index]})
             self._blocks = blocks
         return self._blocks
 

@@ -11,15 +11,18 @@ A block has no name in any file system: it is gone with the last process that ha
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import logging
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+import zlib
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _HEAD_BYTES = mmap.PAGESIZE
 """Before the blocks, with the number by which others see that it is the right memory."""
@@ -53,24 +56,38 @@ class SharedBlocks:
         for rank, place in enumerate(places):
             if place == self.place or place[0] != self.place[0] or place == _ELSEWHERE:
                 continue
-            with contextlib.suppress(OSError, RuntimeError):
+            try:
                 memory = _map(place, self._own.numel())
-                if int(memory[:8].view(torch.int64)) == place[-1]:
-                    self._others[rank] = memory
+            except (OSError, RuntimeError):
+                logger.debug("rank %d's memory cannot be opened here; gloo sends instead", rank, exc_info=True)
+                continue
+            if int(memory[:8].view(torch.int64)) == place[-1]:
+                self._others[rank] = memory
         return [rank in self._others for rank in range(len(places))]
 
-    def end_opening(self, has_opened: Sequence[bool]) -> None:
-        """All have tried to. ``has_opened``: by rank, whether that one could open this one's."""
-        self._others = {rank: memory for rank, memory in self._others.items() if has_opened[rank]}
+    def close_file(self) -> None:
+        """Nobody opens it any more."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
+    def forget(self, ranks: Collection[int]) -> None:
+        """These could not open this one's: what is shared is shared both ways."""
+        self._others = {rank: memory for rank, memory in self._others.items() if rank not in ranks}
+
     def begin(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next turn's block, 1-D, to be written and then told of."""
+        num_bytes = numel * dtype.itemsize
+        if num_bytes > self._num_bytes:
+            raise ValueError(f"{num_bytes} bytes, and a block has {self._num_bytes}")
         self._turn += 1
         start = _HEAD_BYTES + self._turn % 2 * self._num_bytes
-        return self._own[start : start + numel * dtype.itemsize].view(dtype)
+        return self._own[start : start + num_bytes].view(dtype)
+
+    def word(self, what: str, row: torch.Tensor) -> torch.Tensor:
+        """By which this turn's ``row`` is told, the same on both sides."""
+        numbers = [self._turn, row.numel() * row.element_size(), zlib.crc32(what.encode())]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def theirs(self, rank: int, own: torch.Tensor, numel: int) -> torch.Tensor | None:
         """Of another one's block, what begins where ``own`` begins in this one's; until the next turn. None: it is not shared."""

@@ -13,7 +13,7 @@ import torch
 
 from infinity.distributed import collectives, shared_blocks
 from infinity.distributed.collectives import world
-from tests.ranks import require_ranks
+from tests.ranks import require_ranks, run_ranks
 
 _NUM = 3
 _SIZES = (1, 7, 5000, 40_000)
@@ -98,6 +98,7 @@ def test_what_comes_is_the_same_whoever_shares(
                 (torch.float32, torch.float32),
                 (torch.float32, torch.bfloat16),
                 (torch.bfloat16, torch.float32),
+                (torch.bfloat16, torch.bfloat16),
                 (torch.float16, torch.float16),
                 (torch.float64, torch.float32),
             ):
@@ -163,6 +164,42 @@ def test_nothing_is_written_that_another_one_still_reads(
         assert len(ranks._shared_blocks()._others) == 1
 
     require_ranks(2, exchange, tmp_path)
+
+
+def test_who_comes_with_something_else_is_told_so(tmp_path: Path) -> None:
+    def exchange(rank: int) -> None:
+        values = torch.zeros(10)
+        world().gather_in_memory("as one", values, [(0, 5), (5, 10)], kind="weights")
+        world().gather_in_memory(f"as {rank}", values, [(0, 5), (5, 10)], kind="weights")
+
+    errors = run_ranks(2, exchange, tmp_path)
+    assert all("RankError" in error and "came with something else" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("has_memory_files", [True, False])
+def test_it_may_begin_in_inference_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory_files: bool
+) -> None:
+    if not has_memory_files:
+        monkeypatch.delattr(os, "memfd_create")
+
+    def exchange(rank: int) -> None:
+        values = torch.full((2,), float(rank))
+        for is_inference in (True, False):
+            with torch.inference_mode(is_inference):
+                world().gather_in_memory("a test", values.clone(), [(0, 1), (1, 2)], kind="weights")
+        assert len(world()._shared_blocks()._others) == has_memory_files
+        world().average("a test", values)
+        assert values.tolist() == [0.5, 0.5]
+
+    require_ranks(2, exchange, tmp_path)
+
+
+def test_more_than_a_block_is_refused() -> None:
+    blocks = shared_blocks.SharedBlocks(10_000)
+    with pytest.raises(ValueError, match="a block has"):
+        blocks.begin(1 << 14, torch.uint8)
+    blocks.close_file()
 
 
 def test_files_are_closed_once_all_have_opened_them(tmp_path: Path) -> None:
