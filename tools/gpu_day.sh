@@ -78,8 +78,8 @@ slot() {
             if [ -z "$simulated" ]; then "${pytest[@]}" tests/gpu/test_grid.py; fi
             ;;
         same-bits)
-            "${day[@]}" same-bits --size 1b --host-budget 3GB \
-                && "${day[@]}" same-bits --size 1b --host-budget 3GB --updates-on-device
+            "${day[@]}" same-bits ${simulated:+--steps 2} --size 1b --host-budget 3GB \
+                && "${day[@]}" same-bits ${simulated:+--steps 2} --size 1b --host-budget 3GB --updates-on-device
             ;;
         blocking) CUDA_LAUNCH_BLOCKING=1 "${pytest[@]}" "${rows[@]}" ;;
         slow-copies) INFINITY_SLOW_COPIES=1 "${pytest[@]}" "${rows[@]}" ;;

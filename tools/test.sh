@@ -9,6 +9,7 @@ make_environment dev,hf,plot
 
 export HF_HUB_OFFLINE=1 # no test downloads anything
 unset PYTHONDONTWRITEBYTECODE # some images set it; then each of the many processes would compile the packages anew
+export OMP_WAIT_POLICY=passive # threads of one process that spin while they wait would take the cores of the others
 python=.venv/bin/python
 began=$SECONDS
 

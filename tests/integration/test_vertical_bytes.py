@@ -28,7 +28,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 # A single micro-batch's gradients could wait as bf16 without loss, sums cannot.
 _OWN = {"schedule": "vertical", "gradient_dtype": "fp32"}
 _WARM_UP = 3
-_MEASURED = {1: 8, 8: 4}
+_MEASURED = {1: 6, 8: 3}
 """Steps, by the number of micro-batches: what each of eight moved by itself would be seven times too much."""
 
 
@@ -46,16 +46,20 @@ def _moved(
     own = {"host_memory_budget": budget_bytes, **_OWN}
     changes = {**changes, "gradient_accumulation_steps": num_micro_batches, "infinity": own}
     engine, *_ = infinity.initialize(model=case.make("none"), config=everything_on_nvme(directory, changes))
-    measured, num_steps = [0, 0], _MEASURED[num_micro_batches]
+    num_steps = _MEASURED[num_micro_batches]
     with engine:
+        storage = engine._parts.storage
         for step in range(_WARM_UP + num_steps):
+            if step == _WARM_UP:
+                engine.flush()
+                before = storage.counters()
             dtype = engine.config.compute_dtype
             batches = [make_batch(step, index, case=case, dtype=dtype) for index in range(num_micro_batches)]
             engine.train_batch(iter(batches))
-            report = engine.report
-            assert report.schedule == "vertical", report.schedule_reason
-            if step >= _WARM_UP:
-                measured = [measured[0] + report.read_bytes, measured[1] + report.write_bytes]
+            assert engine.report.schedule == "vertical", engine.report.schedule_reason
+        engine.flush()  # an update may end in a later report than its own
+        after = storage.counters()
+        measured = after.read_bytes - before.read_bytes, after.write_bytes - before.write_bytes
         plan = engine.plan
         predicted = plan.predicted_read_bytes_per_step, plan.predicted_write_bytes_per_step
         return (measured[0] / num_steps, measured[1] / num_steps), predicted, plan.traffic.extra_bytes
@@ -86,10 +90,9 @@ def test_eight_micro_batches_move_the_bytes_of_one(case: str, changes: str, budg
         assert often[direction] - spilled_often == once[direction] - spilled_once
     for num_micro_batches, (measured, predicted, _) in found.items():
         for name, got, wanted in zip(("read", "written"), measured, predicted, strict=True):
-            # An update may end in a later report than its own: what lags at either end is less than one step's bytes.
-            assert abs(got - wanted) <= 0.01 * wanted + wanted / _MEASURED[num_micro_batches], (
-                f"{num_micro_batches}: {name} {got}, not {wanted}"
-            )
+            # Flushed between two steps, an update reads once what it would have found in memory in the next forward.
+            tolerance = 0.01 * wanted + 0.25 * wanted / _MEASURED[num_micro_batches]
+            assert abs(got - wanted) <= tolerance, f"{num_micro_batches}: {name} {got}, not {wanted}"
 
 
 def test_the_first_plan_is_that_of_the_order_that_the_config_asks_for(tmp_path: Path) -> None:
