@@ -27,7 +27,7 @@ trap 'kill "$mypy" 2> /dev/null || true' EXIT
 # Three processes on two cores: some of a test is waiting. pytest-timeout ends a single test; `timeout` ends a run that a lock
 # in C++ keeps it from ending, after all stacks were printed.
 side_by_side=(-n 3 --dist worksteal --durations=25)
-step timeout --kill-after=30 3000 "$python" -m pytest "${side_by_side[@]}" "$@"
+step timeout --kill-after=30 4500 "$python" -m pytest "${side_by_side[@]}" "$@"
 [ $# -gt 0 ] || step timeout --kill-after=30 1200 "$python" -m pytest "${side_by_side[@]}" tests/simulated_gpu
 step wait "$mypy"
 printf '\nAll checks passed in %d s\n' $((SECONDS - began))
