@@ -101,6 +101,7 @@ class Outcome:
         weight_itemsize: bytes of a model weight.
         moved_kinds: of what is read from drives and written to them in a step, what kind it is of.
         lacks_room: whether it is memory or drives that it does not fit into; else an engine would refuse it anywhere.
+        weight_group_size: how many ranks divide weights in stage 3, if fewer than all; None: all.
     """
 
     param_tier: str
@@ -113,6 +114,7 @@ class Outcome:
     weight_itemsize: int
     moved_kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     lacks_room: bool = True
+    weight_group_size: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -280,7 +282,8 @@ class Ladder:
                 problem = f"the budget takes {format_bytes(taken)} of memory, of which {free} are free"
         least = plan.minimum_budget_bytes + room
         kinds = tracker.workload.prediction(plan.placement).kinds
-        return Outcome(*tiers, keys, plan, least, problem, self._tokens, itemsize, kinds)
+        group = config.weight_group_size
+        return Outcome(*tiers, keys, plan, least, problem, self._tokens, itemsize, kinds, weight_group_size=group)
 
     def _drive_problem(self, volumes: Volumes) -> str | None:
         """Which drives are too small: those of one volume, or all of them for all volumes."""

@@ -15,7 +15,9 @@ model weights of W bytes, of which w belong to what trains:
     3           4 T + 2 W for each pass           1/N of that                1/N of that
 
 A pass is a forward with its backward: one per micro-batch, or one in all with the vertical schedule. What is sent is times
-(N-1)/N, as in a ring, which goes through each node's network once. Activations, latencies, the optimizer's arithmetic and
+(N-1)/N, as in a ring, which goes through each node's network once. Where weights are divided within groups of G ranks
+(``zero_hpz_partition_size``), a pass sends 2 W (G-1)/G, which stays inside a node that has the group, and a step w (N/G-1)/N
+besides: what a rank has updated goes to its likes in the other groups. Activations, latencies, the optimizer's arithmetic and
 waiting for the slowest rank are not counted.
 Stage 3 in full is a model of 1/N the size, with room for the gathered weights of those units that are needed together.
 """
@@ -95,6 +97,7 @@ class Scaled:
         num_ranks, num_nodes: that train together.
         outcome: what one of the ranks comes to.
         sent_bytes: per step and rank, to other ranks; as many are received.
+        network_bytes: those of them that go through a node's network, where there are several nodes.
         time: of a step; None where it does not fit, or nobody knows how fast drives or processors are.
     """
 
@@ -103,6 +106,7 @@ class Scaled:
     num_nodes: int
     outcome: Outcome
     sent_bytes: int
+    network_bytes: int
     time: StepTime | None
 
     @property
@@ -175,11 +179,18 @@ class Scale:
 
     def _scaled(self, stage: int, num_ranks: int, outcome: Outcome) -> Scaled:
         nodes, plan = self._cluster.num_nodes(num_ranks), outcome.plan
-        sent = 0 if plan is None else _sent_bytes(plan, outcome.weight_itemsize, stage, num_ranks)
-        time = None if plan is None else self._time(outcome, plan, stage, num_ranks, sent)
-        return Scaled(stage, num_ranks, nodes, outcome, sent, time)
+        group = min(outcome.weight_group_size or num_ranks, num_ranks)
+        elsewhere, inside = (
+            (0, 0) if plan is None else _sent_bytes(plan, outcome.weight_itemsize, stage, num_ranks, group)
+        )
+        through_network = elsewhere + inside * (group > self._cluster.gpus_per_node)
+        sent = elsewhere + inside
+        time = None if plan is None else self._time(outcome, plan, stage, num_ranks, sent, through_network)
+        return Scaled(stage, num_ranks, nodes, outcome, sent, through_network if nodes > 1 else 0, time)
 
-    def _time(self, outcome: Outcome, plan: Plan, stage: int, num_ranks: int, sent_bytes: int) -> StepTime | None:
+    def _time(
+        self, outcome: Outcome, plan: Plan, stage: int, num_ranks: int, sent_bytes: int, network_bytes: int
+    ) -> StepTime | None:
         cluster = self._cluster
         if not outcome.fits or plan.compute_seconds is None or plan.predicted_io_seconds is None:
             return None
@@ -192,19 +203,19 @@ class Scale:
         if cluster.link_bytes_per_second:
             model[LINK] = sent_bytes / cluster.link_bytes_per_second
         if cluster.network_bytes_per_second and cluster.num_nodes(num_ranks) > 1:
-            model[NETWORK] = sent_bytes / cluster.network_bytes_per_second
+            model[NETWORK] = network_bytes / cluster.network_bytes_per_second
         return StepTime(plan.compute_seconds, {MODEL: model, STATES: {DRIVES: of_states}})
 
 
-def _sent_bytes(plan: Plan, weight_itemsize: int, stage: int, num_ranks: int) -> int:
+def _sent_bytes(plan: Plan, weight_itemsize: int, stage: int, num_ranks: int, group: int) -> tuple[int, int]:
+    """By a rank in a step, among all, and inside its group of those that divide weights."""
     trained = plan.num_trainable
-    if stage == 0:
-        volume = 2 * FP32_BYTES * trained
-    elif stage < 3:
-        volume = (FP32_BYTES + weight_itemsize) * trained
-    else:
-        volume = FP32_BYTES * trained + 2 * _passes(plan) * _weight_bytes(plan)
-    return volume * (num_ranks - 1) // num_ranks
+    if stage < 3:
+        volume = 2 * FP32_BYTES if stage == 0 else FP32_BYTES + weight_itemsize
+        return volume * trained * (num_ranks - 1) // num_ranks, 0
+    means = FP32_BYTES * trained * (num_ranks - 1) // num_ranks
+    new_weights = weight_itemsize * trained * (num_ranks // group - 1) // num_ranks
+    return means + new_weights, 2 * _passes(plan) * _weight_bytes(plan) * (group - 1) // group
 
 
 def _pcie_bytes(outcome: Outcome, plan: Plan, stage: int, num_ranks: int) -> int:
@@ -246,6 +257,7 @@ def as_plain(scaled: Scaled) -> Mapping[str, Any]:
         "num_nodes": scaled.num_nodes,
         **scaled.outcome.as_plain(),
         "sent_bytes_per_step": scaled.sent_bytes,
+        "network_bytes_per_step": scaled.network_bytes,
         "busy_seconds": None if time is None else time.busy_seconds,
         "bound_by": None if time is None else time.bound_by,
         "step_seconds": None if time is None else time.overlapped_seconds,

@@ -14,7 +14,7 @@ from torch import nn
 from infinity.cli.main import main
 from infinity.forecast.ladder import OFFLOADS, Ladder
 from infinity.forecast.machine import Machine
-from infinity.forecast.scale import Cluster, Scale, Scaled
+from infinity.forecast.scale import NETWORK, Cluster, Scale, Scaled
 from infinity.io_profile.model import read_model
 from infinity.planning.bandwidth_cache import Bandwidth
 
@@ -104,6 +104,24 @@ def test_what_is_sent_is_the_papers_volume() -> None:
     )
     assert many.taken(3, 8).sent_bytes == pytest.approx((4 + 4 * 4) * numel * 7 / 8, rel=1e-3)
     assert many.taken(1, 8).sent_bytes == scale.taken(1, 8).sent_bytes
+
+
+@pytest.mark.parametrize(("group", "crosses"), [(2, False), (8, False), (16, True)])
+def test_weights_divided_within_groups_are_fetched_inside_them(group: int, crosses: bool) -> None:
+    config = _config("none", "none")
+    config["zero_optimization"]["zero_hpz_partition_size"] = group
+    cluster = Cluster(_GPUS, 8, network_bytes_per_second=1e10)
+    found, plain = _scale(cluster, config).taken(3, 32), _scale(cluster, _config("none", "none")).taken(3, 32)
+    numel = found.outcome.plan.num_parameters  # type: ignore[union-attr]
+    fetched, means, given = 2 * 2 * (group - 1) / group, 4 * 31 / 32, 2 * (32 / group - 1) / 32
+    assert found.sent_bytes == pytest.approx((fetched + means + given) * numel, rel=1e-3)
+    assert found.network_bytes == pytest.approx((means + given + fetched * crosses) * numel, rel=1e-3)
+    assert plain.network_bytes == plain.sent_bytes
+    assert found.time is not None and plain.time is not None
+    assert found.time.busy_seconds[NETWORK] == pytest.approx(found.network_bytes / 1e10)
+    alone = _scale(cluster, config).taken(3, 2)  # fewer than a group
+    assert alone.sent_bytes == _scale(cluster, _config("none", "none")).taken(3, 2).sent_bytes
+    assert alone.network_bytes == 0
 
 
 @pytest.mark.parametrize("link", ["link", "network", "pcie"])
