@@ -17,9 +17,9 @@ from infinity.device.host_memory import give_back_freed_memory
 from infinity.numerics.kernels import kernels
 
 _BUDGET_BYTES = 112 << 20
-_SLACK_BYTES = 96 << 20
+_SLACK_BYTES = 128 << 20
 """Beyond the budget: activations, what torch keeps, and the blocks that a save has under way."""
-_WIDTH, _NUM_LAYERS = 2048, 14
+_WIDTH, _NUM_LAYERS = 2048, 16
 
 
 def _anonymous_bytes() -> int:
