@@ -29,7 +29,7 @@ number of backwards, an exception that it caught) is thus found by all, before g
 ended closes its connections, which ends the waiting of the others; one that hangs is waited for as long as the group's timeout.
 
 [Note: what is sent] Gradients and new weights lie in memory that the processes of a machine share (`infinity.distributed.
-shared_blocks`): gloo carries one byte that says so, and whatever goes to other machines.
+shared_blocks`): gloo carries a few numbers that say so, and whatever goes to other machines.
 
 [Note: how a group ends] gloo's threads let go of tensors some time after what they carried is over, which takes Python's lock:
 once the interpreter has begun to end, that aborts the process. A group joins its threads when nothing refers to it any more. So
@@ -287,6 +287,7 @@ def num_local_processes() -> int:
 _BLOCK_NUMEL = 1 << 20
 """Elements that are exchanged at a time. Twice as many stay in memory for it; as many come besides from other machines."""
 _MOST_ITEM_BYTES = 16
+"""Of an element."""
 _NUM_BESIDE = 30
 """So many numbers go with the label of a meeting; of more, all go after it."""
 _STEP_NUMEL = 2048
@@ -534,11 +535,11 @@ class Ranks:
             here = [
                 values[min(start + offset, stop) : min(start + offset + _BLOCK_NUMEL, stop)] for start, stop in parts
             ]
-            nothing = values[:0]
-            wanted = here if self.index == to else [nothing] * self.num
-            own = nothing if self.index == to else here[self.index]
+            own = values[:0] if self.index == to else here[self.index]
             blocks = self._shared_blocks()
             sent = blocks.begin(own.numel(), own.dtype).copy_(own)
+            nothing = sent[:0]
+            wanted = here if self.index == to else [nothing] * self.num
             self.sent_bytes["norms"] += sent.numel() * sent.element_size()
             rows = self._swap_rows(what, [sent if rank == to else nothing for rank in range(self.num)], wanted, blocks)
             for rank, target in enumerate(wanted):

@@ -54,7 +54,7 @@ class SharedBlocks:
     def open(self, places: Sequence[tuple[int, ...]]) -> list[bool]:
         """Open the blocks of others, by rank (this one's among them). Returns whose it could."""
         for rank, place in enumerate(places):
-            if place == self.place or place[0] != self.place[0] or place == _ELSEWHERE:
+            if place == self.place or place[0] != self.place[0]:
                 continue
             try:
                 memory = _map(place, self._own.numel())

@@ -128,13 +128,14 @@ def test_what_comes_is_the_same_whoever_shares(
     require_ranks(_NUM, exchange, tmp_path)
 
 
-def test_one_alone_exchanges_with_nobody() -> None:
-    values = torch.arange(5.0).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_alone_exchanges_with_nobody(dtype: torch.dtype) -> None:
+    values = torch.arange(5.0).to(dtype)
     ranks = collectives.Ranks()
     ranks.reduce("a test", values, [(0, 5)])
     ranks.gather_in_memory("a test", values, [(0, 5)], kind="weights")
     ranks.collect("a test", values, [(0, 5)], 0)
-    assert torch.equal(values, torch.arange(5.0).bfloat16())
+    assert torch.equal(values, torch.arange(5.0).to(dtype))
     assert not sum(ranks.sent_bytes.values())
 
 
@@ -174,25 +175,6 @@ def test_who_comes_with_something_else_is_told_so(tmp_path: Path) -> None:
 
     errors = run_ranks(2, exchange, tmp_path)
     assert all("RankError" in error and "came with something else" in error for error in errors), errors
-
-
-@pytest.mark.parametrize("has_memory_files", [True, False])
-def test_it_may_begin_in_inference_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_memory_files: bool
-) -> None:
-    if not has_memory_files:
-        monkeypatch.delattr(os, "memfd_create")
-
-    def exchange(rank: int) -> None:
-        values = torch.full((2,), float(rank))
-        for is_inference in (True, False):
-            with torch.inference_mode(is_inference):
-                world().gather_in_memory("a test", values.clone(), [(0, 1), (1, 2)], kind="weights")
-        assert len(world()._shared_blocks()._others) == has_memory_files
-        world().average("a test", values)
-        assert values.tolist() == [0.5, 0.5]
-
-    require_ranks(2, exchange, tmp_path)
 
 
 def test_more_than_a_block_is_refused() -> None:
