@@ -29,7 +29,8 @@ number of backwards, an exception that it caught) is thus found by all, before g
 ended closes its connections, which ends the waiting of the others; one that hangs is waited for as long as the group's timeout.
 
 [Note: what is sent] Gradients and new weights lie in memory that the processes of a machine share (`infinity.distributed.
-shared_blocks`): gloo carries a few numbers that say so, and whatever goes to other machines.
+shared_blocks`), and what they tell each other goes over lines (`infinity.distributed.lines`). What goes to other machines is
+gloo's, and what is rare.
 
 [Note: how a group ends] gloo's threads let go of tensors some time after what they carried is over, which takes Python's lock:
 once the interpreter has begun to end, that aborts the process. A group joins its threads when nothing refers to it any more. So
@@ -44,23 +45,26 @@ import itertools
 import os
 import secrets
 import socket
+import struct
 import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from infinity.distributed.causes import Causes
+from infinity.distributed.lines import Lines
 from infinity.distributed.shared_blocks import SharedBlocks
 from infinity.errors import ConfigError, RankError
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.current_gpu import take_gpu
 from infinity.torch_internals.default_groups import forget_default_groups
 from infinity.torch_internals.group_store import default_store, group_timeout
+from swapper.sync.lifetimes import when_gone
 from swapper.sync.limits import start_threads
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
@@ -327,7 +331,10 @@ class Ranks:
         self.services: dict[str, Any] = {}
         """What others have made for these ranks, once for all who ask, by name."""
         self._group_reference = weakref.ref(group) if group is not None else None
-        self._causes = causes
+        self.causes = causes
+        self._lines: Lines | None = None
+        self._are_neighbours = False
+        """Whether each has a line to each other one."""
         self._blocks: SharedBlocks | None = None
         self.sent_bytes: Counter[str] = Counter()
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
@@ -367,27 +374,62 @@ class Ranks:
     @property
     def has_failed(self) -> bool:
         """Whether an error ends this process."""
-        return self._causes is not None and self._causes.has_told
+        return self.causes is not None and self.causes.has_told
 
-    def meet(self, what: str, values: Sequence[int] = ()) -> list[list[int]]:
-        """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each."""
+    def meet(
+        self, what: str, values: Sequence[int] = (), meanwhile: Callable[[], None] | None = None
+    ) -> list[list[int]]:
+        """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each.
+
+        ``meanwhile``: called often until they have, where all are of this machine.
+        """
         if self.num == 1:
             return [list(values)]
         label = [zlib.crc32(what.encode()), len(values)]
         beside = [*values, *[0] * _NUM_BESIDE][:_NUM_BESIDE]
-        found = self._gathered(what, label + beside)
-        if any(other[:2] != label for other in found):
-            others = self.names(rank for rank, other in enumerate(found) if other[:2] != label)
+        found = self._gathered(what, label + beside, meanwhile)
+        others = self.names(rank for rank, other in enumerate(found) if list(other[:2]) != label)
+        if others:
             raise RankError(what, f"rank {others} came with something else", rank=self.number, cure=_CURE)
         if len(values) > _NUM_BESIDE:
             return self._gathered(what, values)
         return [other[2 : 2 + len(values)] for other in found]
 
-    def _gathered(self, what: str, values: Sequence[int]) -> list[list[int]]:
+    def _gathered(
+        self, what: str, values: Sequence[int], meanwhile: Callable[[], None] | None = None
+    ) -> list[list[int]]:
+        lines = self._neighbours(what)
+        if not self._are_neighbours:
+            return self._gathered_by_gloo(what, values)
+        own = struct.pack(f"{len(values)}q", *values)
+        try:
+            found = lines.tell_all(own, meanwhile) | {self.index: own}
+        except OSError as error:
+            raise self._failed(what, error) from error
+        # Of another length is what is no meeting.
+        return [
+            [*struct.unpack(f"{len(values)}q", found[rank])] if len(found[rank]) == len(own) else []
+            for rank in range(self.num)
+        ]
+
+    def _gathered_by_gloo(self, what: str, values: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(values, dtype=torch.int64, device="cpu")
         found = torch.empty(self.num * len(values), dtype=torch.int64, device="cpu")
         self._run(what, _ALL_GATHER, found, own)
         return found.view(self.num, -1).tolist()
+
+    def _neighbours(self, what: str) -> Lines:
+        """To those of this machine. Made by the first meeting or exchange, in which all ranks are at the same point."""
+        if self._lines is None:
+            lines = Lines(group_timeout(torch.distributed))
+            when_gone(self._group() or torch.distributed.group.WORLD, lines.close)
+            reached = lines.connect(self.index, self._gathered_by_gloo(what, lines.listen()))
+            of_all = self._gathered_by_gloo(what, reached)
+            lines.accept([rank for rank, of_rank in enumerate(of_all) if of_rank[self.index]])
+            of_all = self._gathered_by_gloo(what, [len(lines)])
+            self._are_neighbours = all(found == [self.num - 1] for found in of_all)
+            self._lines = lines
+        return self._lines
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """What each rank comes with, which may be of any length: on all of them, in memory."""
@@ -436,16 +478,22 @@ class Ranks:
         for offset in range(0, longest, max(width, 1)):
             num = min(width, longest - offset)
             to = blocks.begin(self.num * num, wire).view(self.num, num)
-            for row, (start, stop) in zip(to, parts, strict=True):
+            own = values[min(first + offset, last) : min(first + offset + num, last)]
+            is_in_place = own.dtype == wire == torch.float32 and self.num > 1
+            for rank, (start, stop) in enumerate(parts):
                 block = values[min(start + offset, stop) : min(start + offset + num, stop)]
                 block = block if block.dtype == wire else block.float()
-                torch.mul(block, 1.0 / self.num, out=row[: block.numel()])
+                row = own if is_in_place and rank == self.index else to[rank, : block.numel()]
+                torch.mul(block, 1.0 / self.num, out=row)
             rows = self._swap_rows(what, to.unbind(), received[: to.numel()].view_as(to).unbind(), blocks)
             self.sent_bytes["gradients"] += (self.num - 1) * num * to.element_size()
-            own = values[min(first + offset, last) : min(first + offset + num, last)]
             rows = [row[: own.numel()] for row in rows]
-            if own.dtype == wire == torch.float32 and self.num > 1:
-                total, left = torch.add(rows[0], rows[1], out=own), rows[2:]
+            if is_in_place:
+                # Where this rank comes first or second, sums need no other memory than its own; later, they take its row.
+                total = own if self.index < 2 else rows[self.index]
+                rows[self.index] = own
+                torch.add(rows[0], rows[1], out=total)
+                left = rows[2:]
             else:
                 total, left = rows[0].to(torch.float32, copy=True), rows[1:]
             for row in left:
@@ -600,34 +648,42 @@ class Ranks:
         rows = [sent[rank] if rank == self.index else received[rank] for rank in range(self.num)]
         begun, told = [], []
         for rank in (rank for rank in range(self.num) if rank != self.index):
-            to, source = sent[rank], received[rank]
-            there = None if blocks is None else blocks.theirs(rank, rows[self.index], source.numel())
-            if blocks is not None and there is not None:
-                rows[rank], expected = there, blocks.word(what, there)
-                to, source = blocks.word(what, to), torch.empty_like(expected)
-                told.append((rank, source, expected))
-            if source.numel():
-                begun.append(self.begin_receive(what, source, rank, 0))
-            if to.numel():
-                begun.append(self.begin_send(what, to, rank, 0))
+            there = None if blocks is None else blocks.theirs(rank, rows[self.index], received[rank].numel())
+            if there is not None:
+                rows[rank] = there
+                told.append(rank)
+                continue
+            if received[rank].numel():
+                begun.append(self.begin_receive(what, received[rank], rank, 0))
+            if sent[rank].numel():
+                begun.append(self.begin_send(what, sent[rank], rank, 0))
+        if blocks is not None and told:
+            self._tell_rows(what, blocks, {rank: sent[rank] for rank in told}, rows)
         for each in begun:
             self.finish(what, each)
-        wrong = [rank for rank, word, expected in told if not torch.equal(word, expected)]
+        return rows
+
+    def _tell_rows(
+        self, what: str, blocks: SharedBlocks, sent: Mapping[int, torch.Tensor], rows: Sequence[torch.Tensor]
+    ) -> None:
+        """Say what lies in this rank's block for others, by rank, and return when they have said so of theirs."""
+        try:
+            for rank, row in sent.items():
+                blocks.tell(rank, what, row)
+            wrong = blocks.hear(what, {rank: rows[rank] for rank in sent})
+        except OSError as error:
+            raise self._failed(what, error) from error
         if wrong:
             raise RankError(what, f"rank {self.names(wrong)} came with something else", rank=self.number, cure=_CURE)
-        return rows
 
     def _shared_blocks(self) -> SharedBlocks:
         """Made by the first exchange, in which all ranks are at the same point."""
         if self._blocks is None:
-            blocks = SharedBlocks(_MOST_ITEM_BYTES * max(_BLOCK_NUMEL + self.num, _STEP_NUMEL))
+            num_bytes = _MOST_ITEM_BYTES * max(_BLOCK_NUMEL + self.num, _STEP_NUMEL)
             try:
-                places = self.meet("sharing memory", blocks.place)
-                opened = self.meet("having opened it", blocks.open([tuple(place) for place in places]))
-            finally:
-                blocks.close_file()
-            blocks.forget({rank for rank, of_rank in enumerate(opened) if not of_rank[self.index]})
-            self._blocks = blocks
+                self._blocks = SharedBlocks(num_bytes, self._neighbours("sharing memory") if self.num > 1 else Lines())
+            except OSError as error:
+                raise self._failed("sharing memory", error) from error
         return self._blocks
 
     def take_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
@@ -652,7 +708,7 @@ class Ranks:
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: Exception) -> RankError:
-        why = self._causes.first() if self._causes is not None else None
+        why = self.causes.first() if self.causes is not None else None
         problem = f"another rank has ended, or did not come in time: {why or str(error).splitlines()[0]}"
         return RankError(what, problem, rank=self.number, cure=_CURE)
 
@@ -672,13 +728,14 @@ def world() -> Ranks:
         group = None if takes_host_memory else _group_of(None)
         index, num = torch.distributed.get_rank(), torch.distributed.get_world_size()
         # A launcher's store outlives what it starts again, so each group has a part of its own.
-        number = Ranks(index, num, group).meet("beginning", [secrets.randbits(62)])[0][0]
+        ranks = Ranks(index, num, group)
+        number = ranks.meet("beginning", [secrets.randbits(62)])[0][0]
         store = default_store(torch.distributed)
-        causes = Causes(store, f"infinity/{number}", index, num) if store is not None else None
-        if causes is not None:
-            causes.listen()
+        if store is not None:
+            ranks.causes = Causes(store, f"infinity/{number}", index, num)
+            ranks.causes.listen()
         _met.append(num)
-        _worlds[default] = Ranks(index, num, group, causes)
+        _worlds[default] = ranks
     return _worlds[default]
 
 
@@ -712,7 +769,7 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
             continue
         group = _group_of(members) if len(members) > 1 else None
         if is_mine:
-            made = Ranks(members.index(everyone.number), len(members), group, everyone._causes, members)
+            made = Ranks(members.index(everyone.number), len(members), group, everyone.causes, members)
             same = everyone if members == everyone.members else known.get(("", members), made)
             made.sent_bytes = same.sent_bytes
             known[purpose, members] = made

@@ -1,6 +1,6 @@
 """Memory that the processes of one machine share: what they exchange goes through it, not through sockets.
 
-Knows processes and memory; must not know what is exchanged, or with what.
+Knows memory and the lines between those processes; must not know what is exchanged.
 
 [Note: turns] Each process has two blocks that the others read where they lie. In each turn it writes one of them, then tells the
 others, which then read it; in the next turn it takes the other one. Who tells of a turn has read what was told in the one
@@ -11,69 +11,59 @@ A block has no name in any file system: it is gone with the last process that ha
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import mmap
 import os
-import secrets
+import struct
 import zlib
-from collections.abc import Collection, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 
+from infinity.distributed.lines import Lines
+
 logger = logging.getLogger(__name__)
 
-_HEAD_BYTES = mmap.PAGESIZE
-"""Before the blocks, with the number by which others see that it is the right memory."""
-_ELSEWHERE = (0, 0, 0, 0)
+_WORD = struct.Struct("qqq")
+_YES, _NO = b"\1", b"\0"
 
 
 class SharedBlocks:
     """This process's two blocks, and those of the others on its machine. Used by one thread at a time."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """``num_bytes``: of a block, which takes memory as it is written. Where none can be shared, it is private."""
+    def __init__(self, num_bytes: int, lines: Lines) -> None:
+        """Share them with those at the other ends of ``lines``, who all do so.
+
+        Args:
+            num_bytes: of a block, which takes memory as it is written. Where none can be shared, it is private.
+            lines: to whom turns are told. Nothing else may be told meanwhile.
+        """
         self._num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._turn = 0
-        self._others: dict[int, torch.Tensor] = {}
-        self._fd = -1
-        self.place = _ELSEWHERE
-        """What others need to know of it: which machine, process, number there, and a number that is its own."""
-        total = _HEAD_BYTES + 2 * self._num_bytes
+        self._lines = lines
+        total = 2 * self._num_bytes
+        file = -1
         try:
-            self._fd = os.memfd_create("infinity-blocks")
-            os.ftruncate(self._fd, total)
-            place = _machine(), os.getpid(), self._fd, secrets.randbits(62)
-            self._own = _map(place, total)
-            self._own[:8].view(torch.int64).fill_(place[-1])
-            self.place = place
+            file = os.memfd_create("infinity-blocks")
+            os.ftruncate(file, total)
+            self._own = _map(file, total)
+            files = [file]
         except (AttributeError, OSError, RuntimeError):  # not Linux, or no more files or memory
+            logger.debug("no memory can be shared; it is sent instead", exc_info=True)
             self._own = torch.empty(total, dtype=torch.uint8, device="cpu")
-
-    def open(self, places: Sequence[tuple[int, ...]]) -> list[bool]:
-        """Open the blocks of others, by rank (this one's among them). Returns whose it could."""
-        for rank, place in enumerate(places):
-            if place == self.place or place[0] != self.place[0]:
-                continue
-            try:
-                memory = _map(place, self._own.numel())
-            except (OSError, RuntimeError):
-                logger.debug("rank %d's memory cannot be opened here; gloo sends instead", rank, exc_info=True)
-                continue
-            if int(memory[:8].view(torch.int64)) == place[-1]:
-                self._others[rank] = memory
-        return [rank in self._others for rank in range(len(places))]
-
-    def close_file(self) -> None:
-        """Nobody opens it any more."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def forget(self, ranks: Collection[int]) -> None:
-        """These could not open this one's: what is shared is shared both ways."""
-        self._others = {rank: memory for rank, memory in self._others.items() if rank not in ranks}
+            files = []
+        try:
+            for rank in lines:
+                lines.tell(rank, _YES, files)
+        finally:
+            if file >= 0:
+                os.close(file)
+        found = {rank: _opened(*lines.hear_files(rank), total) for rank in lines}
+        for rank, memory in found.items():
+            lines.tell(rank, _NO if memory is None else _YES)
+        answers = lines.hear(found)  # what is shared is shared both ways
+        self._others = {rank: memory for rank, memory in found.items() if memory is not None and answers[rank] == _YES}
 
     def begin(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next turn's block, 1-D, to be written and then told of."""
@@ -81,13 +71,20 @@ class SharedBlocks:
         if num_bytes > self._num_bytes:
             raise ValueError(f"{num_bytes} bytes, and a block has {self._num_bytes}")
         self._turn += 1
-        start = _HEAD_BYTES + self._turn % 2 * self._num_bytes
+        start = self._turn % 2 * self._num_bytes
         return self._own[start : start + num_bytes].view(dtype)
 
-    def word(self, what: str, row: torch.Tensor) -> torch.Tensor:
-        """By which this turn's ``row`` is told, the same on both sides."""
-        numbers = [self._turn, row.numel() * row.element_size(), zlib.crc32(what.encode())]
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    def tell(self, rank: int, what: str, row: torch.Tensor) -> None:
+        """In this turn's block lies this ``row`` for that rank."""
+        self._lines.tell(rank, self._word(what, row))
+
+    def hear(self, what: str, rows: Mapping[int, torch.Tensor]) -> list[int]:
+        """Wait until those ranks have told of such rows. Returns who has come with something else."""
+        told = self._lines.hear(rows)
+        return [rank for rank, row in rows.items() if told[rank] != self._word(what, row)]
+
+    def _word(self, what: str, row: torch.Tensor) -> bytes:
+        return _WORD.pack(self._turn, row.numel() * row.element_size(), zlib.crc32(what.encode()))
 
     def theirs(self, rank: int, own: torch.Tensor, numel: int) -> torch.Tensor | None:
         """Of another one's block, what begins where ``own`` begins in this one's; until the next turn. None: it is not shared."""
@@ -97,15 +94,20 @@ class SharedBlocks:
         return self._others[rank][start : start + numel * own.element_size()].view(own.dtype)
 
 
-def _map(place: tuple[int, ...], num_bytes: int) -> torch.Tensor:
-    path = f"/proc/{place[1]}/fd/{place[2]}"
-    if os.stat(path).st_size != num_bytes:
+def _opened(message: bytes, files: list[int], num_bytes: int) -> torch.Tensor | None:
+    """The memory of the one that came, if any did and it can be had; all are closed."""
+    memory = None
+    for file in files:
+        with contextlib.suppress(OSError, RuntimeError):
+            memory = _map(file, num_bytes)
+        os.close(file)
+    if message != _YES:
+        raise OSError("it came with something else")
+    return memory
+
+
+def _map(file: int, num_bytes: int) -> torch.Tensor:
+    """All of a file that is as long."""
+    if os.fstat(file).st_size != num_bytes:
         raise OSError("this is something else")
-    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8, device="cpu")
-
-
-def _machine() -> int:
-    """The same for processes that see each other's numbers, and not in another container or network."""
-    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    return int.from_bytes(hashlib.sha256("".join([text, *names]).encode()).digest()[:7], "little")
+    return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8, device="cpu")

@@ -267,6 +267,21 @@ class OwnedGradients(AveragedGradients):
                 raise self._exchange.error
         self._whole.clear()
 
+    def _meet(self, what: str) -> None:
+        """Meet, and use meanwhile what has been exchanged."""
+        errors: list[Exception] = []
+
+        def go_on() -> None:
+            try:
+                if not errors:
+                    self._go_on()
+            except Exception as error:  # when all have met: the others have nothing to do with it
+                errors.append(error)
+
+        self._ranks.meet(what, meanwhile=go_on)
+        if errors:
+            raise errors[0]
+
     def _what(self) -> str:
         step = self._step if self._dropped_step is None else self._dropped_step
         return f"averaging gradients for the owners in step {step}"
@@ -280,7 +295,7 @@ class OwnedGradients(AveragedGradients):
             return
         self.agreed_norms.clear()
         self._end_dropped()
-        self._ranks.meet(f"averaging gradients for the owners in step {step}")
+        self._meet(f"averaging gradients for the owners in step {step}")
         self._finish()
         # What came to units that had been exchanged.
         found = self.new_of_all(step, "averaging gradients for the owners")

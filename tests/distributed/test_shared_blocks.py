@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.distributed import collectives, shared_blocks
+from infinity.distributed import collectives, lines, shared_blocks
 from infinity.distributed.collectives import world
 from tests.ranks import require_ranks, run_ranks
 
@@ -24,12 +25,13 @@ def _none(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _two_machines(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_blocks, "_machine", lambda: 1 + rank // 2)
+    found = lines._address
+    monkeypatch.setattr(lines, "_address", lambda *name: found(*name) + bytes([rank // 2]))
 
 
 def _another_network_each(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = os.readlink
-    monkeypatch.setattr(os, "readlink", lambda path: found(path) + f" {rank}" * path.endswith("net"))
+    found = lines._address
+    monkeypatch.setattr(lines, "_address", lambda *name: found(*name) + bytes([rank]))
 
 
 def _no_memory_files(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,25 +47,53 @@ def _no_room(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "ftruncate", refuse)
 
 
-def _another_file(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rank 0 tells of is another one's, in a container that cannot be told from this one."""
-    begin = shared_blocks.SharedBlocks.__init__
+def _another_system(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rank == 0:
+        monkeypatch.delattr(socket, "AF_UNIX")
 
-    def begin_and_err(self: shared_blocks.SharedBlocks, num_bytes: int) -> None:
-        begin(self, num_bytes)
-        self.place = (*self.place[:3], self.place[3] ^ 1)
+
+def _a_stranger(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody whom nobody has told a number of connects to rank 0 before the others, and one who says nothing."""
+    listen = lines.Lines.listen
+
+    def listen_and_connect(self: lines.Lines) -> tuple[int, ...]:
+        *name, secret = place = listen(self)
+        _strangers.append(lines._connected(lines._address(*name), lines._HELLO.pack(secret ^ 1, 1)))
+        _strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        _strangers[-1].connect(lines._address(*name))
+        return place
 
     if rank == 0:
-        monkeypatch.setattr(shared_blocks.SharedBlocks, "__init__", begin_and_err)
+        monkeypatch.setattr(lines.Lines, "listen", listen_and_connect)
+
+
+_strangers: list[socket.socket] = []
+
+
+def _wrong_number(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 does not know the numbers of the others."""
+    found = lines.Lines.connect
+    if rank == 2:
+        monkeypatch.setattr(
+            lines.Lines,
+            "connect",
+            lambda self, index, places: found(self, index, [(*place[:2], place[2] ^ 1) for place in places]),
+        )
+
+
+def _no_more_files(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(listener: socket.socket, secret: int) -> tuple[socket.socket, int]:
+        raise OSError(24, "Too many open files")
+
+    if rank == 1:
+        monkeypatch.setattr(lines, "_accepted", refuse)
 
 
 def _one_sided(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 may not look into other processes."""
-    found = shared_blocks.SharedBlocks.open
+    """Rank 2 cannot have what it gets."""
+    found = shared_blocks._opened
     if rank == 2:
-        monkeypatch.setattr(
-            shared_blocks.SharedBlocks, "open", lambda self, places: found(self, [(0, 0, 0, 0)] * len(places))
-        )
+        monkeypatch.setattr(shared_blocks, "_opened", lambda message, files, num: found(message, files, num + 1))
 
 
 _SITUATIONS: dict[Callable[[int, pytest.MonkeyPatch], None], list[set[int]]] = {
@@ -72,7 +102,10 @@ _SITUATIONS: dict[Callable[[int, pytest.MonkeyPatch], None], list[set[int]]] = {
     _another_network_each: [set(), set(), set()],
     _no_memory_files: [{2}, set(), {0}],
     _no_room: [{2}, set(), {0}],
-    _another_file: [set(), {2}, {1}],
+    _another_system: [set(), {2}, {1}],
+    _a_stranger: [{1, 2}, {0, 2}, {0, 1}],
+    _wrong_number: [{1}, {0}, set()],
+    _no_more_files: [{1, 2}, {0}, {0}],
     _one_sided: [{1}, {0}, set()],
 }
 """Whose memory each rank reads then."""
@@ -85,10 +118,14 @@ def test_what_comes_is_the_same_whoever_shares(
     monkeypatch.setattr(collectives, "_BLOCK_NUMEL", 6144)
 
     def exchange(rank: int) -> None:
-        ranks = world()
         with monkeypatch.context() as patch:
             situation(rank, patch)
+            ranks = world()
             blocks = ranks._shared_blocks()
+            told = ranks.meet("numbers", [rank, -(1 << 63), (1 << 63) - 1, *range(10_000 * rank, 10_000 * rank + 9000)])
+        for other, numbers in enumerate(told):
+            assert numbers[:3] == [other, -(1 << 63), (1 << 63) - 1]
+            assert numbers[3:] == [*range(10_000 * other, 10_000 * other + 9000)]
         assert set(blocks._others) == _SITUATIONS[situation][rank]
         for turn, numel in enumerate(_SIZES * 2):
             cuts = [0, numel // 5, numel // 2, numel]
@@ -178,10 +215,9 @@ def test_who_comes_with_something_else_is_told_so(tmp_path: Path) -> None:
 
 
 def test_more_than_a_block_is_refused() -> None:
-    blocks = shared_blocks.SharedBlocks(10_000)
+    blocks = shared_blocks.SharedBlocks(10_000, lines.Lines())
     with pytest.raises(ValueError, match="a block has"):
         blocks.begin(1 << 14, torch.uint8)
-    blocks.close_file()
 
 
 def test_files_are_closed_once_all_have_opened_them(tmp_path: Path) -> None:
