@@ -99,31 +99,29 @@ class Lines:
 
     def tell(self, rank: int, message: bytes, files: Sequence[int] = ()) -> None:
         """Send a message, with open files. It returns before the other one has heard it."""
-        if self._is_closed:
-            raise ConnectionAbortedError("the process group has been destroyed")
-        line, rights = self._lines[rank], array.array("i", files)
-        line.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if files else [])
+        self._check_open()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))] if files else []
+        self._lines[rank].sendmsg([message], rights)
 
     def hear(self, ranks: Collection[int], meanwhile: Callable[[], None] | None = None) -> dict[int, bytes]:
         """The next message of each, whichever comes first. ``meanwhile``: called often until all are there."""
+        self._check_open()
         waiting = select.poll()
         numbers = {self._lines[rank].fileno(): rank for rank in ranks}
         for number in numbers:
             waiting.register(number, select.POLLIN)
         found: dict[int, bytes] = {}
         deadline = time.monotonic() + self._timeout_seconds
+        look_seconds = _MOST_SECONDS if meanwhile is None else _LOOK_SECONDS
         while len(found) < len(ranks):
-            left = deadline - time.monotonic()
-            ready = (
-                waiting.poll(1000 * min(left, _MOST_SECONDS if meanwhile is None else _LOOK_SECONDS))
-                if left > 0
-                else []
-            )
-            if not ready and left <= 0:
-                raise TimeoutError(f"nothing came for {self._timeout_seconds:.0f} s")
+            left = max(deadline - time.monotonic(), 0.0)
+            ready = waiting.poll(1000 * min(left, look_seconds))
+            self._check_open()
             for number, _ in ready:
                 found[numbers[number]] = _whole(self._lines[numbers[number]].recv(_MOST_BYTES))
                 waiting.unregister(number)
+            if not ready and not left:
+                raise TimeoutError(f"nothing came for {self._timeout_seconds:.0f} s")
             if not ready and meanwhile is not None:
                 meanwhile()
         return found
@@ -144,10 +142,21 @@ class Lines:
         return found
 
     def close(self) -> None:
-        """Whoever waits for this process gets an error, or has one when it comes to. Doing so again does nothing."""
+        """Whoever waits for this process gets an error, or has one when it comes to; so do its own threads."""
+        for each in self._lines.values():
+            with contextlib.suppress(OSError):  # it is closed
+                each.shutdown(socket.SHUT_RDWR)
+        self.leave()
+
+    def leave(self) -> None:
+        """Use them no more; another process that has them may go on."""
         self._is_closed = True
         for each in (*self._lines.values(), *([self._listener] if self._listener is not None else [])):
             each.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConnectionAbortedError("the process group has been destroyed")
 
 
 def _address(first: int, second: int) -> bytes:
@@ -185,5 +194,5 @@ def _accepted(listener: socket.socket, secret: int) -> tuple[socket.socket, int]
     return line, rank if told == secret else -1
 
 
-_open: Roll[Lines] = Roll(in_child=Lines.close)
+_open: Roll[Lines] = Roll(in_child=Lines.leave)
 """A forked child that outlives the process must not keep its lines open."""
