@@ -27,7 +27,7 @@ from infinity.checkpoint.full_tensors import (
 )
 from infinity.config import InfinityConfig, load_config
 from infinity.config.arguments import add_config_arguments
-from infinity.distributed.collectives import init_distributed
+from infinity.distributed.process_groups import init_distributed
 from infinity.engine.engine import Engine
 from infinity.errors import InfinityError
 from infinity.initialize import engine_of, initialize

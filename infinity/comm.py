@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from infinity.distributed.collectives import (
+from infinity.distributed.process_groups import (
     P2POp,
     ReduceOp,
     batch_isend_irecv,

@@ -19,9 +19,10 @@ from infinity.config import InfinityConfig, load_config, make_directories, remov
 from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import write_out
-from infinity.distributed.collectives import init_distributed, local_rank, num_processes, world
 from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
 from infinity.distributed.meshes import mesh_of
+from infinity.distributed.process_groups import init_distributed, local_rank, num_processes
+from infinity.distributed.world import world
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, ConfigValueError, UnsupportedModelError

@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from infinity.distributed.collectives import untold_size
+from infinity.distributed.process_groups import untold_size
 from infinity.errors import StandInError
 
 SITE = Path(__file__).with_name("site")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from infinity.distributed.collectives import num_processes, world_group
 from infinity.distributed.meshes import current_mesh
+from infinity.distributed.process_groups import num_processes, world_group
 
 
 def _size() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from infinity.accelerator import get_accelerator
-from infinity.distributed.collectives import process_rank
+from infinity.distributed.process_groups import process_rank
 
 logger = logging.getLogger("infinity.script")
 """The script's own: as with DeepSpeed, what it says from INFO on goes to the standard output."""

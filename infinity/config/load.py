@@ -15,7 +15,7 @@ from infinity.config.resolved import InfinityConfig
 from infinity.config.schema.block import Findings
 from infinity.config.schema.vocabulary import nearest
 from infinity.config.text import read_file, read_text
-from infinity.distributed.collectives import num_processes
+from infinity.distributed.process_groups import num_processes
 from infinity.errors import ConfigError, ConfigSyntaxError, UnknownConfigKeyError
 from infinity.optim.lr_schedules import schedule_parameters
 

@@ -1,4 +1,6 @@
-"""Everything that concerns other processes. The only place that knows ``torch.distributed``.
+"""What processes that train together exchange.
+
+Knows process groups, and memory and lines that processes of one machine have in common; must not know what is exchanged.
 
 [Note: ranks] Every rank runs the same script on its own data, each on its own drives. From ZeRO's stage 1 on, main weights and
 states are divided (`infinity.units.shares`), in stage 3 also model weights that rest on drives. All else each rank holds whole.
@@ -31,26 +33,16 @@ ended closes its connections, which ends the waiting of the others; one that han
 [Note: what is sent] Gradients and new weights lie in memory that the processes of a machine share (`infinity.distributed.
 shared_blocks`), and what they tell each other goes over lines (`infinity.distributed.lines`). What goes to other machines is
 gloo's, and what is rare.
-
-[Note: how a group ends] gloo's threads let go of tensors some time after what they carried is over, which takes Python's lock:
-once the interpreter has begun to end, that aborts the process. A group joins its threads when nothing refers to it any more. So
-nothing here keeps one alive that a script has destroyed, and one that nobody has destroyed is before the interpreter ends.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import itertools
-import os
-import secrets
-import socket
 import struct
-import threading
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -58,235 +50,18 @@ import torch
 
 from infinity.distributed.causes import Causes
 from infinity.distributed.lines import Lines
+from infinity.distributed.process_groups import (
+    call_torch,
+    default_group,
+    group_of,
+    group_timeout,
+    num_processes,
+    world_group,
+)
 from infinity.distributed.shared_blocks import SharedBlocks
-from infinity.errors import ConfigError, RankError
+from infinity.errors import RankError
 from infinity.numerics.raw_bytes import raw_bytes
-from infinity.torch_internals.current_gpu import take_gpu
-from infinity.torch_internals.default_groups import forget_default_groups
-from infinity.torch_internals.group_store import default_store, group_timeout
 from swapper.sync.lifetimes import when_gone
-from swapper.sync.limits import start_threads
-
-ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
-"""torch's names of what is done with several tensors."""
-P2POp: Any = getattr(torch.distributed, "P2POp", None)
-batch_isend_irecv: Any = getattr(torch.distributed, "batch_isend_irecv", None)
-isend: Any = getattr(torch.distributed, "isend", None)
-irecv: Any = getattr(torch.distributed, "irecv", None)
-"""torch's own: its `P2POp` takes no other `isend` and `irecv`."""
-
-_LAUNCHERS_SIZES = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-    "MV2_COMM_WORLD_SIZE": "mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
-"""What tells how many processes others than torchrun have started: Open MPI, MPICH and its kin, MVAPICH2, and Slurm."""
-
-
-def num_processes() -> int:
-    """How many train together: of ``torch.distributed``'s group, or as a launcher says that there will be.
-
-    Raises:
-        ConfigError: mpirun or srun has started several, and nothing says how they find each other.
-    """
-    if is_initialized():
-        return int(torch.distributed.get_world_size())
-    name = untold_size()
-    if name is not None:
-        raise ConfigError(
-            f"{_LAUNCHERS_SIZES[name]} has started {os.environ[name]} processes ({name}), and WORLD_SIZE is not set, so each "
-            "would train alone. Start the script with torchrun; or set WORLD_SIZE to 1 if each is to train alone"
-        )
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def untold_size() -> str | None:
-    """The variable by which mpirun or srun tells that it has started several, where WORLD_SIZE does not say so."""
-    names = (name for name in _LAUNCHERS_SIZES if int(os.environ.get(name, "1")) > 1)
-    return None if "WORLD_SIZE" in os.environ else next(names, None)
-
-
-def process_rank() -> int:
-    """This process among all: of ``torch.distributed``'s group, or as a launcher says; 0 without both."""
-    return int(torch.distributed.get_rank() if is_initialized() else os.environ.get("RANK", "0"))
-
-
-def is_initialized() -> bool:
-    """Whether ``torch.distributed`` has a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Make the process group, unless there is one: as the script says, that of a launcher (torchrun), or of this one process.
-
-    `initialize` does this where a launcher has started several. With one process, RANK, LOCAL_RANK and WORLD_SIZE are set
-    if they are not.
-
-    Args:
-        dist_backend: as torch names it; None: nccl where there are GPUs, else gloo. "nccl" is gloo where there are none.
-        auto_mpi_discovery, distributed_port, verbose, dist_init_required, config: taken as DeepSpeed takes them, without effect.
-        timeout: how long a process waits for the others. None: torch's, half an hour.
-        init_method: where processes find each other that the script has started ("tcp://...", "file://..."). None: as
-            the launcher says.
-        rank, world_size: this process, and how many there are; -1: as the launcher says.
-
-    Raises:
-        ConfigError: several processes are to train together, and their launcher has not told how they find each other.
-        RankError: they do not reach each other.
-    """
-    if is_initialized():
-        return
-    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    backend = dist_backend or "nccl"
-    if backend == "nccl" and not has_nccl:  # DeepSpeed's scripts name it also where there is nothing for it to do
-        backend = "gloo"
-    rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
-    if init_method not in (None, "env://"):
-        num = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
-        _begin_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=num)
-        return
-    num = world_size if world_size > 0 else num_processes()
-    if num > 1:
-        missing = ["RANK"] if rank < 0 else []
-        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise ConfigError(
-                f"WORLD_SIZE is {num}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Start the "
-                "script with torchrun, or unset WORLD_SIZE for one process; or give init_distributed init_method, rank and "
-                "world_size"
-            )
-        _begin_group(backend, timeout=timeout, store=_store_of_this_start(), rank=rank, world_size=num)
-        return
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-        os.environ.setdefault(name, value)
-    if torch.distributed.is_available():
-        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list
-        _begin_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-
-
-def _begin_group(backend: str, **options: Any) -> None:
-    if "nccl" in backend:
-        take_gpu(local_rank())  # nccl would take that of the first for all
-    with _finding_each_other():
-        torch.distributed.init_process_group(backend, **options)
-
-
-@contextlib.contextmanager
-def _finding_each_other() -> Iterator[None]:
-    """What gloo raises where processes do not find each other becomes an error with its cure."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "gloo" not in str(error).lower():
-            raise
-        raise RankError(
-            "making a process group",
-            f"the processes do not reach each other: {str(error).splitlines()[0]}",
-            rank=process_rank(),
-            cure="gloo takes the network interface of this machine's name, which the others may not reach: set "
-            "GLOO_SOCKET_IFNAME on all machines to the one that they share (`ip -br addr` names them; lo for one machine)",
-        ) from error
-
-
-def _store_of_this_start() -> Any:
-    """A part of torchrun's store for what it has started again with its static rendezvous; None where torch finds one.
-
-    There the store is still that of the start before (torch 2.13), and gloo would look for processes that have ended. Other
-    rendezvous have an id, and a new store for each start.
-    """
-    settings = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT")]
-    if settings[:2] != ["True", "none"] or settings[2] in (None, "0"):
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
-    return torch.distributed.PrefixStore(f"start {settings[2]}", store)  # type: ignore[attr-defined]
-
-
-def world_group() -> Any:
-    """The process group of all; made if there is none."""
-    init_distributed()
-    return torch.distributed.group.WORLD
-
-
-def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """A further process group, for scripts that pass groups around.
-
-    Args:
-        ranks: who is in it; None: all.
-        args, kwargs: as of ``torch.distributed.new_group``.
-
-    Raises:
-        ConfigError: there is one process, and ``ranks`` names another.
-    """
-    if ranks is not None and list(ranks) != [0] and num_processes() == 1:
-        raise ConfigError(f"a group of the ranks {list(ranks)}, but there is one process, 0. Make it of [0]")
-    init_distributed()
-    return torch.distributed.new_group(ranks, *args, **kwargs)
-
-
-def destroy_process_group(group: Any = None) -> None:
-    """Take a group down, as ``torch.distributed`` does; nothing if there is none."""
-    if is_initialized():
-        torch.distributed.destroy_process_group(group)
-
-
-def destroy_at_exit() -> None:
-    """See [Note: how a group ends]. One that still waits for other processes is left as it is."""
-
-    def end() -> None:
-        destroy_process_group()
-        forget_default_groups()
-
-    if not _met:
-        return
-    thread = threading.Thread(target=end, name="infinity-group-end", daemon=True)
-    with contextlib.suppress(RuntimeError):  # then it is left as it is
-        start_threads(thread)
-        thread.join(_EXIT_SECONDS)
-
-
-_met: list[int] = []
-"""Of how many processes the default groups were that this one made of its own accord, or found."""
-atexit.register(destroy_at_exit)  # from the import on, so that it comes after the engines' own hook
-
-
-_NEW_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
-"""Since torch 2.13, which warns of the others."""
-
-
-def call_torch(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A function of ``torch.distributed``, by its name, or the one that it is called since."""
-    return getattr(torch.distributed, _named(name))(*args, **kwargs)
-
-
-def _named(name: str) -> str:
-    newer = _NEW_NAMES.get(name, name)
-    return newer if hasattr(torch.distributed, newer) else name
-
-
-def local_rank() -> int:
-    """This process's number on its machine, as its launcher says; 0 without one."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def num_local_processes() -> int:
-    """How many of those that train together are on this machine. All processes call it at the same point."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    hosts = world().gather("counting the processes of each machine", socket.gethostname().encode())
-    return int(told) if told and len(hosts) > 1 else hosts.count(hosts[world().index])
-
 
 _BLOCK_NUMEL = 1 << 20
 """Elements that are exchanged at a time. Twice as many stay in memory for it; as many come besides from other machines."""
@@ -296,10 +71,7 @@ _NUM_BESIDE = 30
 """So many numbers go with the label of a meeting; of more, all go after it."""
 _STEP_NUMEL = 2048
 """Blocks of what is gathered are multiples of so many elements, which drives can write without reading first."""
-_ALL_GATHER = _named("all_gather_into_tensor")
 _LONG = timedelta(days=3650)
-_EXIT_SECONDS = 5.0
-"""How long a group may take to end with the interpreter."""
 _CURE = "All ranks have to make the same calls in the same order: as many backwards and steps, each on its own data"
 
 
@@ -316,6 +88,7 @@ class Ranks:
         group: Any = None,
         causes: Causes | None = None,
         members: Sequence[int] | None = None,
+        beside: Ranks | None = None,
     ) -> None:
         """
         Args:
@@ -324,6 +97,7 @@ class Ranks:
             group: torch's process group of all of them, which takes tensors on the CPU; None: the default one.
             causes: know why a rank has ended.
             members: of each, its number among all processes; None: these are all.
+            beside: the same processes, which exchange other things; what is sent is counted together.
         """
         self.index = index
         self.num = num
@@ -331,12 +105,12 @@ class Ranks:
         self.services: dict[str, Any] = {}
         """What others have made for these ranks, once for all who ask, by name."""
         self._group_reference = weakref.ref(group) if group is not None else None
-        self.causes = causes
+        self._causes = causes
         self._lines: Lines | None = None
         self._are_neighbours = False
         """Whether each has a line to each other one."""
         self._blocks: SharedBlocks | None = None
-        self.sent_bytes: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter() if beside is None else beside.sent_bytes
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
         a whole one), "momenta", "weights" (new ones), "fetches" (weights that others asked for), "states". Each copy counts: what
         goes to three ranks counts three times."""
@@ -362,7 +136,7 @@ class Ranks:
     def torch_group(self) -> Any:
         """As ``torch.distributed`` has it, for scripts; made if there is none."""
         if self._group_reference is None and self.num == 1 < num_processes():
-            group = _group_of(self.members, use_local_synchronization=True)  # of one, who knows its name
+            group = group_of(self.members, use_local_synchronization=True)  # of one, who knows its name
             self._group_reference = weakref.ref(group)
         return world_group() if self._group_reference is None else self._group()
 
@@ -374,7 +148,16 @@ class Ranks:
     @property
     def has_failed(self) -> bool:
         """Whether an error ends this process."""
-        return self.causes is not None and self.causes.has_told
+        return self._causes is not None and self._causes.has_told
+
+    @property
+    def causes(self) -> Causes | None:
+        """Know why a rank has ended."""
+        return self._causes
+
+    def ask(self, causes: Causes) -> None:
+        """Errors name the first cause from now on."""
+        self._causes = causes
 
     def meet(
         self, what: str, values: Sequence[int] = (), meanwhile: Callable[[], None] | None = None
@@ -415,14 +198,14 @@ class Ranks:
     def _gathered_by_gloo(self, what: str, values: Sequence[int]) -> list[list[int]]:
         own = torch.tensor(values, dtype=torch.int64, device="cpu")
         found = torch.empty(self.num * len(values), dtype=torch.int64, device="cpu")
-        self._run(what, _ALL_GATHER, found, own)
+        self._run(what, "all_gather_into_tensor", found, own)
         return found.view(self.num, -1).tolist()
 
     def _neighbours(self, what: str) -> Lines:
         """To those of this machine. Made by the first meeting or exchange, in which all ranks are at the same point."""
         if self._lines is None:
-            lines = Lines(group_timeout(torch.distributed))
-            when_gone(self._group() or torch.distributed.group.WORLD, lines.close)
+            lines = Lines(group_timeout())
+            when_gone(self._group() or default_group(), lines.close)
             reached = lines.connect(self.index, self._gathered_by_gloo(what, lines.listen()))
             of_all = self._gathered_by_gloo(what, reached)
             lines.accept([rank for rank, of_rank in enumerate(of_all) if of_rank[self.index]])
@@ -441,7 +224,7 @@ class Ranks:
             own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = torch.empty((self.num, len(own)), dtype=torch.uint8, device="cpu")
         if len(own):
-            self._run(what, _ALL_GATHER, found.view(-1), own)
+            self._run(what, "all_gather_into_tensor", found.view(-1), own)
         return [bytes(row[:size].numpy()) for row, size in zip(found, sizes, strict=True)]
 
     def average(self, what: str, values: torch.Tensor, wire: torch.dtype = torch.float32) -> None:
@@ -572,7 +355,7 @@ class Ranks:
     def share(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
         """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
         found = torch.empty((self.num, own.numel()), dtype=own.dtype, device="cpu")
-        self._run(what, _ALL_GATHER, found.view(-1), own)
+        self._run(what, "all_gather_into_tensor", found.view(-1), own)
         self.sent_bytes[kind] += (self.num - 1) * own.numel() * own.element_size()
         return found
 
@@ -613,7 +396,7 @@ class Ranks:
     def _begin(self, what: str, name: str, tensor: torch.Tensor, other: int | None, tag: int) -> Any:
         try:
             member = None if other is None else self.members[other]
-            return getattr(torch.distributed, name)(tensor, member, group=self._group(), tag=tag)
+            return call_torch(name, tensor, member, group=self._group(), tag=tag)
         except (RuntimeError, ValueError) as error:  # as in `_run`
             raise self._failed(what, error) from error
 
@@ -703,109 +486,11 @@ class Ranks:
 
     def _run(self, what: str, name: str, *args: Any) -> None:
         try:
-            getattr(torch.distributed, name)(*args, group=self._group())
+            call_torch(name, *args, group=self._group())
         except (RuntimeError, ValueError) as error:  # the second where the default group has been destroyed
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: Exception) -> RankError:
-        why = self.causes.first() if self.causes is not None else None
+        why = self._causes.first() if self._causes is not None else None
         problem = f"another rank has ended, or did not come in time: {why or str(error).splitlines()[0]}"
         return RankError(what, problem, rank=self.number, cure=_CURE)
-
-
-_ALONE = Ranks()
-_worlds: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
-"""By torch's default group, what `world` made of it: see [Note: how a group ends]."""
-
-
-def world() -> Ranks:
-    """All processes of ``torch.distributed``'s default group; this one alone without. The first call is made by all of them."""
-    if not is_initialized() or torch.distributed.get_world_size() == 1:
-        return _ALONE
-    default = torch.distributed.group.WORLD
-    if default not in _worlds:
-        takes_host_memory = "gloo" in torch.distributed.get_backend_config()
-        group = None if takes_host_memory else _group_of(None)
-        index, num = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        # A launcher's store outlives what it starts again, so each group has a part of its own.
-        ranks = Ranks(index, num, group)
-        number = ranks.meet("beginning", [secrets.randbits(62)])[0][0]
-        store = default_store(torch.distributed)
-        if store is not None:
-            ranks.causes = Causes(store, f"infinity/{number}", index, num)
-            ranks.causes.listen()
-        _met.append(num)
-        _worlds[default] = ranks
-    return _worlds[default]
-
-
-_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Ranks]] = weakref.WeakKeyDictionary()
-"""By torch's default group, purpose and numbers, what `subsets` made of those that this process is in."""
-
-
-def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[int, ...], Ranks]:
-    """Some of all processes, by their numbers: those of ``wanted`` that this one is in. All processes come with the same.
-
-    ``purpose``: another one has other process groups, of all processes too, for whatever is exchanged beside the rest. What is
-    sent through them counts as sent by the same processes.
-
-    Each gets a process group of its own, whatever the script has: what it destroys, or exchanges, is no concern of theirs.
-
-    [Note: names of groups] Members of a group find each other under its name. torch's new_group gives it a number that is the
-    same on all ranks if all of them make all groups in the same order; with use_local_synchronization the name follows
-    from how many groups a rank is in, which differs where a script has given some ranks more of them than others.
-    """
-    everyone = world()
-    known = _subsets.setdefault(torch.distributed.group.WORLD, {})
-    most = everyone.num if purpose else everyone.num - 1
-    several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) <= most})
-    mine = [everyone.number in members for members in several]
-    lacking = [
-        is_mine and not ((purpose, members) in known and known[purpose, members].has_group)
-        for members, is_mine in zip(several, mine, strict=True)
-    ]
-    for members, is_mine, *lack in zip(several, mine, *everyone.meet("making process groups", lacking), strict=True):
-        if not any(lack):
-            continue
-        group = _group_of(members) if len(members) > 1 else None
-        if is_mine:
-            made = Ranks(members.index(everyone.number), len(members), group, everyone.causes, members)
-            same = everyone if members == everyone.members else known.get(("", members), made)
-            made.sent_bytes = same.sent_bytes
-            known[purpose, members] = made
-    everyone.meet("having made process groups")  # or one that ends at once ends the joining of others
-    of_all = {everyone.members: everyone}
-    return of_all | {
-        members: known[purpose, members] for members, is_mine in zip(several, mine, strict=True) if is_mine
-    }
-
-
-class Numbered:
-    """A number that no other one in use has, on any process: for what is exchanged beside the rest, by one of several engines.
-
-    All processes make it at the same point; each ends its use when nothing of it is under way any more.
-    """
-
-    def __init__(self) -> None:
-        everyone = world()
-        self._used: set[int] = everyone.services.setdefault("numbers", set())
-        free = max(self._used, default=-1) + 1
-        self.number = max(found for (found,) in everyone.meet("numbering process groups", [free]))
-        self._used.add(self.number)
-
-    def end(self) -> None:
-        """It may be another one's from now on. From any thread; doing so again does nothing."""
-        used, self._used = self._used, set()
-        used.discard(self.number)
-
-
-def _group_of(members: Sequence[int] | None, **kwargs: Any) -> Any:
-    """A group that takes tensors on the CPU, and waits as long as the default one."""
-    ranks = None if members is None else list(members)
-    with _finding_each_other():
-        return torch.distributed.new_group(ranks, backend="gloo", timeout=group_timeout(torch.distributed), **kwargs)
-
-
-def members_of(group: Any) -> tuple[int, ...]:
-    """The numbers of the processes of one of torch's groups; of None, as in torch, all."""
-    return tuple(torch.distributed.get_process_group_ranks(group))

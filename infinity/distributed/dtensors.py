@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from infinity.distributed.collectives import num_processes
 from infinity.distributed.meshes import Mesh
+from infinity.distributed.process_groups import num_processes
 from infinity.errors import UnsupportedModelError
 
 _ATTRIBUTE = "_infinity_parts_of"

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from infinity.distributed.agreement import together
-from infinity.distributed.collectives import Ranks, members_of, num_processes, subsets, world
+from infinity.distributed.collectives import Ranks
+from infinity.distributed.process_groups import members_of, num_processes
+from infinity.distributed.world import subsets, world
 from infinity.errors import ConfigError
 
 _COPIES = frozenset({"replicate", "dp_replicate"})

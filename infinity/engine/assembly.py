@@ -23,8 +23,9 @@ from infinity.config.ranks import check_weight_group
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import DriveTensors, on_drive
 from infinity.device.host_memory import HeapTrimmer, free_share, give_back_freed_memory, process_bytes
-from infinity.distributed.collectives import Numbered, Ranks, num_local_processes, world
+from infinity.distributed.collectives import Ranks
 from infinity.distributed.meshes import Mesh, division_of, holders_of
+from infinity.distributed.world import Numbered, num_local_processes, world
 from infinity.engine.commit_parts import layout_of, persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.engine import Engine

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 from infinity.compat.constants import DEEPSPEED_OPTIMIZERS
 from infinity.compat.timers import ThroughputTimer, Timers
 from infinity.config import InfinityConfig, MonitorsSection
-from infinity.distributed.collectives import local_rank, world
 from infinity.distributed.meshes import Mesh
+from infinity.distributed.process_groups import local_rank
+from infinity.distributed.world import world
 from infinity.engine.module_facade import ModuleFacade
 from infinity.errors import BatchSizeError, StepOrderError
 from infinity.loop.loader import make_loader

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.device.compute import ComputeDevice
-from infinity.distributed.collectives import Numbered
 from infinity.distributed.meshes import Division
+from infinity.distributed.world import Numbered
 from infinity.errors import EngineClosedError
 from infinity.gradients.sources import GradientBuffer
 from infinity.gradients.unit_grads import UnitGrads
@@ -199,5 +199,5 @@ def _part(span: tuple[int, int], index: int, num: int) -> tuple[int, int]:
     return start + (stop - start) * index // num, start + (stop - start) * (index + 1) // num
 
 
-# See [Note: how a group ends] in infinity.distributed.collectives.
+# See [Note: how a group ends] in infinity.distributed.process_groups.
 _open: Roll[GradientExchange] = Roll(at_exit=GradientExchange.end)

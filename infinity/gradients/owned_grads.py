@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from infinity.device.compute import gradient_norm
-from infinity.distributed.collectives import Numbered
 from infinity.distributed.meshes import Division
+from infinity.distributed.world import Numbered
 from infinity.errors import GradientNotResidentError
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.gradient_exchange import GradientExchange, UnitExchange

@@ -24,7 +24,7 @@ from torch import nn
 
 from infinity.activations.refusal import LastingRefusal
 from infinity.config import ConfigSource
-from infinity.distributed.collectives import num_processes
+from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.initialize import initialize

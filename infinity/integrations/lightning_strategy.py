@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from infinity.checkpoint.export.fp32_weights import get_fp32_state_dict_from_zero_checkpoint
 from infinity.config import ConfigSource, InfinityConfig, load_config
 from infinity.distributed.agreement import on_first
-from infinity.distributed.collectives import num_processes, world
+from infinity.distributed.process_groups import num_processes
+from infinity.distributed.world import world
 from infinity.engine.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, StepError, UnsupportedModelError
 from infinity.initialize import initialize

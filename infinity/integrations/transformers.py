@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from infinity.config import ConfigSource, load_config
-from infinity.distributed.collectives import num_processes
+from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.initialize import initialize

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.device.drive_tensors import DriveTensors, drives_of, has_drive_tensors, write_out
-from infinity.distributed.collectives import init_distributed
+from infinity.distributed.process_groups import init_distributed
 from infinity.errors import BatchSizeError, ConfigError
 from infinity.loading.hugging_face import one_after_the_other
 from infinity.torch_internals.module_tensors import announce_made_tensors, announce_nothing

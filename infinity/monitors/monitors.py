@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from infinity.config import FileMonitorSection, MonitorsSection, WandbSection
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 from infinity.errors import ConfigValueError
 from infinity.telemetry.report import StepReport
 

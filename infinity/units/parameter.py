@@ -31,7 +31,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.distributed.collectives import num_processes
+from infinity.distributed.process_groups import num_processes
 from infinity.errors import ParameterNotResidentError, UnsupportedModelError
 from infinity.threads.turn import guard, trusts
 from infinity.torch_internals.absent import absent

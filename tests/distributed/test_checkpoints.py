@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.checkpoint import training_checkpoint
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 from infinity.errors import CheckpointError, RankError, StorageError, UnsupportedModelError
 from tests.ranks import run_ranks
 from tests.waiting import wait_until
@@ -295,7 +295,7 @@ def test_the_others_wait_for_as_long_as_rank_0_writes(tmp_path: Path, monkeypatc
 
     def train(rank: int) -> None:
         from infinity.distributed.agreement import on_first
-        from infinity.distributed.collectives import world
+        from infinity.distributed.world import world
 
         ranks, pulses = world(), []
         meet = ranks.meet

@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.collectives import destroy_at_exit, world
+from infinity.distributed.process_groups import destroy_at_exit
+from infinity.distributed.world import world
 from infinity.engine.shutdown import end_all_at_exit
 from infinity.planning.cost_model import predict
 from infinity.tiers.divided_weights import DividedWeights

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.distributed.collectives import destroy_at_exit
+from infinity.distributed.process_groups import destroy_at_exit
 from infinity.engine.shutdown import end_all_at_exit
 from infinity.errors import BatchSizeError, ConfigError, ConfigValueError, RankError
 from tests.ranks import run_ranks
@@ -230,7 +230,7 @@ def test_the_mean_is_that_of_ranks_in_their_order(tmp_path: Path, monkeypatch: p
     expected = (values[0] * third + values[1] * third) + values[2] * third
 
     def average(rank: int) -> None:
-        from infinity.distributed.collectives import world
+        from infinity.distributed.world import world
 
         world().average("a test", values[rank])
         assert torch.equal(values[rank], expected)

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 from infinity.errors import ConfigError, ConfigValueError, RankError, StepOrderError
 from tests.ranks import require_ranks
 

@@ -19,8 +19,9 @@ from torch import nn
 import infinity
 from infinity import comm
 from infinity.compat.messages import log_dist, logger, see_memory_usage
-from infinity.distributed.collectives import num_local_processes, num_processes, world
 from infinity.distributed.meshes import mesh_of
+from infinity.distributed.process_groups import num_processes
+from infinity.distributed.world import num_local_processes, world
 from infinity.errors import ConfigError, RankError
 from tests.ranks import run_ranks
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.collectives import world
 from infinity.distributed.pulls import Pulls
+from infinity.distributed.world import world
 from infinity.errors import ConfigValueError, UnsupportedModelError
 from infinity.planning.cost_model import predict
 from swapper import TransferRecord

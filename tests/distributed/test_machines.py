@@ -27,7 +27,7 @@ import os, sys, time
 from pathlib import Path
 import torch
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 
 shared, volume, hangs_in = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)

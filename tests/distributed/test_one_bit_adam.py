@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 from infinity.errors import ConfigValueError, GradientNotResidentError
 from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ import torch._dynamo  # which optimizers import at their first use: once here, n
 from torch import nn
 
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 from infinity.errors import GradientNotResidentError, RankError
 from tests.ranks import At, require_ranks, run_ranks
 

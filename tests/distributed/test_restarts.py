@@ -24,7 +24,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 
 out, dies_with = Path(sys.argv[1]), sys.argv[2]
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

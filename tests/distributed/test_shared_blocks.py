@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infinity.distributed import collectives, lines, shared_blocks
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 from tests.ranks import require_ranks, run_ranks
 
 _NUM = 3

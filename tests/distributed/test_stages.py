@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 from infinity.errors import GradientNotResidentError
 from tests.ranks import run_ranks
 

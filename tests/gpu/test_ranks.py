@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 
 pytestmark = pytest.mark.gpu
 

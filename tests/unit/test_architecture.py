@@ -171,9 +171,9 @@ def no_locks_in_python(module: Module) -> Iterator[str]:
             yield f"{module.path}:{node.lineno} enters a condition, and not its lock"
 
 
-def distributed_in_collectives(module: Module) -> Iterator[str]:
-    """`torch.distributed` appears in collectives.py only."""
-    if Path(module.path).name == "collectives.py":
+def distributed_in_process_groups(module: Module) -> Iterator[str]:
+    """`torch.distributed` appears in one file only."""
+    if Path(module.path).name == "process_groups.py":
         return
     for line, source, name in imports(module):
         if f"{source}.{name}".startswith("torch.distributed"):
@@ -216,7 +216,7 @@ _NOT_FOR_THE_DEVICE = (
     "infinity/vertical/baton.py",
     "infinity/distributed/agreement.py",
     "infinity/distributed/pulls.py",
-    "infinity/distributed/collectives.py",
+    "infinity/distributed/process_groups.py",
 )
 """Threads that run the user's code, in what is set in the user's own thread: see `Ambient`; and those that only talk."""
 
@@ -365,7 +365,7 @@ _RULES: dict[Rule, tuple[str, str]] = {
     named_by_noun: ("infinity/utils.py", ""),
     no_print: ("infinity/engine/engine.py", "print('hello')\n"),
     no_locks_in_python: ("swapper/swapper.py", "import threading\nx = threading.Event()\n"),
-    distributed_in_collectives: ("infinity/engine/engine.py", "import torch\nx = torch.distributed.get_rank()\n"),
+    distributed_in_process_groups: ("infinity/engine/engine.py", "import torch\nx = torch.distributed.get_rank()\n"),
     streams_in_device: ("infinity/engine/engine.py", "import torch\ns = torch.cuda.Stream()\n"),
     threads_enter_the_device: ("infinity/engine/engine.py", "t = threading.Thread(target=run)\ndef run(): pass\n"),
     files_in_backends: ("infinity/engine/engine.py", "import os\nf = os.open('x', 0)\n"),

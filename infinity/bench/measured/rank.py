@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 import infinity
-from infinity.distributed.collectives import world
+from infinity.distributed.world import world
 from infinity.tiers.state_store import PagedStateStore
 
 

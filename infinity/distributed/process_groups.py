@@ -1,0 +1,262 @@
+"""How the processes of a run find each other, and part. The only place that knows ``torch.distributed``.
+
+[Note: how a group ends] gloo's threads let go of tensors some time after what they carried is over, which takes Python's lock:
+once the interpreter has begun to end, that aborts the process. A group joins its threads when nothing refers to it any more. So
+nothing here keeps one alive that a script has destroyed, and one that nobody has destroyed is before the interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError, RankError
+from infinity.torch_internals import group_store
+from infinity.torch_internals.current_gpu import take_gpu
+from infinity.torch_internals.default_groups import forget_default_groups
+from swapper.sync.limits import start_threads
+
+ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
+"""torch's names of what is done with several tensors."""
+P2POp: Any = getattr(torch.distributed, "P2POp", None)
+batch_isend_irecv: Any = getattr(torch.distributed, "batch_isend_irecv", None)
+isend: Any = getattr(torch.distributed, "isend", None)
+irecv: Any = getattr(torch.distributed, "irecv", None)
+"""torch's own: its `P2POp` takes no other `isend` and `irecv`."""
+
+_EXIT_SECONDS = 5.0
+"""How long a group may take to end with the interpreter."""
+_LAUNCHERS_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "MV2_COMM_WORLD_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+"""What tells how many processes others than torchrun have started: Open MPI, MPICH and its kin, MVAPICH2, and Slurm."""
+
+
+def num_processes() -> int:
+    """How many train together: of ``torch.distributed``'s group, or as a launcher says that there will be.
+
+    Raises:
+        ConfigError: mpirun or srun has started several, and nothing says how they find each other.
+    """
+    if is_initialized():
+        return int(torch.distributed.get_world_size())
+    name = untold_size()
+    if name is not None:
+        raise ConfigError(
+            f"{_LAUNCHERS_SIZES[name]} has started {os.environ[name]} processes ({name}), and WORLD_SIZE is not set, so each "
+            "would train alone. Start the script with torchrun; or set WORLD_SIZE to 1 if each is to train alone"
+        )
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def untold_size() -> str | None:
+    """The variable by which mpirun or srun tells that it has started several, where WORLD_SIZE does not say so."""
+    names = (name for name in _LAUNCHERS_SIZES if int(os.environ.get(name, "1")) > 1)
+    return None if "WORLD_SIZE" in os.environ else next(names, None)
+
+
+def process_rank() -> int:
+    """This process among all: of ``torch.distributed``'s group, or as a launcher says; 0 without both."""
+    return int(torch.distributed.get_rank() if is_initialized() else os.environ.get("RANK", "0"))
+
+
+def is_initialized() -> bool:
+    """Whether ``torch.distributed`` has a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Make the process group, unless there is one: as the script says, that of a launcher (torchrun), or of this one process.
+
+    `initialize` does this where a launcher has started several. With one process, RANK, LOCAL_RANK and WORLD_SIZE are set
+    if they are not.
+
+    Args:
+        dist_backend: as torch names it; None: nccl where there are GPUs, else gloo. "nccl" is gloo where there are none.
+        auto_mpi_discovery, distributed_port, verbose, dist_init_required, config: taken as DeepSpeed takes them, without effect.
+        timeout: how long a process waits for the others. None: torch's, half an hour.
+        init_method: where processes find each other that the script has started ("tcp://...", "file://..."). None: as
+            the launcher says.
+        rank, world_size: this process, and how many there are; -1: as the launcher says.
+
+    Raises:
+        ConfigError: several processes are to train together, and their launcher has not told how they find each other.
+        RankError: they do not reach each other.
+    """
+    if is_initialized():
+        return
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    backend = dist_backend or "nccl"
+    if backend == "nccl" and not has_nccl:  # DeepSpeed's scripts name it also where there is nothing for it to do
+        backend = "gloo"
+    rank = rank if rank >= 0 else int(os.environ.get("RANK", "-1"))
+    if init_method not in (None, "env://"):
+        num = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
+        _begin_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=num)
+        return
+    num = world_size if world_size > 0 else num_processes()
+    if num > 1:
+        missing = ["RANK"] if rank < 0 else []
+        missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"WORLD_SIZE is {num}, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set. Start the "
+                "script with torchrun, or unset WORLD_SIZE for one process; or give init_distributed init_method, rank and "
+                "world_size"
+            )
+        _begin_group(backend, timeout=timeout, store=_store_of_this_start(), rank=rank, world_size=num)
+        return
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    if torch.distributed.is_available():
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's list
+        _begin_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+
+
+def _begin_group(backend: str, **options: Any) -> None:
+    if "nccl" in backend:
+        take_gpu(local_rank())  # nccl would take that of the first for all
+    with _finding_each_other():
+        torch.distributed.init_process_group(backend, **options)
+
+
+@contextlib.contextmanager
+def _finding_each_other() -> Iterator[None]:
+    """What gloo raises where processes do not find each other becomes an error with its cure."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        raise RankError(
+            "making a process group",
+            f"the processes do not reach each other: {str(error).splitlines()[0]}",
+            rank=process_rank(),
+            cure="gloo takes the network interface of this machine's name, which the others may not reach: set "
+            "GLOO_SOCKET_IFNAME on all machines to the one that they share (`ip -br addr` names them; lo for one machine)",
+        ) from error
+
+
+def _store_of_this_start() -> Any:
+    """A part of torchrun's store for what it has started again with its static rendezvous; None where torch finds one.
+
+    There the store is still that of the start before (torch 2.13), and gloo would look for processes that have ended. Other
+    rendezvous have an id, and a new store for each start.
+    """
+    settings = [os.environ.get(f"TORCHELASTIC_{name}") for name in ("USE_AGENT_STORE", "RUN_ID", "RESTART_COUNT")]
+    if settings[:2] != ["True", "none"] or settings[2] in (None, "0"):
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    return torch.distributed.PrefixStore(f"start {settings[2]}", store)  # type: ignore[attr-defined]
+
+
+def world_group() -> Any:
+    """The process group of all; made if there is none."""
+    init_distributed()
+    return torch.distributed.group.WORLD
+
+
+def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """A further process group, for scripts that pass groups around.
+
+    Args:
+        ranks: who is in it; None: all.
+        args, kwargs: as of ``torch.distributed.new_group``.
+
+    Raises:
+        ConfigError: there is one process, and ``ranks`` names another.
+    """
+    if ranks is not None and list(ranks) != [0] and num_processes() == 1:
+        raise ConfigError(f"a group of the ranks {list(ranks)}, but there is one process, 0. Make it of [0]")
+    init_distributed()
+    return torch.distributed.new_group(ranks, *args, **kwargs)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Take a group down, as ``torch.distributed`` does; nothing if there is none."""
+    if is_initialized():
+        torch.distributed.destroy_process_group(group)
+
+
+def destroy_at_exit() -> None:
+    """See [Note: how a group ends]. One that still waits for other processes is left as it is."""
+
+    def end() -> None:
+        destroy_process_group()
+        forget_default_groups()
+
+    if not met:
+        return
+    thread = threading.Thread(target=end, name="infinity-group-end", daemon=True)
+    with contextlib.suppress(RuntimeError):  # then it is left as it is
+        start_threads(thread)
+        thread.join(_EXIT_SECONDS)
+
+
+met: list[int] = []
+"""Of how many processes the default groups were in which this one has met others: they end with it."""
+atexit.register(destroy_at_exit)  # from the import on, so that it comes after the engines' own hook
+
+
+_NEW_NAMES = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+"""Since torch 2.13, which warns of the others."""
+
+
+def call_torch(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A function of ``torch.distributed``, by its name, or the one that it is called since."""
+    newer = _NEW_NAMES.get(name, name)
+    return getattr(torch.distributed, newer if hasattr(torch.distributed, newer) else name)(*args, **kwargs)
+
+
+def local_rank() -> int:
+    """This process's number on its machine, as its launcher says; 0 without one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def default_group() -> Any:
+    """The process group of all; None if there is none."""
+    return torch.distributed.group.WORLD
+
+
+def default_store() -> Any:
+    """See `infinity.torch_internals.group_store`."""
+    return group_store.default_store(torch.distributed)
+
+
+def group_timeout() -> timedelta | None:
+    """See `infinity.torch_internals.group_store`."""
+    return group_store.group_timeout(torch.distributed)
+
+
+def group_of(members: Sequence[int] | None, **kwargs: Any) -> Any:
+    """A group that takes tensors on the CPU, and waits as long as the default one."""
+    ranks = None if members is None else list(members)
+    with _finding_each_other():
+        return torch.distributed.new_group(ranks, backend="gloo", timeout=group_timeout(), **kwargs)
+
+
+def members_of(group: Any) -> tuple[int, ...]:
+    """The numbers of the processes of one of torch's groups; of None, as in torch, all."""
+    return tuple(torch.distributed.get_process_group_ranks(group))

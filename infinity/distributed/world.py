@@ -1,0 +1,119 @@
+"""Which processes train together: all of them, and some.
+
+Knows process groups and `Ranks`; must not know what is exchanged. [Note: how a group ends] in
+``infinity.distributed.process_groups`` says why groups are kept weakly.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from infinity.distributed.causes import Causes
+from infinity.distributed.collectives import Ranks
+from infinity.distributed.process_groups import (
+    call_torch,
+    default_group,
+    default_store,
+    group_of,
+    is_initialized,
+    met,
+    num_processes,
+    process_rank,
+)
+
+_ALONE = Ranks()
+_worlds: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+"""By torch's default group, what `world` made of it: see [Note: how a group ends]."""
+
+
+def world() -> Ranks:
+    """All processes of ``torch.distributed``'s default group; this one alone without. The first call is made by all of them."""
+    if not is_initialized() or num_processes() == 1:
+        return _ALONE
+    default = default_group()
+    if default not in _worlds:
+        takes_host_memory = "gloo" in call_torch("get_backend_config")
+        group = None if takes_host_memory else group_of(None)
+        index, num = process_rank(), num_processes()
+        # A launcher's store outlives what it starts again, so each group has a part of its own.
+        ranks = Ranks(index, num, group)
+        number = ranks.meet("beginning", [secrets.randbits(62)])[0][0]
+        store = default_store()
+        if store is not None:
+            causes = Causes(store, f"infinity/{number}", index, num)
+            causes.listen()
+            ranks.ask(causes)
+        met.append(num)
+        _worlds[default] = ranks
+    return _worlds[default]
+
+
+_subsets: weakref.WeakKeyDictionary[Any, dict[tuple[str, tuple[int, ...]], Ranks]] = weakref.WeakKeyDictionary()
+"""By torch's default group, purpose and numbers, what `subsets` made of those that this process is in."""
+
+
+def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[int, ...], Ranks]:
+    """Some of all processes, by their numbers: those of ``wanted`` that this one is in. All processes come with the same.
+
+    ``purpose``: another one has other process groups, of all processes too, for whatever is exchanged beside the rest. What is
+    sent through them counts as sent by the same processes.
+
+    Each gets a process group of its own, whatever the script has: what it destroys, or exchanges, is no concern of theirs.
+
+    [Note: names of groups] Members of a group find each other under its name. torch's new_group gives it a number that is the
+    same on all ranks if all of them make all groups in the same order; with use_local_synchronization the name follows
+    from how many groups a rank is in, which differs where a script has given some ranks more of them than others.
+    """
+    everyone = world()
+    known = _subsets.setdefault(default_group(), {})
+    most = everyone.num if purpose else everyone.num - 1
+    several = sorted({each for members in wanted if 0 < len(each := tuple(sorted(members))) <= most})
+    mine = [everyone.number in members for members in several]
+    lacking = [
+        is_mine and not ((purpose, members) in known and known[purpose, members].has_group)
+        for members, is_mine in zip(several, mine, strict=True)
+    ]
+    for members, is_mine, *lack in zip(several, mine, *everyone.meet("making process groups", lacking), strict=True):
+        if not any(lack):
+            continue
+        group = group_of(members) if len(members) > 1 else None
+        if is_mine:
+            same = everyone if members == everyone.members else known.get(("", members))
+            made = Ranks(members.index(everyone.number), len(members), group, everyone.causes, members, same)
+            known[purpose, members] = made
+    everyone.meet("having made process groups")  # or one that ends at once ends the joining of others
+    of_all = {everyone.members: everyone}
+    return of_all | {
+        members: known[purpose, members] for members, is_mine in zip(several, mine, strict=True) if is_mine
+    }
+
+
+class Numbered:
+    """A number that no other one in use has, on any process: for what is exchanged beside the rest, by one of several engines.
+
+    All processes make it at the same point; each ends its use when nothing of it is under way any more.
+    """
+
+    def __init__(self) -> None:
+        everyone = world()
+        self._used: set[int] = everyone.services.setdefault("numbers", set())
+        free = max(self._used, default=-1) + 1
+        self.number = max(found for (found,) in everyone.meet("numbering process groups", [free]))
+        self._used.add(self.number)
+
+    def end(self) -> None:
+        """It may be another one's from now on. From any thread; doing so again does nothing."""
+        used, self._used = self._used, set()
+        used.discard(self.number)
+
+
+def num_local_processes() -> int:
+    """How many of those that train together are on this machine. All processes call it at the same point."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    hosts = world().gather("counting the processes of each machine", socket.gethostname().encode())
+    return int(told) if told and len(hosts) > 1 else hosts.count(hosts[world().index])
