@@ -205,11 +205,15 @@ class Ranks:
         """To those of this machine. Made by the first meeting or exchange, in which all ranks are at the same point."""
         if self._lines is None:
             lines = Lines(group_timeout())
+            try:
+                reached = lines.connect(self.index, self._gathered_by_gloo(what, lines.listen()))
+                of_all = self._gathered_by_gloo(what, reached)
+                lines.accept([rank for rank, of_rank in enumerate(of_all) if of_rank[self.index]])
+                of_all = self._gathered_by_gloo(what, [len(lines)])
+            except BaseException:
+                lines.close()
+                raise
             when_gone(self._group() or default_group(), lines.close)
-            reached = lines.connect(self.index, self._gathered_by_gloo(what, lines.listen()))
-            of_all = self._gathered_by_gloo(what, reached)
-            lines.accept([rank for rank, of_rank in enumerate(of_all) if of_rank[self.index]])
-            of_all = self._gathered_by_gloo(what, [len(lines)])
             self._are_neighbours = all(found == [self.num - 1] for found in of_all)
             self._lines = lines
         return self._lines

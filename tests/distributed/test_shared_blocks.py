@@ -214,6 +214,22 @@ def test_who_comes_with_something_else_is_told_so(tmp_path: Path) -> None:
     assert all("RankError" in error and "came with something else" in error for error in errors), errors
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_meets_while_another_one_exchanges_is_told_so(tmp_path: Path, is_first: bool) -> None:
+    def exchange(rank: int) -> None:
+        values = torch.zeros(10)
+        world().meet("a beginning")
+        if not is_first:
+            world().gather_in_memory("as one", values, [(0, 5), (5, 10)], kind="weights")
+        if rank:
+            world().gather_in_memory("the same words", values, [(0, 5), (5, 10)], kind="weights")
+        else:
+            world().meet("the same words", [1, 10, 0])
+
+    errors = run_ranks(2, exchange, tmp_path)
+    assert all("RankError" in error and "came with something else" in error for error in errors), errors
+
+
 def test_more_than_a_block_is_refused() -> None:
     blocks = shared_blocks.SharedBlocks(10_000, lines.Lines())
     with pytest.raises(ValueError, match="a block has"):
