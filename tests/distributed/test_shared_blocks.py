@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -246,3 +249,37 @@ def test_files_are_closed_once_all_have_opened_them(tmp_path: Path) -> None:
         assert not [name for name in names if "infinity-blocks" in name]
 
     require_ranks(2, exchange, tmp_path)
+
+
+_CONTAINED = """
+import sys, torch
+rank = int(sys.argv[2])
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+from infinity.distributed.world import world
+values = torch.full((10,), float(rank))
+world().average("a test", values)
+assert set(values.tolist()) == {0.5}
+assert set(world()._shared_blocks()._others) == {1 - rank}
+torch.distributed.barrier()
+"""
+
+
+def test_containers_with_one_network_share(tmp_path: Path) -> None:
+    """They do not see each other's processes."""
+    container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts"]
+    if shutil.which("unshare") is None or subprocess.run([*container, "true"], check=False).returncode:
+        pytest.skip("no namespace of processes can be made here: that needs unshare, and root")
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [*inside, sys.executable, "-c", _CONTAINED, str(tmp_path / "store"), str(rank)], env=environment
+        )
+        for rank, inside in enumerate(([], container))
+    ]
+    try:
+        assert [process.wait(timeout=300) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
