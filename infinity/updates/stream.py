@@ -347,7 +347,8 @@ class UpdateStream:
                 self._current = None
             with self._lock:
                 waiting = [job for job in self._pending if not job.has_begun]
-            first = min((job for job in waiting if not job.is_held), key=lambda job: job.rank, default=None)
+                free = [job for job in waiting if not job.is_held]  # in here: `release_all` releases all, or none
+            first = min(free, key=lambda job: job.rank, default=None)
             if first is None:
                 return None
             job = next(job for job in waiting if job.unit is first.unit)  # updates of one unit keep their order
