@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +34,33 @@ def _held(bench: SlowStream, ranks: list[int]) -> list[UpdateJob]:
 
 def test_by_rank(bench: SlowStream) -> None:
     _held(bench, [2, 0, 1])
+    bench.stream.drain()
+    assert bench.updater.order == [1.0, 2.0, 0.0]
+
+
+def test_what_is_released_together_is_taken_by_rank(bench: SlowStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a worker looks for the next one while they are."""
+    release, looked = UpdateJob.release, threading.Event()
+
+    def look(job: UpdateJob) -> bool:
+        if threading.current_thread() is not threading.main_thread() and not looked.is_set():
+            looked.set()
+            deadline = time.monotonic() + 0.3
+            while vars(job)["is_held"] and time.monotonic() < deadline:
+                time.sleep(0.001)
+        return bool(vars(job)["is_held"])
+
+    def hold(job: UpdateJob, is_held: bool) -> None:
+        vars(job)["is_held"] = is_held
+
+    def release_and_wait(job: UpdateJob) -> None:
+        release(job)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(UpdateJob, "is_held", property(look, hold), raising=False)
+    monkeypatch.setattr(UpdateJob, "release", release_and_wait)
+    _held(bench, [2, 0, 1])
+    assert looked.wait(60)
     bench.stream.drain()
     assert bench.updater.order == [1.0, 2.0, 0.0]
 
