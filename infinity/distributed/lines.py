@@ -84,10 +84,12 @@ class Lines:
             with contextlib.suppress(OSError):  # there are no others, or no more files for them
                 while wanted:
                     line, rank = _accepted(self._listener, self._secret)
-                    if rank in wanted:
-                        wanted.discard(rank)
-                        line.send(b"\0")
-                        self._lines[rank] = line
+                    if rank not in wanted:
+                        line.close()
+                        continue
+                    wanted.discard(rank)
+                    line.send(b"\0")
+                    self._lines[rank] = line
             self._listener.close()
         for rank, line in [*self._lines.items()]:
             line.settimeout(self._timeout_seconds)
@@ -188,9 +190,7 @@ def _accepted(listener: socket.socket, secret: int) -> tuple[socket.socket, int]
         line.setblocking(False)
         told, rank = _HELLO.unpack(line.recv(_HELLO.size + 1))
     except (OSError, struct.error):
-        told, rank = secret + 1, -1
-    if told != secret:
-        line.close()
+        return line, -1
     return line, rank if told == secret else -1
 
 
