@@ -171,11 +171,13 @@ class ChunkFormat:
     ) -> ChunkBuffer:
         """Views of ``memory`` (uint8, 4096-aligned, on any device) as the working memory of a chunk.
 
-        ``weight``: where the model weight is, if it has memory of its own.
+        ``weight``: where the model weight is, if it has memory of its own. The record's place is the same in any case.
         """
-        if weight is None and self.main is MainWeight.MODEL_WEIGHT:  # it lies before the record
+        if self.main is MainWeight.MODEL_WEIGHT:  # the model weight lies before the record
             weight_bytes = numel * _FP32_BYTES
-            weight, memory = memory[:weight_bytes].view(torch.float32), memory[weight_bytes:]
+            if weight is None:
+                weight = memory[:weight_bytes].view(torch.float32)
+            memory = memory[weight_bytes:]
         record_bytes = self.stored_bytes(numel, len(names))
         return self.over_scratch(memory[:record_bytes], numel, names, memory[record_bytes:], weight)
 

@@ -5,6 +5,7 @@ Knows chunks and bytes; must not know what an optimizer does with them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,9 @@ from infinity.torch_internals.foreign_writes import plain_array
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
 from swapper import AlignedRegion, Extent, Handle, Page, Priority, StagingArena, Swapper
+
+_PAGES_FOR_OTHERS = 3
+"""Are never read ahead into, so that nobody waits for what nobody opens."""
 
 
 def _nothing() -> None: ...
@@ -89,6 +93,8 @@ class StateStore(Protocol):
     ) -> Lease | None:
         """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False.
 
+        One that was read ahead is there already.
+
         Args:
             unit, chunk: which.
             is_blocking: wait for a page.
@@ -96,6 +102,14 @@ class StateStore(Protocol):
             needs_scratch: whether the workspace must have room for a gradient.
             reads: False: the record is zeros, as nothing of what is stored is needed.
         """
+        ...
+
+    def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
+        """Read a record that is soon to be opened, if that takes no page that others may need; whether there was room."""
+        ...
+
+    def forget_ahead(self) -> None:
+        """Give back what was read ahead and has not been opened."""
         ...
 
 
@@ -130,12 +144,18 @@ class _PagedLease(_Working):
     """A chunk of which a part lies in a page, if only scratch; or none."""
 
     def __init__(
-        self, page: Page | None, workspace: ChunkBuffer, read: Handle | None, store: Callable[[bool], Handle | None]
+        self,
+        page: Page | None,
+        workspace: ChunkBuffer,
+        read: Handle | None,
+        store: Callable[[bool], Handle | None],
+        end: Callable[[], None],
     ) -> None:
         super().__init__(workspace)
         self._page = page
         self._read = read
         self._store = store
+        self._end = end
         self._remaining = 0
         self._then = _nothing
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
@@ -150,6 +170,7 @@ class _PagedLease(_Working):
         handles = list(others)
         self._then = then
         own = self._store(main_only)
+        self._end()
         self._workspace = None
         if own is not None:
             handles.append(own)
@@ -167,6 +188,7 @@ class _PagedLease(_Working):
             self._then()
 
     def discard(self) -> None:
+        self._end()
         self._workspace = None
         self._release()
 
@@ -190,6 +212,12 @@ class PagedStateStore:
         self._format = record_format
         self._records: dict[int, _UnitRecords] = {}
         self._regions: list[AlignedRegion] = []
+        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        """Held by whoever begins to read ahead, and while what follows changes."""
+        self._ahead: dict[tuple[int, int], tuple[Page, Handle]] = {}
+        """(unit index, chunk index) -> where its record is read to. Whoever opens the chunk gets it, so it is what is stored."""
+        self._open: set[tuple[int, int]] = set()
+        """(unit index, chunk index) of leases that may yet change what is stored."""
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
         num_in_memory = sum(chunk.stop <= numel_in_memory for chunk in chunks)
@@ -232,32 +260,77 @@ class PagedStateStore:
         needs_scratch: bool = True,
         reads: bool = True,
     ) -> Lease | None:
-        records = self._records[unit.index]
+        records, key = self._records[unit.index], (unit.index, chunk.index)
         is_in_memory = chunk.index < records.num_in_memory
-        page: Page | None = None
-        if not is_in_memory or weight is None or needs_scratch:
-            owner = f"optimizer state of {unit.name}"
-            page = self._arena.lease(owner=owner) if is_blocking else self._arena.try_lease(owner=owner)
-            if page is None:
-                return None
+        with self._lock:
+            self._open.add(key)
+            page, read = self._ahead.pop(key, (None, None))
+        end = functools.partial(self._open.discard, key)
         try:
+            if page is not None and not reads:
+                page.release()  # and stays out of use until the read has ended
+                page = read = None
+            if page is None and (not is_in_memory or weight is None or needs_scratch):
+                page = self._page_for(unit, is_blocking=is_blocking)
+                if page is None:
+                    end()
+                    return None
             if is_in_memory:
                 workspace = self._in_place(records, chunk, page, weight)
                 if not reads:
                     clear(workspace.record)
-                return _PagedLease(page, workspace, None, lambda main_only: None)
+                return _PagedLease(page, workspace, None, lambda main_only: None, end)
             workspace = self._format.lay_out(_tensor_of(page), chunk.numel, records.names, weight)
             if not reads:
                 clear(workspace.record)
-            read = self._read(records, chunk.index, workspace.record) if reads else None
+            elif read is None:
+                read = self._read(records, chunk.index, workspace.record)
         except BaseException:
+            end()
             if page is not None:
                 page.release()
             raise
         record = workspace.record
         return _PagedLease(
-            page, workspace, read, lambda main_only: self._write(records, chunk.index, record, main_only)
+            page, workspace, read, lambda main_only: self._write(records, chunk.index, record, main_only), end
         )
+
+    def _page_for(self, unit: Unit, *, is_blocking: bool) -> Page | None:
+        owner = f"optimizer state of {unit.name}"
+        page = self._arena.try_lease(owner=owner)
+        if page is None and is_blocking:
+            with self._lock:
+                if self._ahead:
+                    self._ahead.popitem()[1][0].release()
+            page = self._arena.lease(owner=owner)
+        return page
+
+    def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
+        records, key = self._records[unit.index], (unit.index, chunk.index)
+        with self._lock:
+            if key in self._ahead or not records.valid_bytes[chunk.index] or chunk.index < records.num_in_memory:
+                return True  # there is nothing to be read
+            if key in self._open or len(self._ahead) >= self._arena.num_pages - _PAGES_FOR_OTHERS:
+                return False
+            page = self._arena.try_lease(owner=f"optimizer state of {unit.name}")
+            if page is None:
+                return False
+            try:
+                record = self._format.lay_out(page.tensor, chunk.numel, records.names).record
+                read = self._read(records, chunk.index, record)
+            except BaseException:
+                page.release()
+                raise
+            if read is None:
+                page.release()
+            else:
+                self._ahead[key] = page, read
+            return True
+
+    def forget_ahead(self) -> None:
+        with self._lock:
+            while self._ahead:
+                self._ahead.popitem()[1][0].release()
 
     def _in_place(
         self, records: _UnitRecords, chunk: Chunk, page: Page | None, weight: torch.Tensor | None
@@ -297,11 +370,13 @@ class PagedStateStore:
 
     def set_valid_bytes(self, valid_bytes: Mapping[int, list[int]]) -> None:
         """The extents hold other records, of which so much is stored. None may be open."""
+        self.forget_ahead()
         for index, found in valid_bytes.items():
             self._records[index].valid_bytes[:] = found
 
     def close(self) -> None:
         """Give the memory back."""
+        self.forget_ahead()
         for records in self._records.values():
             records.memory = None
         for region in self._regions:
@@ -358,6 +433,11 @@ class ResidentStateStore:
 
     def names_of(self, unit: Unit) -> Sequence[str]:
         return self._records[unit.index][2]
+
+    def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
+        return True  # there is nothing to be read
+
+    def forget_ahead(self) -> None: ...
 
     def close(self) -> None:
         self._records.clear()

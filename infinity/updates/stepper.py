@@ -166,6 +166,7 @@ class Stepper:
 
     def begin_last(self, step: int, *, updates_now: bool) -> None:
         """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
+        self._stream.expect_again()
         digest = 0
         if updates_now and self._is_divided and not any(True for _ in self.step_groups.loose.present()):
             self._groups = self.step_groups.read()

@@ -1,0 +1,78 @@
+"""What was updated once is read for the next step before its gradients are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.unit.updates.slow_stream import SlowStream, slow_stream, soon
+
+
+@pytest.fixture(params=[1, 3])
+def bench(request: pytest.FixtureRequest) -> Iterator[SlowStream]:
+    """A stream with room to read two units ahead."""
+    with slow_stream(torch.bfloat16, num_pages=9, num_workers=request.param) as opened:
+        yield opened
+
+
+def _step(bench: SlowStream, *numbers: int) -> None:
+    for number in numbers:
+        bench.stream.submit(bench.job(bench.units[number], {0: 1.0, 1: 1.0}))
+    bench.stream.drain()
+    bench.swapper.flush()
+
+
+def _read_ahead(bench: SlowStream, *numbers: int) -> None:
+    """Say that it comes again, and wait until the chunks of these units have pages, and no others."""
+    owners = tuple((f"optimizer state of unit {number}", 3) for number in numbers)
+    before = bench.swapper.statistics().num_reads
+    bench.stream.expect_again()
+    soon(lambda: bench.swapper.statistics().num_reads == before + 3 * len(numbers))
+    soon(lambda: bench.arena.statistics().owners == owners)
+
+
+def test_in_the_order_of_the_step_before(bench: SlowStream) -> None:
+    def read_bytes() -> int:
+        before = bench.swapper.statistics().read_bytes
+        _step(bench, 2, 0, 1)
+        return bench.swapper.statistics().read_bytes - before
+
+    _step(bench, 2, 0, 1)
+    assert bench.arena.statistics().num_leased == 0, "nobody has said that it comes again"
+    of_step = read_bytes()
+    bench.stream.expect_again()
+    _step(bench, 2, 0, 1)
+    _read_ahead(bench, 2, 0)
+    assert read_bytes() == of_step // 3 > 0, "of unit 1 alone"
+    assert [bench.totals(unit) for unit in bench.units] == [[4.0]] * 3
+
+
+def test_units_that_do_not_come_again_keep_nobody_waiting(bench: SlowStream) -> None:
+    """Two models by turns, such as a generator and a discriminator: what is expected is always wrong."""
+    _step(bench, 0, 1)
+    for numbers in ((2,), (0, 1)) * 3:
+        bench.stream.expect_again()
+        _step(bench, *numbers)
+    assert [bench.totals(unit) for unit in bench.units] == [[4.0], [4.0], [3.0]]
+    bench.stream.expect_again()
+    bench.stream.expect_again()
+    soon(lambda: bench.arena.statistics().num_leased == 0)
+
+
+def test_jobs_that_are_still_queued_read_nothing_old(bench: SlowStream) -> None:
+    for _ in range(4):
+        bench.stream.expect_again()
+        for unit in bench.units:
+            bench.stream.submit(bench.job(unit, {0: 1.0, 1: 1.0}))
+    bench.stream.drain()
+    assert [bench.totals(unit) for unit in bench.units] == [[4.0]] * 3
+
+
+def test_an_end_of_the_stream_gives_back_what_was_read(bench: SlowStream) -> None:
+    _step(bench, 0, 1)
+    _read_ahead(bench, 0, 1)
+    bench.stream.close()
+    bench.records.close()
+    soon(lambda: bench.arena.statistics().num_leased == 0)
