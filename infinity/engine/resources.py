@@ -261,6 +261,7 @@ class EngineResources:
     def close(self) -> None:
         """Release files, threads and memory. Does not raise what failed writes had to say."""
         self.is_closed = True
+        self.records.forget_ahead()  # of a step that did not come
         if self.weights is not None:
             self.weights.close()
         self._close_swappers()

@@ -376,7 +376,6 @@ class PagedStateStore:
 
     def close(self) -> None:
         """Give the memory back."""
-        self.forget_ahead()
         for records in self._records.values():
             records.memory = None
         for region in self._regions:

@@ -77,7 +77,7 @@ def _opened(form: ChunkFormat, num_pages: int) -> Iterator[_Store]:
     with Swapper.in_memory(1 << 20) as swapper:
         store = _Store(swapper, form, num_pages)
         yield store
-        store.records.close()
+        store.records.forget_ahead()
         store.arena.close()
 
 

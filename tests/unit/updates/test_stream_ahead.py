@@ -74,5 +74,5 @@ def test_an_end_of_the_stream_gives_back_what_was_read(bench: SlowStream) -> Non
     _step(bench, 0, 1)
     _read_ahead(bench, 0, 1)
     bench.stream.close()
-    bench.records.close()
+    bench.records.forget_ahead()
     soon(lambda: bench.arena.statistics().num_leased == 0)
