@@ -8,8 +8,9 @@ Updates that are pending when a step ends run beside the next forward, and nothi
 should be left over that the forward needs last. Backward delivers them first: therefore, where all weights fit into memory,
 the update whose unit the next forward needs soonest always comes next, and the others wait as far as there is room for their
 gradients. Where units have to make room for each other, updates run as they come: a pending one keeps its unit in memory,
-and those that the forward needs last would be kept at the expense of those that it needs first. Whoever waits for a unit gets
-it updated next in any case.
+and those that the forward needs last would be kept at the expense of those that it needs first. So they do where other ranks
+wait for the new weights, before the step ends, in the order in which all of them update. Whoever waits for a unit gets it
+updated next in any case.
 """
 
 from __future__ import annotations
@@ -152,6 +153,11 @@ class Stepper:
         return bool(self.updated or self._waiting)
 
     @property
+    def _goes_by_rank(self) -> bool:
+        """See [Note: the order of updates]."""
+        return self._residency.holds_all and not self._is_divided
+
+    @property
     def updates_all_in_backward(self) -> bool:
         """Whether no weights are left for the step, where backward was told to update units."""
         return self.rules.updates_in_backward and not self._is_divided
@@ -166,7 +172,8 @@ class Stepper:
 
     def begin_last(self, step: int, *, updates_now: bool) -> None:
         """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
-        self._stream.expect_again()
+        if self.rules.update == "step" or not self._goes_by_rank:  # else their order depends on how fast each is
+            self._stream.expect_again()
         digest = 0
         if updates_now and self._is_divided and not any(True for _ in self.step_groups.loose.present()):
             self._groups = self.step_groups.read()
@@ -273,7 +280,7 @@ class Stepper:
         elif not unit.num_active:
             self._residency.store_changes(unit)
         is_seen = unit.flat is not None and unit.flat.has_views
-        rank = self._rank_of(unit) if self._residency.holds_all else 0  # see [Note: the order of updates]
+        rank = self._rank_of(unit) if self._goes_by_rank else 0
         job = UpdateJob(
             unit,
             self._chunks[unit.index],
