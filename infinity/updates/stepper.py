@@ -172,7 +172,7 @@ class Stepper:
 
     def begin_last(self, step: int, *, updates_now: bool) -> None:
         """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
-        if self.rules.update == "step" or not self._goes_by_rank:  # else their order depends on how fast each is
+        if not (self.rules.updates_in_backward and self._goes_by_rank):  # else their order depends on how fast each is
             self._stream.expect_again()
         digest = 0
         if updates_now and self._is_divided and not any(True for _ in self.step_groups.loose.present()):

@@ -355,6 +355,8 @@ class UpdateStream:
 
     def _expect_taken(self) -> None:
         self._comes_again = False
+        if not self._taken:  # the step between was skipped: what was expected for it still is
+            return
         self._records.forget_ahead()
         self._ahead = {unit: deque(chunks) for unit, chunks in self._taken.items()}
         self._taken = {}
