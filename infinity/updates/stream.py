@@ -8,10 +8,6 @@ started, and chunks taken and retired, in the order of the jobs; only the comput
 thread. What a parameter keeps once (its step count) stays that of before until the job's last chunk is retired, so it does
 not matter which piece comes first, and any number of workers gives the same bits. When one fails, the others end after the
 chunk in hand, and the last to end tells everybody: until then somebody may still write into a unit.
-
-[Note: before the gradients] A step mostly updates what the step before has, in the same order. So when gradients are soon to
-come, and no job waits, records are read in that order. That is a guess, and never more: whoever opens a chunk gets what is
-stored, and a page that he waits for.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +38,7 @@ from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import LandedRead, WeightStore
 from infinity.units.layout import Chunk, Piece
 from infinity.units.unit import Unit
+from infinity.updates.expected import ExpectedUpdates
 from infinity.updates.job import ParameterState, UpdateJob
 from swapper import Bell, Handle
 from swapper.sync.limits import start_threads
@@ -136,12 +133,7 @@ class UpdateStream:
         """The chunks to come of the job that was taken last."""
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
         """A chunk that was taken from those, and waits for working memory."""
-        self._taken: dict[Unit, Sequence[Chunk]] = {}
-        """What jobs had since the training thread last said that they will come again, in their order."""
-        self._ahead: dict[Unit, deque[Chunk]] = {}
-        """What the jobs before those had, of units that have none yet: as far as it is not read ahead."""
-        self._comes_again = False
-        """Whether the training thread has said so, and no worker has heard it."""
+        self._expected = ExpectedUpdates(records)
         self._most_ahead = 2 * num_workers if records.is_on_device else max(_MOST_AHEAD, 2 * num_workers)
         self._num_running = num_workers
         """Workers that have not ended. Under `_lock`."""
@@ -164,9 +156,10 @@ class UpdateStream:
         self._work.ring()
 
     def expect_again(self) -> None:
-        """What was updated since the last call will be again, in that order: see [Note: before the gradients]."""
-        self._comes_again = not self._records.is_on_device
-        self._work.ring()
+        """What was updated since the last call will be again, in that order: read it while no update waits."""
+        if not self._records.is_on_device:
+            self._expected.announce()
+            self._work.ring()
 
     def has(self, job: UpdateJob) -> bool:
         """Whether the job is queued or running."""
@@ -304,12 +297,12 @@ class UpdateStream:
     def _fill(self) -> None:
         """Start the reads of the next chunks while there are pages; the first one waits for a page."""
         while not self._is_stopping:
-            if self._comes_again:
-                self._expect_taken()
+            if self._expected.are_due:
+                self._expected.begin()
             if self._next is None:
                 self._next = self._take()
                 if self._next is None:
-                    self._read_ahead()
+                    self._expected.read()
                     return
             job, chunk, is_last = self._next
             if any(item.job is not job and item.job.unit is job.unit for item in self._window):
@@ -343,24 +336,6 @@ class UpdateStream:
                 if read is not None:
                     item.reads.append(read)
 
-    def _read_ahead(self) -> None:
-        """Read states of updates that are expected, as nothing else waits for a page."""
-        while self._ahead and not self._is_stopping:
-            unit, chunks = next(iter(self._ahead.items()))
-            while chunks:
-                if not self._records.read_ahead(unit, chunks[0]):
-                    return
-                chunks.popleft()
-            del self._ahead[unit]
-
-    def _expect_taken(self) -> None:
-        self._comes_again = False
-        if not self._taken:  # the step between was skipped: what was expected for it still is
-            return
-        self._records.forget_ahead()
-        self._ahead = {unit: deque(chunks) for unit, chunks in self._taken.items()}
-        self._taken = {}
-
     def _weight_in_place(self, job: UpdateJob, chunk: Chunk) -> torch.Tensor | None:
         """The chunk's model weights in the flat buffer, if the update may work on them there."""
         # Gradients that land before they are widened land where the model weights of the workspace are.
@@ -389,8 +364,7 @@ class UpdateStream:
                 return None
             job = next(job for job in waiting if job.unit is first.unit)  # updates of one unit keep their order
             job.begin()
-            self._ahead.pop(job.unit, None)
-            self._taken[job.unit] = job.chunks
+            self._expected.note(job.unit, job.chunks)
             if not job.chunks:
                 self._finish(job)
                 continue

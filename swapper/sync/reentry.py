@@ -12,9 +12,9 @@ ordinary call does. So this costs nothing but where it is asked.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
+import importlib
 import inspect
 import os
 import signal
@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from types import CodeType, FrameType
 from typing import Any
@@ -44,7 +44,9 @@ _PATHS = sysconfig.get_paths()
 _LIBRARY = tuple({_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep, os.path.dirname(os.__file__) + os.sep})
 _SITE = tuple({_PATHS["purelib"] + os.sep, _PATHS["platlib"] + os.sep})
 _FINALIZER = weakref.finalize.__call__.__code__
-_SIGNALS = tuple(signal.valid_signals())  # half of the time that finding the handlers took
+_SIGNALS = tuple(map(int, signal.valid_signals()))
+_handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal
+"""What ``signal.getsignal`` makes enums of, which takes five times as long."""
 _resting: set[CodeType] = set()
 _kinds: dict[str, _Kind] = {}
 
@@ -194,9 +196,7 @@ def _handlers() -> set[CodeType]:
     """The code of all signal handlers that are installed now."""
     found: set[CodeType] = set()
     for number in _SIGNALS:
-        handler: Any = None
-        with contextlib.suppress(ValueError):
-            handler = signal.getsignal(number)
+        handler = _handler_of(number)
         while isinstance(handler, functools.partial):
             handler = handler.func
         if callable(handler) and not isinstance(handler, int):
