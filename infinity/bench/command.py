@@ -316,7 +316,8 @@ Examples:
 @click.option("--stages", type=_one_of("0", "1", "2", "3"), default=(1, 3), help="Of ZeRO, of 0 to 3; 1,3 by default.")
 @click.option("--layers", type=_AT_LEAST_ONE, default=8, show_default=True, help="Of the model.")
 @click.option("--width", type=click.IntRange(min=64), default=1024, show_default=True, help="Of each layer, both ways.")
-@click.option("--steps", type=_AT_LEAST_ONE, default=3, show_default=True, help="That count.")
+@click.option("--steps", type=_AT_LEAST_ONE, help="That count; 3 by default, with --drives 20.")
+@click.option("--turns", type=_AT_LEAST_ONE, default=3, show_default=True, help="Of --drives.")
 @click.option("--clip", type=click.FloatRange(min=0), default=0.0, help="Largest norm; 0, the default, is off.")
 @_dtype_option
 @click.option(
@@ -334,7 +335,8 @@ def ranks(
     stages: tuple[str, ...],
     layers: int,
     width: int,
-    steps: int,
+    steps: int | None,
+    turns: int,
     clip: float,
     dtype: str,
     drives: tuple[Path, ...] | None,
@@ -345,7 +347,8 @@ def ranks(
     """Measure what each of N processes keeps, reads, writes and sends beside the ZeRO paper's formulas, or drives together.
 
     Processes are of this machine and meet over gloo. With --drives, in place of the table: the time of a step of one process on
-    the first directory, and of one on each of them, each held to --throttle by a control group (version 1, needs root).
+    the first directory, and of one on each of them, each held to --throttle by a control group (version 1, needs root): by
+    turns, medians. A step is that of a run, which begins with nothing read and ends with all written.
     """
     from infinity.bench import ranks as measuring
 
@@ -358,13 +361,11 @@ def ranks(
         raise click.UsageError(f"{problem}.")
     console = Console(highlight=False, stderr=json_file == Path(STDOUT), width=max(Console().width, _WIDTH))
     told: dict[str, Any]
+    steps = steps or (3 if drives is None else 20)
     jobs = [measuring.Job(int(stage), width, layers, steps, clip, dtype) for stage in stages]
     if drives is not None:
-        told = measuring.drives_as_json(jobs[0], drives, throttle * 1_000_000)
-        console.print(
-            f"{len(drives)} drives at {throttle} MB/s: {told['together_seconds']:.2f} s a step, one alone "
-            f"{told['alone_seconds']:.2f} s: {told['ratio']:.2f}"
-        )
+        told = measuring.drives_as_json(jobs[0], drives, throttle * 1_000_000, turns)
+        console.print(measuring.drives_in_words(told))
     else:
         told = {"stages": [measuring.as_json(job, ranks, nvme_path, console.print) for job in jobs]}
     if json_file is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -62,7 +63,7 @@ def formulas(job: Job, num: int) -> dict[str, float]:
     others, count = (num - 1) / num, job.num_parameters
     weight, state = _WEIGHTS_AND_STATES[job.dtype]
     paged = weights * weight if job.stage == 3 else 0.0  # on the drive
-    fetched = 2 * paged if num > 1 else 0.0  # in forward, and in the update; alone, weights stay in memory
+    fetched = paged if num > 1 else 0.0  # in forward; alone, weights stay in memory
     return {
         "parameters": count * weight * weights,
         "gradients": count * _GRADIENT * gradients,
@@ -161,14 +162,34 @@ def as_json(job: Job, nums: Sequence[int], directory: Path, tell: Callable[[Tabl
     return {"stage": job.stage, "num_parameters": job.num_parameters, "ranks": rows}
 
 
-def drives_as_json(job: Job, drives: Sequence[Path], bytes_per_second: int) -> dict[str, Any]:
-    """Seconds of a step of one rank on the first drive, and of one rank on each, all throttled alike."""
-    alone, together = (train(job, num, drives, bytes_per_second) for num in (1, len(drives)))
-    seconds = alone[0]["seconds"], max(each["seconds"] for each in together)
+def drives_as_json(job: Job, drives: Sequence[Path], bytes_per_second: int, turns: int = 3) -> dict[str, Any]:
+    """Seconds of a step of one rank on the first drive, and of one rank on each, all throttled alike, by turns: medians."""
+    alone, together, processor = [], [], []
+    for _ in range(turns):
+        alone.append(train(job, 1, drives, bytes_per_second)[0]["seconds"])
+        of_ranks = train(job, len(drives), drives, bytes_per_second)
+        together.append(max(each["seconds"] for each in of_ranks))
+        processor.append(sum(each["processor"] for each in of_ranks))
     return {
         "drives": [str(path) for path in drives],
         "bytes_per_second": bytes_per_second,
-        "alone_seconds": seconds[0],
-        "together_seconds": seconds[1],
-        "ratio": seconds[1] / seconds[0],
+        "alone_seconds": statistics.median(alone),
+        "together_seconds": statistics.median(together),
+        "ratio": statistics.median(together) / statistics.median(alone),
+        "together_processor_seconds": statistics.median(processor),
+        "turns": {"alone_seconds": alone, "together_seconds": together},
     }
+
+
+def drives_in_words(told: Mapping[str, Any]) -> str:
+    """What `drives_as_json` has found: medians, and the range of all turns."""
+
+    def seconds(of: str) -> str:
+        turns = told["turns"][of]
+        return f"{told[of]:.2f} s ({min(turns):.2f} to {max(turns):.2f})"
+
+    num, cores = len(told["drives"]), told["together_processor_seconds"] / told["together_seconds"]
+    return (
+        f"{num} drives at {told['bytes_per_second'] / _MEGA:.0f} MB/s: {seconds('together_seconds')} a step, one alone "
+        f"{seconds('alone_seconds')}: {told['ratio']:.2f}. The {num} processes used {cores:.1f} of {os.cpu_count()} cores."
+    )

@@ -445,11 +445,15 @@ class Residency:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
         if unit.flat is None or unit.stays_resident:
             return
+        self.settle(unit)
+        self._displace(unit)
+
+    def settle(self, unit: Unit) -> None:
+        """Return when nothing comes into the unit's buffer, no update of it is pending, and what was written is stored."""
         unit.unbind()
         self._take_arrival(unit)
         self.await_update(unit)
         self.store_changes(unit)
-        self._displace(unit)
 
     def _no_room(self, unit: Unit) -> BudgetTooSmallError:
         held = [

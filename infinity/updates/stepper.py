@@ -393,12 +393,16 @@ class Stepper:
             return
         with self._residency.lock:
             self._residency.closed.add(unit.index)
-            if not unit.num_active:
-                unit.unbind()
-            if unit.num_active or (unit.flat is not None and unit.arrival is None and unit.flat.has_views):
+            if self._is_in_use(unit):
                 self._exchange.await_fetch(unit)
-            else:
-                self._residency.evict(unit)
+            elif unit.flat is not None:  # for the update, as far as nobody needs the room
+                self._residency.settle(unit)
+
+    def _is_in_use(self, unit: Unit) -> bool:
+        """Whether somebody may look at the unit's buffer, however it changes."""
+        if not unit.num_active:
+            unit.unbind()
+        return unit.num_active > 0 or (unit.flat is not None and unit.arrival is None and unit.flat.has_views)
 
     def _gather_weights(self) -> None:
         """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
@@ -409,6 +413,9 @@ class Stepper:
         for unit in updated:
             self._residency.await_update(unit)
             if self._exchange.divides(unit):
+                with self._residency.lock:
+                    if not self._is_in_use(unit):
+                        self._residency.evict(unit)  # it has this rank's new weights, and others' old ones
                 divided.append(unit)
                 continue
             with self._pager.clock.waiting("ranks"):

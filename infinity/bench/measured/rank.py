@@ -45,19 +45,19 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
     engine = infinity.initialize(model=model, config=config_of(asked))[0]
     storage, x = engine._parts.storage, torch.ones(1, width, dtype=getattr(torch, asked["dtype"]), device="cpu")
 
-    def train(num_steps: int) -> float:
+    def train(num_steps: int) -> tuple[float, float]:
         infinity.comm.barrier()
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for _ in range(num_steps):
             engine.backward(engine(x).float().square().mean())
             engine.step()
         engine.flush()
         infinity.comm.barrier()
-        return (time.perf_counter() - began) / num_steps
+        return (time.perf_counter() - began) / num_steps, (time.process_time() - used) / num_steps
 
     train(1)
     before, sent = storage.counters(), world().sent_bytes.copy()
-    seconds = train(asked["steps"])
+    seconds, processor_seconds = train(asked["steps"])
     after, moved = storage.counters(), world().sent_bytes - sent
     # Of what it has the mean, others send a rank their parts; in stage 0, where it is told of all, it sends as much again.
     means = moved["gradients"] / max(world().num - 1, 1) * (world().num / 2 if asked["stage"] == 0 else 1)
@@ -71,6 +71,7 @@ def measure(asked: dict[str, Any]) -> dict[str, float]:
         "written": (after.write_bytes - before.write_bytes) / asked["steps"],
         "sent": sum(moved[kind] for kind in ("gradients", "weights", "fetches")) / asked["steps"],
         "seconds": seconds,
+        "processor": processor_seconds,
     }
     engine.close(restore_weights=False)
     return found

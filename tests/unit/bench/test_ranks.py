@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch._dynamo  # noqa: F401  # which optimizers import at their first use: once here, not in each process
 
+from infinity.bench.cgroup import why_unavailable
 from infinity.bench.measured.rank import measure
 from infinity.bench.ranks import KINDS, Job, deviation, formulas, ranks_table, worst
 from infinity.cli.main import main
@@ -51,11 +53,35 @@ def test_two_ranks_count_what_the_formulas_say(stage: int, clip: float, dtype: s
     assert found.keys() == set(KINDS)
     for kind, (_, percent) in found.items():
         # Weights are fetched ahead: those of the next step may come before the last measured one is counted, or after,
-        # and one may come again for a rank that is ahead, or not at all, if a copy is still there.
-        assert abs(percent) < (35 if stage == 3 and kind in ("read", "sent") else 2), (kind, percent)
+        # and one may come again for a rank that is ahead, or not at all, if a copy is still there. To read them for the
+        # update as well would be a third more.
+        limits = {"read": 20, "sent": 35} if stage == 3 else {}
+        assert abs(percent) < limits.get(kind, 2), (kind, percent)
 
 
 def test_one_drive_is_compared_with_nothing(nvme_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ranks", "--drives", str(nvme_dir)]) == 2
     assert "name two or more" in capsys.readouterr().err
     assert not list(nvme_dir.iterdir())
+
+
+def test_two_drives_against_one(nvme_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if reason := why_unavailable("blkio"):
+        pytest.skip(reason)
+    drives = [nvme_dir / "a", nvme_dir / "b"]
+    for drive in drives:
+        drive.mkdir()
+    small = ["--throttle", "2000", "--width", "128", "--layers", "2", "--steps", "2", "--turns", "2"]
+    assert (
+        main(["bench", "ranks", "--drives", ",".join(map(str, drives)), *small, "--json", str(nvme_dir / "out")]) == 0
+    )
+    words = capsys.readouterr().out
+    found = json.loads((nvme_dir / "out").read_text())
+    assert found["drives"] == [str(drive) for drive in drives] and found["bytes_per_second"] == 2_000_000_000
+    medians = [statistics.median(found["turns"][of]) for of in ("alone_seconds", "together_seconds")]
+    assert medians == [found["alone_seconds"], found["together_seconds"]]
+    assert [len(turns) for turns in found["turns"].values()] == [2, 2]
+    assert found["ratio"] == medians[1] / medians[0]
+    assert found["together_processor_seconds"] > 0
+    assert f"one alone {medians[0]:.2f} s" in words and f"{found['ratio']:.2f}" in words
+    assert not any(any(drive.iterdir()) for drive in drives)
