@@ -445,10 +445,10 @@ class Residency:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
         if unit.flat is None or unit.stays_resident:
             return
-        self.settle(unit)
+        self.quiesce(unit)
         self._displace(unit)
 
-    def settle(self, unit: Unit) -> None:
+    def quiesce(self, unit: Unit) -> None:
         """Return when nothing comes into the unit's buffer, no update of it is pending, and what was written is stored."""
         unit.unbind()
         self._take_arrival(unit)

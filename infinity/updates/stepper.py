@@ -396,7 +396,7 @@ class Stepper:
             if self._is_in_use(unit):
                 self._exchange.await_fetch(unit)
             elif unit.flat is not None:  # for the update, as far as nobody needs the room
-                self._residency.settle(unit)
+                self._residency.quiesce(unit)
 
     def _is_in_use(self, unit: Unit) -> bool:
         """Whether somebody may look at the unit's buffer, however it changes."""
