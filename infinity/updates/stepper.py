@@ -395,8 +395,18 @@ class Stepper:
             self._residency.closed.add(unit.index)
             if self._is_in_use(unit):
                 self._exchange.await_fetch(unit)
-            elif unit.flat is not None:  # for the update, as far as nobody needs the room
+            elif not self._residency.holds_all:
+                self._residency.evict(unit)
+            elif unit.flat is not None:  # nobody needs the room, and the update reads from there
                 self._residency.quiesce(unit)
+
+    def _page_out_changed(self) -> None:
+        """Units that were left to others to update, too, have this rank's new weights in memory, and others' old ones."""
+        for unit in (self.units[index] for index in sorted(self._residency.closed)):
+            self._residency.await_update(unit)
+            with self._residency.lock:
+                if not self._is_in_use(unit):
+                    self._residency.evict(unit)
 
     def _is_in_use(self, unit: Unit) -> bool:
         """Whether somebody may look at the unit's buffer, however it changes."""
@@ -413,13 +423,11 @@ class Stepper:
         for unit in updated:
             self._residency.await_update(unit)
             if self._exchange.divides(unit):
-                with self._residency.lock:
-                    if not self._is_in_use(unit):
-                        self._residency.evict(unit)  # it has this rank's new weights, and others' old ones
                 divided.append(unit)
                 continue
             with self._pager.clock.waiting("ranks"):
                 self._exchange.gather([unit])
+        self._page_out_changed()
         with self._pager.clock.waiting("ranks"):
             self._exchange.gather(divided)
         for unit in updated:
@@ -491,6 +499,7 @@ class Stepper:
         has_begun = self._share_updates.digest != 0
         if has_begun:
             self.gradients.end_updates()
+        self._page_out_changed()
         self.clear()
         if has_begun:
             for unit in self.units:

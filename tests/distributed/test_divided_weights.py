@@ -211,8 +211,8 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
         of_ranks = [json.loads((tmp_path / f"measured {num} {rank}").read_text()) for rank in range(num)]
         for found in of_ranks:
             assert found["kept"] == found["WRITE"] == model_bytes / num
-            # Its share for each fetch, and for the update of a unit that had to make room; now and then again for a rank that
-            # is ahead of this one, or not at all, if a copy that went to another rank is still there.
+            # Its share for each fetch, and once for the update; now and then again for a rank that is ahead of this one, or
+            # not at all, if a copy that went to another rank is still there.
             expected = unit_bytes / num * (found["num_fetches"] + num_layers)
             assert 0.7 * expected <= found["READ"] <= 2 * expected
             assert found["predicted"] == [pytest.approx(expected, rel=0.1), found["WRITE"]]

@@ -448,3 +448,35 @@ def test_where_updates_wait_for_the_step(key: str, tmp_path: Path) -> None:
     }[key]
     config = infinity.load_config(_config(tmp_path, 3, changes), world_size=2)
     assert config.infinity.update == ("deferred" if key == "stage" else "step")
+
+
+@pytest.mark.parametrize("update", ["in_backward", "deferred", "step"])
+def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weights(update: str, tmp_path: Path) -> None:
+    """What is in memory then has this rank's new weights and others' old ones."""
+
+    def train(rank: int) -> None:
+        config = _config(tmp_path, 3)
+        config["infinity"]["update"] = update
+        engine = infinity.initialize(model=_Model(), config=config)[0]
+        for number in range(2):
+            _step(engine, rank, number)
+        stepper = engine._stepper
+
+        def fail() -> None:
+            stepper._stream.drain()
+            raise _CutOffError
+
+        stepper._gather_weights = fail
+        engine.backward(engine(_input(rank, 8)))
+        with pytest.raises(_CutOffError):
+            engine.step()
+        del stepper._gather_weights
+        engine.reset()
+        outputs = engine(_input(0, 3)).detach()
+        others = [torch.empty_like(outputs) for _ in range(2)]
+        torch.distributed.all_gather(others, outputs)
+        assert all(torch.equal(other, outputs) for other in others), "ranks compute with different weights"
+        _require_same_everywhere(_weights(engine))
+        engine.close()
+
+    require_ranks(2, train, tmp_path)
