@@ -162,7 +162,7 @@ def as_json(job: Job, nums: Sequence[int], directory: Path, tell: Callable[[Tabl
     return {"stage": job.stage, "num_parameters": job.num_parameters, "ranks": rows}
 
 
-def drives_as_json(job: Job, drives: Sequence[Path], bytes_per_second: int, turns: int = 3) -> dict[str, Any]:
+def drives_as_json(job: Job, drives: Sequence[Path], bytes_per_second: int, turns: int) -> dict[str, Any]:
     """Seconds of a step of one rank on the first drive, and of one rank on each, all throttled alike, by turns: medians."""
     alone, together, processor = [], [], []
     for _ in range(turns):

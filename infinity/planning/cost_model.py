@@ -108,10 +108,9 @@ def predict(
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
         just_used = set() if in_step or is_shared else set(order[backward_start:])  # shares wait for their means
-        makes_room = is_divided and len(simulation.held) < len(
-            units
-        )  # for others, as soon as ranks average its gradients
-        held = frozenset(placement.resident_units) if makes_room else simulation.held
+        # Where weights are divided and not all fit, a unit makes room before its update.
+        goes_before = is_divided and len(simulation.held) < len(units)
+        held = frozenset(placement.resident_units) if goes_before else simulation.held
         read += weight_itemsize * sum(units[index].updated_numel for index in on_nvme - held.union(just_used))
     read += weight_itemsize * sum(units[index].updated_numel for index in on_nvme if units[index].copied_numel)
     if request.optimizer_tier == "nvme":

@@ -401,7 +401,7 @@ class Stepper:
                 self._residency.quiesce(unit)
 
     def _page_out_changed(self) -> None:
-        """Units that were left to others to update, too, have this rank's new weights in memory, and others' old ones."""
+        """Page out what was left to its update: it may have this rank's new weights, and others' old ones."""
         for unit in (self.units[index] for index in sorted(self._residency.closed)):
             self._residency.await_update(unit)
             with self._residency.lock:
