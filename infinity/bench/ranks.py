@@ -53,22 +53,21 @@ class Job:
 
     @property
     def budget_bytes(self) -> int:
-        """Of host memory, for each rank: everything but the states fits, so stage 3 fetches a weight once in a step."""
+        """Of host memory, for each rank: everything but the states fits."""
         return 12 * self.num_parameters + (256 << 20)
 
 
 def formulas(job: Job, num: int) -> dict[str, float]:
-    """Bytes of each of N ranks by the paper: kept, and moved in a step. All fits, so stage 3 fetches each weight once."""
+    """Bytes of each of N ranks by the paper: kept, and moved in a step. All fits, so stage 3 reads no weights."""
     states, gradients, weights = (1 / num if job.stage >= least else 1.0 for least in (1, 1, 3))
     others, count = (num - 1) / num, job.num_parameters
     weight, state = _WEIGHTS_AND_STATES[job.dtype]
     paged = weights * weight if job.stage == 3 else 0.0  # on the drive
-    fetched = paged if num > 1 else 0.0  # in forward; alone, weights stay in memory
     return {
         "parameters": count * weight * weights,
         "gradients": count * _GRADIENT * gradients,
         "optimizer": count * state * states,
-        "read": count * (state * states + fetched),
+        "read": count * state * states,
         "written": count * (state * states + paged),
         "sent": count * others * (2 * _GRADIENT if job.stage == 0 else _GRADIENT + weight),
     }

@@ -5,7 +5,7 @@ order that follows from model and script alone: see [Note: ranks] in ``infinity.
 
 [Note: changing divided weights] Where each rank keeps its share of a unit alone (`infinity.tiers.divided_weights`), it writes
 new weights of that, and sends them to nobody but those that have the same ones in other groups. But others fetch them when they
-like. So all ranks meet before, with no fetch of the unit under way (`before`), and after all have written (`gather`, `after`):
+like. (What is in the memory of all ranks they bring each other: `renew`.) So all ranks meet before, with no fetch of the unit under way (`before`), and after all have written (`gather`, `after`):
 what is fetched is from before, or from after.
 """
 
@@ -132,12 +132,26 @@ class WeightExchange:
         """
         for unit in units:
             if not self.divides(unit):
-                self._gather(unit, self.ranks, range(self.shares.num))
+                self._gather(unit, self.ranks, range(self.shares.num), in_memory=True, at_rest=True)
             elif not self._is_replacing:
-                self._gather(unit, self._holders, self.shares.holders)
+                self._gather(unit, self._holders, self.shares.holders, in_memory=False, at_rest=True)
         self.after(units)
         for unit in units:
             self._renew(unit)
+
+    def kept_by_all(self, units: Sequence[Unit]) -> set[Unit]:
+        """Those of these divided units that are in the memory of all ranks, which all come here.
+
+        None where this rank keeps weights that others update: it finds those where they rest, and nowhere else.
+        """
+        if not units or self._holders.num > 1:
+            return set()
+        found = self.ranks.meet("changing weights in memory", [int(unit.flat is not None) for unit in units])
+        return {unit for unit, *kept in zip(units, *found, strict=True) if all(kept)}
+
+    def renew(self, unit: Unit) -> None:
+        """What is in memory of a divided unit gets what each rank has updated. As `gather`, for one that all ranks keep."""
+        self._gather(unit, self.ranks, range(self.shares.num), in_memory=True, at_rest=False)
 
     def _renew(self, unit: Unit) -> None:
         """What is in memory of a divided unit gets what other ranks have written."""
@@ -161,8 +175,11 @@ class WeightExchange:
         if isinstance(self._weights, DividedWeights):
             self._weights.stop()
 
-    def _gather(self, unit: Unit, ranks: Ranks, numbers: Sequence[int]) -> None:
-        """What ``ranks`` have updated goes to all of them. ``numbers``: of their shares."""
+    def _gather(self, unit: Unit, ranks: Ranks, numbers: Sequence[int], *, in_memory: bool, at_rest: bool) -> None:
+        """What ``ranks`` have updated goes to all of them: to what is in memory, or where it rests, or both.
+
+        ``numbers``: of their shares.
+        """
         if len(numbers) == 1 or unit.layout.trainable is None:
             return
         if unit.arrival is not None:
@@ -171,7 +188,7 @@ class WeightExchange:
         spans = [self.shares.span(unit, number) for number in numbers]
         ranks.meet(what, [number for span in spans for number in span])
         flat = None
-        if unit.flat is not None and not self.divides(unit):  # else it gets all of it afterwards
+        if in_memory and unit.flat is not None:
             flat = unit.trainable_view(unit.flat.tensor())
         rests = self._weights if not unit.stays_resident else None
         pending: deque[tuple[Handle, torch.Tensor]] = deque()
@@ -190,7 +207,7 @@ class WeightExchange:
                 self._device.synchronize(
                     self._device.upload(flat[start : start + found.numel()], found, self._device.mark())
                 )
-            if rests is not None:
+            if at_rest and rests is not None:
                 copy = found.clone()  # the memory it came in is used again
                 handle = rests.write_chunk(unit, _chunk(start, copy), copy)
                 if handle is not None:

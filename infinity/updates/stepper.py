@@ -400,12 +400,12 @@ class Stepper:
             elif unit.flat is not None:  # nobody needs the room, and the update reads from there
                 self._residency.quiesce(unit)
 
-    def _page_out_changed(self) -> None:
+    def _page_out_changed(self, but: Collection[Unit] = ()) -> None:
         """Page out what was left to its update: it may have this rank's new weights, and others' old ones."""
         for unit in (self.units[index] for index in sorted(self._residency.closed)):
             self._residency.await_update(unit)
             with self._residency.lock:
-                if not self._is_in_use(unit):
+                if unit not in but and not self._is_in_use(unit):
                     self._residency.evict(unit)
 
     def _is_in_use(self, unit: Unit) -> bool:
@@ -419,17 +419,19 @@ class Stepper:
         # In the order of their updates, as far as there is one that all ranks know.
         others = (unit for unit in self.units if unit.index in self.updated)
         updated = list(dict.fromkeys([*self._updated_shares, *others]))
-        divided = []
+        divided = [unit for unit in updated if self._exchange.divides(unit)]
+        with self._pager.clock.waiting("ranks"):
+            kept = self._exchange.kept_by_all(divided)
         for unit in updated:
             self._residency.await_update(unit)
-            if self._exchange.divides(unit):
-                divided.append(unit)
-                continue
             with self._pager.clock.waiting("ranks"):
-                self._exchange.gather([unit])
-        self._page_out_changed()
+                if unit in kept:
+                    self._exchange.renew(unit)
+                elif unit not in divided:
+                    self._exchange.gather([unit])
+        self._page_out_changed(but=kept)
         with self._pager.clock.waiting("ranks"):
-            self._exchange.gather(divided)
+            self._exchange.gather([unit for unit in divided if unit not in kept])
         for unit in updated:
             if unit.gathered:
                 self._gathered.note_updated(unit)
