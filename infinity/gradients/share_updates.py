@@ -9,8 +9,9 @@ average the unit (`infinity.gradients.gradient_exchange`), and update it if all 
 hyperparameters. All else waits for the step, where differences are named.
 
 Where ranks keep parts of the weights, too, none may fetch a unit while another writes to it. So a unit that is left to its update
-is not fetched again. What is in memory of it goes at once or, where all units fit, stays, and gets what others have updated when
-the step ends, if it is in the memory of all ranks. After the step's last update all ranks meet, see [Note: changing divided weights] in ``infinity.tiers.weight_exchange``.
+is not fetched again. What is in memory of it goes at once or, where all units fit, stays, and gets what others have updated
+when the step ends, if it is in the memory of all ranks. After the step's last update all ranks meet, see
+[Note: changing divided weights] in ``infinity.tiers.weight_exchange``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ order that follows from model and script alone: see [Note: ranks] in ``infinity.
 
 [Note: changing divided weights] Where each rank keeps its share of a unit alone (`infinity.tiers.divided_weights`), it writes
 new weights of that, and sends them to nobody but those that have the same ones in other groups. But others fetch them when they
-like. (What is in the memory of all ranks they bring each other: `renew`.) So all ranks meet before, with no fetch of the unit under way (`before`), and after all have written (`gather`, `after`):
-what is fetched is from before, or from after.
+like. (What is in the memory of all ranks they bring each other: `renew`.) So all ranks meet before, with no fetch of the unit
+under way (`before`), and after all have written (`gather`, `after`): what is fetched is from before, or from after.
 """
 
 from __future__ import annotations
