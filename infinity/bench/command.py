@@ -314,7 +314,7 @@ Examples:
     "--ranks", type=_Listed(_AT_LEAST_ONE, "1,2,4,8"), default=(1, 2, 4, 8), help="Numbers of them; 1,2,4,8 by default."
 )
 @click.option("--stages", type=_one_of("0", "1", "2", "3"), default=(1, 3), help="Of ZeRO, of 0 to 3; 1,3 by default.")
-@click.option("--layers", type=_AT_LEAST_ONE, default=8, show_default=True, help="Of the model.")
+@click.option("--layers", type=_AT_LEAST_ONE, help="Of the model; 8 by default, with --drives 32.")
 @click.option("--width", type=click.IntRange(min=64), default=1024, show_default=True, help="Of each layer, both ways.")
 @click.option("--steps", type=_AT_LEAST_ONE, help="That count; 3 by default, with --drives 20.")
 @click.option("--turns", type=_AT_LEAST_ONE, default=3, show_default=True, help="Of --drives.")
@@ -333,7 +333,7 @@ Examples:
 def ranks(
     ranks: tuple[int, ...],
     stages: tuple[str, ...],
-    layers: int,
+    layers: int | None,
     width: int,
     steps: int | None,
     turns: int,
@@ -361,6 +361,7 @@ def ranks(
         raise click.UsageError(f"{problem}.")
     console = Console(highlight=False, stderr=json_file == Path(STDOUT), width=max(Console().width, _WIDTH))
     told: dict[str, Any]
+    layers = layers or (8 if drives is None else 32)
     steps = steps or (3 if drives is None else 20)
     jobs = [measuring.Job(int(stage), width, layers, steps, clip, dtype) for stage in stages]
     if drives is not None:

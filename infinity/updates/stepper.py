@@ -427,7 +427,7 @@ class Stepper:
             with self._pager.clock.waiting("ranks"):
                 if unit in kept:
                     self._exchange.renew(unit)
-                elif unit not in divided:
+                elif not self._exchange.divides(unit):
                     self._exchange.gather([unit])
         self._page_out_changed(but=kept)
         with self._pager.clock.waiting("ranks"):
