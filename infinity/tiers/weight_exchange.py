@@ -146,7 +146,7 @@ class WeightExchange:
         """
         if not units or self._holders.num > 1:
             return set()
-        found = self.ranks.meet("changing weights in memory", [int(unit.flat is not None) for unit in units])
+        found = self.ranks.meet("changing weights in memory", [unit.flat is not None for unit in units])
         return {unit for unit, *kept in zip(units, *found, strict=True) if all(kept)}
 
     def renew(self, unit: Unit) -> None:
