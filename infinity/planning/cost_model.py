@@ -76,7 +76,7 @@ def predict(
     num_micro_batches = request.num_micro_batches
     is_divided = divides_weights(units)
     # Where all fit, units stay in memory, and processes bring each other what they have updated.
-    is_renewed = sum(sizes) <= placement.weights_bytes and not any(unit.copied_numel for unit in units)
+    stay = sum(sizes) <= placement.weights_bytes and not any(unit.copied_numel for unit in units)
     simulation = simulate(
         order,
         sizes,
@@ -84,7 +84,7 @@ def predict(
         prefetches=request.prefetches,
         num_cycles=num_micro_batches,
         staying=placement.resident_units,
-        lasting_until=backward_start if is_divided and not is_renewed else None,
+        lasting_until=backward_start if is_divided and not stay else None,
     )
     fetches = simulation.fetches
     in_step = not request.updates_in_backward

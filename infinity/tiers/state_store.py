@@ -5,6 +5,7 @@ Knows chunks and bytes; must not know what an optimizer does with them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -19,10 +20,12 @@ from infinity.tiers.extent_labels import record_contents
 from infinity.torch_internals.foreign_writes import plain_array
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
-from swapper import AlignedRegion, Extent, Handle, Page, Priority, StagingArena, Swapper
+from swapper import AlignedRegion, ArenaExhaustedError, Extent, Handle, Page, Priority, StagingArena, Swapper
 
 _PAGES_FOR_OTHERS = 3
 """Are never read ahead into, so that nobody waits for what nobody opens."""
+_PATIENCE_SECONDS = 1.0
+"""Until what was read ahead makes room for what is needed now, and has to be read again."""
 
 
 def _nothing() -> None: ...
@@ -297,13 +300,17 @@ class PagedStateStore:
 
     def _page_for(self, unit: Unit, *, is_blocking: bool) -> Page | None:
         owner = f"optimizer state of {unit.name}"
-        page = self._arena.try_lease(owner=owner)
-        if page is None and is_blocking:
+        if not is_blocking:
+            return self._arena.try_lease(owner=owner)
+        if self._ahead:
+            with contextlib.suppress(
+                ArenaExhaustedError
+            ):  # the others are being written, as a rule, and free when they are
+                return self._arena.lease(_PATIENCE_SECONDS, owner=owner)
             with self._lock:
                 if self._ahead:
                     self._ahead.popitem()[1][0].release()
-            page = self._arena.lease(owner=owner)
-        return page
+        return self._arena.lease(owner=owner)
 
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
         records, key = self._records[unit.index], (unit.index, chunk.index)

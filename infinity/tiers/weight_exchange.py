@@ -5,8 +5,8 @@ order that follows from model and script alone: see [Note: ranks] in ``infinity.
 
 [Note: changing divided weights] Where each rank keeps its share of a unit alone (`infinity.tiers.divided_weights`), it writes
 new weights of that, and sends them to nobody but those that have the same ones in other groups. But others fetch them when they
-like. (What is in the memory of all ranks they bring each other: `renew`.) So all ranks meet before, with no fetch of the unit
-under way (`before`), and after all have written (`gather`, `after`): what is fetched is from before, or from after.
+like. (What is in the memory of all ranks they bring each other: `gather_in_memory`.) So all ranks meet before, with no fetch of
+the unit under way (`before`), and after all have written (`gather`, `after`): what is fetched is from before, or from after.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class WeightExchange:
         found = self.ranks.meet("changing weights in memory", [unit.flat is not None for unit in units])
         return {unit for unit, *kept in zip(units, *found, strict=True) if all(kept)}
 
-    def renew(self, unit: Unit) -> None:
+    def gather_in_memory(self, unit: Unit) -> None:
         """What is in memory of a divided unit gets what each rank has updated. As `gather`, for one that all ranks keep."""
         self._gather(unit, self.ranks, range(self.shares.num), in_memory=True, at_rest=False)
 

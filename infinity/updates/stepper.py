@@ -426,7 +426,7 @@ class Stepper:
             self._residency.await_update(unit)
             with self._pager.clock.waiting("ranks"):
                 if unit in kept:
-                    self._exchange.renew(unit)
+                    self._exchange.gather_in_memory(unit)
                 elif not self._exchange.divides(unit):
                     self._exchange.gather([unit])
         self._page_out_changed(but=kept)

@@ -224,6 +224,69 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
         assert sum(found["sent"]["fetches"] for found in of_ranks) == num_fetches * unit_bytes * others
 
 
+@pytest.mark.parametrize("update", ["in_backward", "deferred"])
+@pytest.mark.parametrize("lacking", [[], [1], [0, 1]])
+def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update: str, tmp_path: Path) -> None:
+    """Also where one rank alone has not, and where weights are written to, or looked at, in the midst of a step."""
+    num_layers, width = 12, 128
+
+    def train(rank: int) -> None:
+        expected: dict[str, torch.Tensor] = {}
+        for stage in (2, 3):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
+            section = {
+                "keep_in_memory": False,
+                "update": update,
+                "host_memory_budget": 700_000 if rank in lacking else "8MB",
+            }
+            engine = infinity.initialize(
+                model=model,
+                config=_config(
+                    tmp_path,
+                    stage,
+                    infinity=section,
+                    gradient_clipping=0.0,
+                    optimizer={"type": "SGD", "params": {"lr": 0.1}},
+                ),
+            )[0]
+            storage, moved = engine._parts.storage, Counter[str]()
+
+            def note(record: TransferRecord, moved: Counter[str] = moved) -> None:
+                moved["weights of" in record.extent_name and record.direction.name] += record.num_bytes
+
+            found = {}
+            for step in range(6):
+                if step == 2:  # by then all is in memory
+                    engine.flush()
+                    storage.observe(note)
+                x = torch.randn(2, width, generator=torch.Generator().manual_seed(10 * step + rank))
+                found[f"loss {step}"] = loss = engine(x).square().mean()
+                if step == 4:
+                    seen = model[5].weight.data
+                engine.backward(loss)
+                if step == 4 and update == "deferred":  # else some have been updated, and it is an error
+                    with torch.no_grad():
+                        model[2].weight.mul_(0.5)
+                engine.step()
+                if step == 4:
+                    found["seen"] = seen.clone()
+                    del seen
+            assert engine._parts.pager.residency.holds_all != (rank in lacking)
+            if stage == 3:
+                trace = engine._parts.pager.residency.training_trace
+                given = storage._sizes, storage._request, storage._placement, trace.order, trace.backward_start
+                predicted, _ = predict(*given).kinds["weights"]
+                assert (predicted > 0) == (rank in lacking)
+                assert lacking or moved["READ"] == 0
+            found |= _weights(engine)
+            engine.close()
+            expected = expected or found
+            _require_same(found, expected)
+
+    _require(2, train, tmp_path)
+
+
 @pytest.mark.parametrize("tier", ["none", "cpu"])
 def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Path) -> None:
     """Each rank's share lies there, and what the budget has room for of the others, but nothing on drives."""

@@ -172,6 +172,21 @@ def test_who_needs_a_page_gets_one_that_was_read_ahead_into() -> None:
             page.release()
 
 
+def test_who_waits_for_a_page_that_is_being_written_takes_none_that_was_read_ahead_into() -> None:
+    with _opened(_FORMATS["bf16"], num_pages=4) as store:
+        others = [store.arena.lease(owner="somebody") for _ in range(3)]
+        assert store.read_ahead(store.chunks[0])
+        writer = threading.Timer(0.1, others[0].release)
+        writer.start()
+        assert store.value(store.chunks[1]) == {2.0}
+        writer.join()
+        before = store.read_bytes
+        assert store.value(store.chunks[0]) == {1.0}
+        assert store.read_bytes == before, "it was read again"
+        for page in others[1:]:
+            page.release()
+
+
 def test_whoever_changes_records_while_they_are_read_ahead_sees_no_old_ones() -> None:
     """Many times, with one thread that reads ahead as fast as it can."""
     is_over = threading.Event()
