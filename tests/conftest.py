@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from infinity.bench.cgroup import Cgroup, block_device, why_unavailable  # noqa:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options must be declared here: pytest reads no deeper conftest.py before the command line."""
+    parser.addoption("--all", action="store_true", help="run the deep tests as well: see tests/README.md")
     parser.addoption(
         "--full-grid", action="store_true", help="run the exactness suite over its whole grid (days on two cores)"
     )
@@ -48,8 +50,32 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` or `root` are skipped, with the reason, where they cannot run."""
+_DEEP_FILE = re.compile(r"^pytestmark = .*\bpytest\.mark\.deep\b", re.MULTILINE)
+
+
+def _is_named(path: Path, config: pytest.Config) -> bool:
+    """Whether the command line names the file itself, not a folder above it."""
+    return any(Path(config.invocation_params.dir, name.partition("::")[0]) == path for name in config.args)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The quick tier does not import files that are deep as a whole: collecting them takes half a minute of each worker."""
+    if config.getoption("--all") or collection_path.suffix != ".py" or _is_named(collection_path, config):
+        return None
+    return True if _DEEP_FILE.search(collection_path.read_text()) else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests marked `gpu` or `root` where they cannot run, and leaves those marked `deep` to `--all`.
+
+    A deep test also runs if the command line names its file.
+    """
+    if not config.getoption("--all"):
+        deep = [item for item in items if item.get_closest_marker("deep") and not _is_named(item.path, config)]
+        config.hook.pytest_deselected(items=deep)
+        left = set(deep)
+        items[:] = [item for item in items if item not in left]
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "no CUDA device here"

@@ -188,7 +188,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     _run(train, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_as_deepspeed(tmp_path: Path) -> None:
     """Lightning's own DeepSpeedStrategy under torchrun."""
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity.as_deepspeed"]

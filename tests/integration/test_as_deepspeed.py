@@ -57,7 +57,7 @@ def without_times(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in entry.items() if key != "train_loss"} for entry in kept]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_trainers(tmp_path: Path) -> None:
     """fp32, 16 bit, accumulation with dropout; PEFT; models that transformers loads and builds by its own code for ZeRO-3, and
     the best one at the end; predictions, by generating and without a training; TRL's SFT, and DPO, which has a second engine
@@ -253,7 +253,7 @@ def forget() -> None:
     GradientState._reset_state()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accumulation and clipping, in fp32 and in 16 bits: killed in the 17th step and resumed from the tenth."""
     # accelerate leaves clipping to DeepSpeed's config, which has to say what the script says.
@@ -424,7 +424,7 @@ def test_an_optimizer_and_a_schedule_of_the_config_by_accelerate(tmp_path: Path)
     run(["-c", "if 1:" + code])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_lightning(tmp_path: Path) -> None:
     """Its own DeepSpeedStrategy, by each of its names too: Adam, StepLR, dropout; killed in step 17, resumed from the tenth."""
     pytest.importorskip("lightning", reason="lightning is not installed: pip install -c constraints.txt lightning")

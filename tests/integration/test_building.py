@@ -150,7 +150,7 @@ def test_nothing_is_left_after_a_kill(nvme_dir: Path) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_model_larger_than_its_memory_is_built_taken_over_and_trained(
     nvme_dir: Path,
     memory_cgroup: Cgroup,

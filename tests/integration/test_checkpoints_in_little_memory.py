@@ -13,7 +13,7 @@ from infinity.bench.cgroup import Cgroup
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.deep
 def test_states_of_several_times_the_memory_are_saved_and_loaded(
     nvme_dir: Path, memory_cgroup: Cgroup, run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

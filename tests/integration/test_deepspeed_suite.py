@@ -19,7 +19,7 @@ _FEW = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(_COPY not in os.environ, reason=f"{_COPY} names no copy of DeepSpeed's repository")
 def test_some_of_deepspeeds_own_tests_do_as_the_table_says() -> None:
     assert main(["--copy", os.environ[_COPY], "--processes", "1", *_FEW]) == 0

@@ -90,7 +90,7 @@ def running() -> Iterator[subprocess.Popen[str]]:
             child.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(600)  # the first waits for what takes longest, the imports
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_SLOWER.get(name, [])) for name in _PRINTS])
 def test_it_runs_and_prints_what_it_claims(name: str, running: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ _MIB = 1 << 20
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("what", ["load", "as DeepSpeed", "train", "export"])
 def test_weights_larger_than_memory_are_loaded_and_exported(
     what: str,

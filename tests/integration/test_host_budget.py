@@ -16,7 +16,7 @@ _MIB = 1 << 20
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("update", "schedule", "slack_bytes", "changes"),
     [
@@ -53,7 +53,7 @@ def test_a_training_stays_inside_its_budget(
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.deep
 def test_state_dicts_are_made_saved_and_loaded_without_memory_of_their_own(
     nvme_dir: Path,
     memory_cgroup: Cgroup,

@@ -14,7 +14,7 @@ from tests.libraries_in_little_memory import LIBRARIES
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("is_deepspeed", [False, True], ids=["native", "as_deepspeed"])
 def test_no_checkpoint_of_a_library_breaks_the_budget(

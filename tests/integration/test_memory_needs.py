@@ -72,7 +72,7 @@ def test_a_run_begins_with_the_least_and_not_with_less(tmp_path: Path) -> None:
     infinity.initialize(model=model, config=config)[0].close()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_what_a_run_takes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.memory_taken", str(tmp_path)]
     # What the C library's heap keeps of freed temporaries is no need: large blocks go back to the system at once.

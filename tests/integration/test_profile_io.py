@@ -70,7 +70,7 @@ def outputs(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_whole_run(nvme_dir: Path, outputs: Path) -> None:
     config = outputs / "config.json"
     config.write_bytes((_ROOT / "configs" / "zero3_nvme.json").read_bytes())

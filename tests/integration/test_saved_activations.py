@@ -214,7 +214,7 @@ def test_a_loss_that_is_never_differentiated_gives_its_space_back(tmp_path: Path
 
 
 @pytest.mark.root
-@pytest.mark.slow
+@pytest.mark.deep
 def test_long_sequences_take_less_memory(
     nvme_dir: Path, memory_cgroup: Cgroup, run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -98,7 +98,7 @@ def _distance(losses: list[float], others: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(*means, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_loss_is_that_with_fp32_states(tmp_path: Path) -> None:
     with_fp32_states = _plain()
     for state_dtype in ("bf16", "int8"):

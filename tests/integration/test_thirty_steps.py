@@ -31,7 +31,7 @@ _SCRIPTS = {
 }
 _NEEDS = {"TRL": "trl", "Lightning": "lightning"}
 _OF_TIME = ("runtime", "per_second")
-pytestmark = [NEEDS_FORKS, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the libraries' own
+pytestmark = [NEEDS_FORKS, pytest.mark.deep, pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 
 @pytest.fixture(autouse=True)

@@ -149,7 +149,7 @@ def test_train_names_the_cure_of_a_bad_option(nvme_dir: Path) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_bench_step_measures_a_small_model_and_leaves_nothing(nvme_dir: Path) -> None:
     options = ["--model", "tiny", "--throttle", "none", "--turns", "1", "--steps-per-turn", "2", "--budget", "5.2MB"]
     options += ["--main-weights", "fp32"]  # with remainders the model weights are rounded otherwise than in plain torch
