@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -65,17 +66,33 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _DEEP_FILE.search(collection_path.read_text()) else None
 
 
+def _deep(items: list[pytest.Item], config: pytest.Config) -> set[pytest.Item]:
+    """The tests that only `--all` runs, or a command line that names their file.
+
+    ``deep`` marks a test as one of them; ``deep(but=2)`` marks all of its cases but two, evenly spread.
+    """
+    deep, cases = set(), defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("deep")
+        if marker is None or _is_named(item.path, config):
+            continue
+        if marker.kwargs:
+            cases[item.path, item.nodeid.partition("[")[0], marker.kwargs["but"]].append(item)
+        else:
+            deep.add(item)
+    for (_, _, num_quick), group in cases.items():
+        quick = {len(group) * place // num_quick for place in range(num_quick)}
+        deep |= {item for place, item in enumerate(group) if place not in quick}
+    return deep
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` or `root` where they cannot run, and leaves those marked `deep` to `--all`.
-
-    A deep test also runs if the command line names its file.
-    """
+    """Skips tests marked `gpu` or `root` where they cannot run, and leaves deep ones to `--all`."""
     if not config.getoption("--all"):
-        deep = [item for item in items if item.get_closest_marker("deep") and not _is_named(item.path, config)]
-        config.hook.pytest_deselected(items=deep)
-        left = set(deep)
-        items[:] = [item for item in items if item not in left]
+        deep = _deep(items, config)
+        config.hook.pytest_deselected(items=[item for item in items if item in deep])
+        items[:] = [item for item in items if item not in deep]
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "no CUDA device here"

@@ -18,5 +18,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if not full:  # for time: a row meets every eighth shape, and every fifth family
             turns = 8 if len(metafunc.module.CASES) > 20 else 5
             rows = rows[index % turns :: turns]
-        combinations += [pytest.param(case, row, id=f"{case.name}-{row.name}") for row in rows]
+        for place, row in enumerate(rows):
+            quick = full or place == index % len(rows)  # the quick tier has one row per case, and each time another
+            combinations.append(pytest.param(case, row, id=f"{case.name}-{row.name}", marks=() if quick else pytest.mark.deep))
     metafunc.parametrize(("case", "row"), combinations)

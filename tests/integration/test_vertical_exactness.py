@@ -32,11 +32,12 @@ _MORE_ROWS = {"no_grad_call": [_GRADIENTS_COME_EARLY, replace(_GRADIENTS_COME_EA
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = metafunc.config.getoption("--full-grid")
-    combinations = [
-        pytest.param(case, row, id=f"{case.name}-{row.name}")
-        for index, case in enumerate((*SHAPES, *FAMILIES))
-        for row in (*rows_of(index, case, full=full), *_MORE_ROWS.get(case.name, ()))
-    ]
+    combinations = []
+    for index, case in enumerate((*SHAPES, *FAMILIES)):
+        for place, row in enumerate((*rows_of(index, case, full=full), *_MORE_ROWS.get(case.name, ()))):
+            quick = full or (place == 0 and (case in FAMILIES or index % 3 == 0))
+            marks = () if quick else pytest.mark.deep
+            combinations.append(pytest.param(case, row, id=f"{case.name}-{row.name}", marks=marks))
     metafunc.parametrize(("vertical_case", "setting"), combinations)
 
 
