@@ -20,5 +20,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             rows = rows[index % turns :: turns]
         for place, row in enumerate(rows):
             quick = full or place == index % len(rows)  # the quick tier has one row per case, and each time another
-            combinations.append(pytest.param(case, row, id=f"{case.name}-{row.name}", marks=() if quick else pytest.mark.deep))
+            combinations.append(
+                pytest.param(case, row, id=f"{case.name}-{row.name}", marks=() if quick else pytest.mark.deep)
+            )
     metafunc.parametrize(("case", "row"), combinations)

@@ -29,6 +29,7 @@ from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.reference import keys
 from infinity.config.schema.vocabulary import child_block
 from tests.unit.test_architecture import folder_graph, load_modules
+from tests.warm_process import run_script
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WITH_CODE = (
@@ -67,16 +68,14 @@ def test_the_code_runs(folder: str, tmp_path: Path) -> None:
     page = _ROOT / folder / "README.md"
     (tmp_path / "configs").symlink_to(_ROOT / "configs")
     (tmp_path / "script.py").write_text("\n".join(_blocks(page, "python")))
-    answer = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(_ROOT), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr
+    if (
+        folder == "infinity/as_deepspeed"
+    ):  # must be imported before the libraries, so it cannot be run in the warm process
+        command = [sys.executable, "script.py"]
+        subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(_ROOT)}, timeout=560, check=True)
+        return
+    status, printed = run_script(tmp_path / "script.py", tmp_path, {"TMPDIR": str(tmp_path)})
+    assert status == 0, printed
 
 
 def test_no_other_page_has_code() -> None:
