@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.device.host_memory import give_back_freed_memory
-from infinity.numerics.kernels import kernels
+from tests.internals import compile_kernels, give_back_freed_memory
 
 BUDGET_BYTES = 240_000_000
 LONG_BUDGETS = {"memory": 48 << 20, "nvme": 48 << 20, "cpu": 700 << 20}
@@ -58,7 +57,7 @@ class Model(nn.Module):
 
 def _load_libraries() -> None:
     """All of numba and torch that a training comes to need: torch loads its compiler with the first optimizer."""
-    kernels()
+    compile_kernels()
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
     small = nn.Linear(64, 64).bfloat16()
     small(torch.ones(8, 64).bfloat16()).sum().backward()

@@ -16,9 +16,7 @@ import torch
 import transformers
 
 import infinity
-from infinity.device.drive_tensors import has_drive_tensors
-from infinity.device.host_memory import give_back_freed_memory
-from infinity.numerics.kernels import kernels
+from tests.internals import compile_kernels, give_back_freed_memory, has_drive_tensors
 
 BUDGET_BYTES = 190_000_000
 SLACK_BYTES = 150_000_000
@@ -84,7 +82,7 @@ def run(
         budget_bytes: of the engine.
     """
     torch.set_num_threads(2)
-    kernels()
+    compile_kernels()
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     shape = transformers.LlamaConfig(
         hidden_size=width,

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -28,7 +29,8 @@ import torch
 _REPOSITORY = Path(__file__).resolve().parent.parent
 os.environ.setdefault("INFINITY_DEBUG", "1")  # before the packages are imported, which check changes of states then
 
-from infinity.bench.cgroup import Cgroup, block_device, why_unavailable  # noqa: E402
+if TYPE_CHECKING:
+    from tests.internals import Cgroup
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -148,17 +150,15 @@ def no_turn_left_open() -> Iterator[None]:
         pytest.fail("the test has left a turn open")
 
 
-@pytest.fixture(autouse=True)
-def as_if_paged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models that fit into memory are updated as larger ones are: in backward or beside the next forward.
+@pytest.fixture
+def paged_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Update models that fit into memory as larger ones are updated: in backward, or beside the next forward.
 
-    Small models fit into any budget that is not given by the byte, and would all be updated in the step. Tests marked
-    `in_memory`, and all other processes, have what users have.
+    Otherwise ``"update": "auto"`` updates such a model in the step. For tests of those updates with small models.
     """
-    if request.node.get_closest_marker("in_memory") is None:
-        from infinity.forecast.draft import Draft  # not above: it would come before INFINITY_DEBUG
+    from tests.internals import Draft
 
-        monkeypatch.setattr(Draft, "stays_in_memory", lambda self: False)
+    monkeypatch.setattr(Draft, "stays_in_memory", lambda self: False)
 
 
 @pytest.fixture
@@ -173,6 +173,8 @@ def several_threads() -> Iterator[None]:
 def nvme_dir(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Path]:
     """An empty directory on a block device: on `--nvme-dir`, else pytest's own drive, else the repository's."""
     chosen = pytestconfig.getoption("--nvme-dir")
+    from tests.internals import block_device
+
     candidates = [Path(chosen)] if chosen else [tmp_path, _REPOSITORY]
     for candidate in candidates:
         if block_device(candidate) is not None and os.access(candidate, os.W_OK):
@@ -206,6 +208,8 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 def _cgroup(controller: str) -> Iterator[Cgroup]:
+    from tests.internals import Cgroup, why_unavailable
+
     reason = why_unavailable(controller)
     if reason is not None:
         pytest.skip(reason)

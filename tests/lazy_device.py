@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from infinity.device.compute import FlatBuffer
-from infinity.device.flat_pool import FlatPool
+from tests.internals import FlatBuffer, FlatPool
 from tests.separate_host import SeparateHostDevice
 
 

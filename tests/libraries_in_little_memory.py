@@ -44,7 +44,7 @@ class Saves:
     @contextmanager
     def _limited(self, engine: Any) -> Iterator[None]:
         """Within, the process gets little more than it has."""
-        from infinity.device.host_memory import give_back_freed_memory
+        from tests.internals import give_back_freed_memory
 
         engine.flush()
         gc.collect()

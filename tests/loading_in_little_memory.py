@@ -13,10 +13,7 @@ import torch
 import transformers
 
 import infinity
-from infinity.checkpoint.export.checkpoint_export import CheckpointExport
-from infinity.checkpoint.saved import Checkpoint
-from infinity.device.host_memory import give_back_freed_memory
-from infinity.numerics.kernels import kernels
+from tests.internals import compile_kernels, give_back_freed_memory, main
 
 _BUDGET_BYTES = 160 << 20
 _SLACK_BYTES = 88 << 20
@@ -40,7 +37,7 @@ def run(group: str, directory: str, what: str) -> None:
             the model, or to "export" a checkpoint.
     """
     torch.set_num_threads(1)
-    kernels()
+    compile_kernels()
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     transformers.MixtralForCausalLM(
         transformers.MixtralConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64)
@@ -83,7 +80,17 @@ def run(group: str, directory: str, what: str) -> None:
             engine.save_pretrained(out)
             engine.save_fp32_model(out)
     else:
-        CheckpointExport(Checkpoint.open(Path(directory) / "checkpoints"), out, config_from=weights).write(100_000_000)
+        words = [
+            "export",
+            f"{directory}/checkpoints",
+            str(out),
+            "--config-from",
+            str(weights),
+            "--max-shard-size",
+            "100MB",
+        ]
+        if main(words):
+            raise RuntimeError("the export has failed")
     weights_bytes = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
     print(json.dumps({"weights_bytes": weights_bytes, "slack_bytes": _SLACK_BYTES}))
 

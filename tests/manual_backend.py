@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swapper.backend import Direction, IORequest
-from swapper.backends.memory import MemoryBackend
+from tests.internals import MemoryBackend
 
 
 class ManualBackend(MemoryBackend):

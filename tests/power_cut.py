@@ -19,9 +19,7 @@ from typing import Any
 from unittest import mock
 
 from swapper.backend import Direction, IOBackend, IORequest
-from swapper.versioned import open_backend
-from swapper.volumes.volume import Volume
-from swapper.wrappers.base import BackendWrapper
+from tests.internals import BackendWrapper, Volume, open_backend
 
 _Key = tuple[int, int]
 

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint.saved import Checkpoint
-from infinity.device.host_memory import give_back_freed_memory
-from infinity.numerics.kernels import kernels
+from tests.internals import Checkpoint, compile_kernels, give_back_freed_memory
 
 _BUDGET_BYTES = 112 << 20
 _SLACK_BYTES = 128 << 20
@@ -30,7 +28,7 @@ def _anonymous_bytes() -> int:
 def run(group: str, directory: str) -> None:
     """In a process of its own, inside the control group: train, save in both ways, and load. Prints a line of JSON."""
     torch.set_num_threads(1)
-    kernels()
+    compile_kernels()
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
     place = {"device": "nvme", "nvme_path": directory}
     config: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity.device.compute import ComputeDevice, Copy, Fence
+from tests.internals import ComputeDevice, Copy, Fence
 
 
 class SeparateHostDevice(ComputeDevice):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from infinity.engine.engine import Engine
+from infinity import Engine
 
 
 def state_of(engine: Engine, parameter: torch.Tensor) -> dict[str, Any]:

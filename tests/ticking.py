@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
-
-from swapper.scheduling.scheduler import IOScheduler
+from typing import Any, Protocol
 
 LONG_SECONDS = 10_000.0
 """A deadline that never passes by itself."""
@@ -21,7 +19,7 @@ class Hanging(Protocol):
 
 
 @contextlib.contextmanager
-def ticking(backend: Hanging, schedulers: Callable[[], Sequence[IOScheduler]]) -> Iterator[None]:
+def ticking(backend: Hanging, schedulers: Callable[[], Sequence[Any]]) -> Iterator[None]:
     """Inside the ``with`` block, the schedulers' time passes, fast, while all that is at their backend hangs."""
     is_over = threading.Event()
 

@@ -10,13 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import infinity
 from infinity.errors import BudgetTooSmallError
-from infinity.forecast.draft import Draft
 from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.optimizers import torch_optimizer
@@ -29,7 +27,6 @@ MODES: dict[str, dict[str, Any]] = {
     "resident": {"zero_optimization": {"offload_param": None, "offload_optimizer": None}},
 }
 """Changes to a config that has everything on NVMe; "least" stands for the smallest budget that is accepted."""
-_stays_in_memory = Draft.stays_in_memory  # before a fixture replaces it
 
 
 class Side:
@@ -119,10 +116,7 @@ def require_same(
     model = case.make("none")
     config = config_for(directory, mode, model, changes)
     arguments = {} if optimizer is None else {"optimizer": optimizer(dict(model.named_parameters()))}
-    with pytest.MonkeyPatch.context() as patch:
-        if mode == "resident":  # as users have it, where all tests have what they have with larger models
-            patch.setattr(Draft, "stays_in_memory", _stays_in_memory)
-        engine, paged, *_ = infinity.initialize(model=model, config=config, **arguments)
+    engine, paged, *_ = infinity.initialize(model=model, config=config, **arguments)
     with engine:
         side = Side(model, paged, case, engine)
         scenario(side)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
+
 import pytest
 
-from swapper import BackendUnavailableError
-from swapper.backends.uring.ring import Ring
+from swapper import BackendUnavailableError, Swapper, SwapperConfig
 
 
 def why_no_uring() -> str:
     """Return why not, in words; nothing if it works."""
     try:
-        Ring(2, [0]).close()
+        with TemporaryDirectory() as directory:
+            Swapper.open([directory], 4096, SwapperConfig(backend="uring")).close()
     except BackendUnavailableError as error:
         return error.reason
     return ""

@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.checkpoint import training_checkpoint
-from infinity.distributed.world import world
 from infinity.errors import CheckpointError, RankError, StorageError, UnsupportedModelError
+from tests.internals import agreement, checkpoint_loading, saved, training_checkpoint, world
 from tests.ranks import run_ranks
 from tests.waiting import wait_until
 
@@ -222,7 +221,7 @@ def test_a_save_in_the_background_that_fails_is_an_error_on_all_that_wait(tmp_pa
     def train(rank: int) -> None:
         with _engine(tmp_path, rank, zero_optimization={"stage": 0}) as engine:  # others save at once
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("infinity.checkpoint.saved.exchange", _full)
+                patch.setattr(saved, "exchange", _full)
                 engine.save_checkpoint(tmp_path / "saved", blocking=False)
                 _steps(engine, iter(engine.training_dataloader), 2)
                 for again in (False, True):
@@ -247,14 +246,14 @@ def test_what_one_rank_cannot_read_changes_nothing_or_is_noted_on_all(tmp_path: 
             before = _contents(engine)
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 1:
-                    patch.setattr("infinity.checkpoint.training_checkpoint.SameModel.shapes", _raise)
+                    patch.setattr(training_checkpoint.SameModel, "shapes", _raise)
                 with pytest.raises(UnsupportedModelError, match="of another model"):
                     engine.load_checkpoint(tmp_path / "saved")
             _require_equal(_contents(engine), before)
             for name in ("optimizer", "parameters"):
                 with pytest.MonkeyPatch.context() as patch:
                     if rank == 1:
-                        patch.setattr(f"infinity.checkpoint.checkpoint_loading.Loading.{name}", _raise)
+                        patch.setattr(checkpoint_loading.Loading, name, _raise)
                     with pytest.raises(UnsupportedModelError, match="of another model"):
                         engine.load_checkpoint(tmp_path / "saved")
                 with pytest.raises(CheckpointError, match="weights are of two trainings"):
@@ -289,38 +288,11 @@ def test_a_rank_that_does_not_save_is_missed(does: str, tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-def test_the_others_wait_for_as_long_as_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the timeout of the process group. Until a rank has ended: then rank 0 says so."""
-    monkeypatch.setattr("infinity.distributed.agreement.PULSE_SECONDS", 0.001)
-
-    def train(rank: int) -> None:
-        from infinity.distributed.agreement import on_first
-        from infinity.distributed.world import world
-
-        ranks, pulses = world(), []
-        meet = ranks.meet
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks, "meet", lambda *args: (pulses.append(args), meet(*args))[1])
-
-            def work() -> None:
-                while len(pulses) < 50:
-                    pass
-
-            on_first(ranks, "a test", work)
-            assert len(pulses) >= 50
-        if rank == 1:
-            return
-        with pytest.raises(RankError, match="another rank has ended"):
-            on_first(ranks, "a test", lambda: None)
-
-    _run(2, train, tmp_path)
-
-
 def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where states are divided, they wait for its turns meanwhile: frozen weights may take longer than a group's timeout."""
-    monkeypatch.setattr("infinity.distributed.agreement.PULSE_SECONDS", 0.001)
+    monkeypatch.setattr(agreement, "PULSE_SECONDS", 0.001)
     write = training_checkpoint._write_planned
 
     def train(rank: int) -> None:

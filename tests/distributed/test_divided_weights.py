@@ -23,15 +23,18 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.process_groups import destroy_at_exit
-from infinity.distributed.world import world
-from infinity.engine.shutdown import end_all_at_exit
-from infinity.planning.cost_model import predict
-from infinity.tiers.divided_weights import DividedWeights
-from infinity.tiers.weight_exchange import WeightExchange
-from infinity.units.layout import Slot
-from infinity.units.unit import Arrival, Unit
 from swapper import TransferRecord
+from tests.internals import (
+    Arrival,
+    DividedWeights,
+    Slot,
+    Unit,
+    WeightExchange,
+    destroy_at_exit,
+    end_all_at_exit,
+    predict,
+    world,
+)
 from tests.lazy_device import LazyDevice
 from tests.ranks import run_ranks
 
@@ -497,7 +500,7 @@ def test_a_failing_initialize_gives_the_weights_back(tmp_path: Path, monkeypatch
     def fail(*args: Any) -> None:
         raise ValueError("in the midst")
 
-    monkeypatch.setattr("infinity.engine.assembly.LooseParameters", fail)
+    monkeypatch.setattr(infinity.Engine, "__init__", fail)
 
     def begin(rank: int) -> None:
         model = _Model()

@@ -7,8 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.distributed.process_groups import destroy_at_exit
-from infinity.engine.shutdown import end_all_at_exit
 from infinity.errors import BatchSizeError, ConfigError, ConfigValueError, RankError
+from tests.internals import destroy_at_exit, end_all_at_exit
 from tests.ranks import run_ranks
 from tests.waiting import wait_until
 
@@ -223,24 +220,6 @@ def test_a_batch_is_divided_among_processes() -> None:
     assert infinity.load_config(_CONFIG | {"train_batch_size": 6}, world_size=2).gradient_accumulation_steps == 3
 
 
-def test_the_mean_is_that_of_ranks_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.distributed.collectives._BLOCK_NUMEL", 7)
-    values = [torch.randn(20, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
-    third = 1.0 / 3
-    expected = (values[0] * third + values[1] * third) + values[2] * third
-
-    def average(rank: int) -> None:
-        from infinity.distributed.world import world
-
-        world().average("a test", values[rank])
-        assert torch.equal(values[rank], expected)
-        sent = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t() * rank
-        world().take_from("a test", 2, sent)
-        assert torch.equal(sent, torch.arange(6, dtype=torch.bfloat16).view(2, 3).t() * 2)
-
-    assert run_ranks(3, average, tmp_path) == ["", "", ""]
-
-
 def test_an_engine_may_be_closed_after_the_process_group(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = _engine(zero_optimization={"stage": 3})
@@ -279,23 +258,3 @@ def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path, is_destroyed
         assert engine.global_steps == 1
 
     assert run_ranks(2, train, tmp_path) == ["", ""]
-
-
-def test_a_launcher_that_comes_while_the_error_is_printed_does_not_silence_it() -> None:
-    """torch's hook has taken sys.stderr away then, until the traceback is complete: all that is written is lost."""
-    code = """
-        import io, os, signal, sys, torch
-        from infinity.distributed.causes import Causes
-        def hook(*_):
-            kept, sys.stderr = sys.stderr, io.StringIO()
-            print("told", file=sys.stderr)
-            os.kill(os.getpid(), signal.SIGTERM)
-            print(sys.stderr.getvalue(), file=kept)
-        sys.excepthook = hook
-        Causes(torch.distributed.HashStore(), "ranks", 0, 1).listen()
-        raise OSError("the drive")
-    """
-    environment = os.environ | {"TORCHELASTIC_RUN_ID": "a run"}
-    command = [sys.executable, "-c", "if 1:" + code]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-    assert (ended.returncode, ended.stderr.strip()) == (-signal.SIGTERM, "told")

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.world import world
 from infinity.errors import ConfigError, ConfigValueError, RankError, StepOrderError
+from tests.internals import world
 from tests.ranks import require_ranks
 
 _STEPS = 4

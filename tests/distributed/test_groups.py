@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,17 +17,11 @@ from torch import nn
 
 import infinity
 from infinity import comm
-from infinity.compat.messages import log_dist, logger, see_memory_usage
-from infinity.distributed.meshes import mesh_of
-from infinity.distributed.process_groups import num_processes
-from infinity.distributed.world import num_local_processes, world
 from infinity.errors import ConfigError, RankError
+from infinity.runtime.utils import see_memory_usage
+from infinity.utils import log_dist, logger
+from tests.internals import world
 from tests.ranks import run_ranks
-
-
-def _timeout_of(group: Any) -> timedelta:
-    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return found
 
 
 def test_a_script_says_how_its_processes_find_each_other(tmp_path: Path) -> None:
@@ -69,19 +62,9 @@ def test_processes_that_do_not_reach_each_other_name_the_interface(tmp_path: Pat
     assert run_ranks(1, join, tmp_path) == [""]
 
 
-@pytest.mark.parametrize(("told", "expected"), [(None, [2, 2, 1]), ("3", [3, 3, 3])])
-def test_how_many_processes_share_a_machine(told: str | None, expected: list[int], tmp_path: Path) -> None:
-    """A launcher says it, or the names of the machines do: each has its own memory to divide."""
-
-    def count(rank: int) -> None:
-        os.environ.pop("LOCAL_WORLD_SIZE", None)
-        if told is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = told
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(socket, "gethostname", lambda: f"worker-{rank // 2}")
-            assert num_local_processes() == expected[rank]
-
-    assert run_ranks(3, count, tmp_path) == [""] * 3
+def _timeout_of(group: Any) -> timedelta:
+    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return found
 
 
 @pytest.mark.parametrize(
@@ -102,32 +85,10 @@ def test_processes_of_mpirun_do_not_train_alone(name: str, launcher: str, monkey
         with pytest.raises(ConfigError, match=rf"{launcher} has started 4 processes \({name}\).* with torchrun"):
             begin()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert num_processes() == 1
+    assert infinity.comm.get_world_size() == 1
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv(name, "1")
-    assert num_processes() == 1
-
-
-def test_groups_of_parts_wait_as_long_as_the_default_one(tmp_path: Path) -> None:
-    def look(rank: int) -> None:
-        expected = _timeout_of(dist.group.WORLD)
-        assert expected != dist.distributed_c10d.default_pg_timeout
-        mesh = mesh_of(mesh_param=dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-        for ranks in (mesh.data, mesh.parts, mesh.tensor):
-            assert _timeout_of(ranks.torch_group) == expected
-
-    assert run_ranks(4, look, tmp_path) == [""] * 4
-
-
-def test_a_group_of_one_is_not_that_of_all(tmp_path: Path) -> None:
-    def look(rank: int) -> None:
-        mesh = mesh_of(mesh_param=dist.init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "tp")))
-        for ranks in (mesh.data, mesh.tensor):
-            assert dist.get_process_group_ranks(ranks.torch_group) == [rank]
-            assert ranks.torch_group is ranks.torch_group
-        assert dist.get_process_group_ranks(mesh.parts.torch_group) == [0, 1]
-
-    assert run_ranks(2, look, tmp_path) == ["", ""]
+    assert infinity.comm.get_world_size() == 1
 
 
 def test_a_script_may_begin_in_another_thread(tmp_path: Path) -> None:

@@ -18,11 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.pulls import Pulls
-from infinity.distributed.world import world
 from infinity.errors import ConfigValueError, UnsupportedModelError
-from infinity.planning.cost_model import predict
 from swapper import TransferRecord
+from tests.internals import Pulls, predict, world
 from tests.ranks import require_ranks
 
 _WIDTH = 96

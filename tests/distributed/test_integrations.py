@@ -16,7 +16,6 @@ from torch.nn.functional import mse_loss
 from transformers import TrainerCallback, TrainingArguments
 
 import infinity
-from infinity.compat.process_counts import check_accelerate
 from infinity.errors import ConfigError, GradientNotResidentError
 from infinity.integrations.accelerate import InfinityAccelerator
 from infinity.integrations.transformers import InfinityTrainer
@@ -237,14 +236,3 @@ def test_processes_that_accelerate_does_not_see_are_refused(tmp_path: Path) -> N
     if torch.cuda.is_available():
         pytest.skip("accelerate sees several processes where there are GPUs")
     _run(train, tmp_path)
-
-
-def test_deepspeed_by_accelerate_is_refused_where_it_would_give_all_the_same_data(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(AcceleratorState, "_shared_state", {"deepspeed_plugins": {"one": 1}, "num_processes": 1})
-    check_accelerate(1)
-    with pytest.raises(ConfigError, match="accelerate counts 1 process"):
-        check_accelerate(2)
-    monkeypatch.setattr(AcceleratorState, "_shared_state", {"deepspeed_plugins": None, "num_processes": 1})
-    check_accelerate(2)

@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli import rank_script
-from infinity.cli.hosts import chosen, read_hostfile
-from infinity.cli.main import main
-from infinity.errors import ConfigError
+from tests.internals import main
 from tests.waiting import wait_until
 
 _HOSTS = {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
@@ -44,29 +41,6 @@ def _fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> No
     monkeypatch.setenv("PATH", str(directory), prepend=":")
 
 
-def test_a_hostfile_and_a_choice_of_it(hostfile: Path) -> None:
-    assert read_hostfile(hostfile) == _HOSTS
-    assert chosen(_HOSTS, "", "") == _HOSTS
-    assert chosen(_HOSTS, "worker-2@worker-1:0,2", "") == {"worker-1": [0, 2], "worker-2": [0, 1]}
-    assert chosen(_HOSTS, "", "worker-2@worker-1:0") == {"worker-1": [1, 2, 3]}
-
-
-@pytest.mark.parametrize("text", ["worker-1", "worker-1 slots=x", "a slots=1\na slots=2", "# nobody"])
-def test_hostfiles_that_are_refused(text: str, hostfile: Path) -> None:
-    hostfile.write_text(text)
-    with pytest.raises(ConfigError, match="hostfile"):
-        read_hostfile(hostfile)
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude"),
-    [("worker-3", ""), ("worker-2:2", ""), ("worker-2:a", ""), ("", "worker-1@worker-2"), ("worker-1", "worker-2")],
-)
-def test_choices_that_are_refused(include: str, exclude: str) -> None:
-    with pytest.raises(ConfigError):
-        chosen(_HOSTS, include, exclude)
-
-
 def test_torchrun_on_each_host(hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_ssh(tmp_path, monkeypatch, "exit 0")
     monkeypatch.setenv("NCCL_DEBUG", "a b")
@@ -82,7 +56,7 @@ def test_torchrun_on_each_host(hostfile: Path, tmp_path: Path, monkeypatch: pyte
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2")
         ]
         assert words[-7:-4] == ["--nproc-per-node=2", "--master-addr=worker-1", "--master-port=29500"]
-        assert words[-4:] == [rank_script.__file__, "train.py", "--lr", "it's 1"]
+        assert Path(words[-4]).is_file() and words[-3:] == ["train.py", "--lr", "it's 1"]
 
 
 def test_the_first_host_without_its_user_is_the_address(

@@ -27,7 +27,6 @@ import os, sys, time
 from pathlib import Path
 import torch
 import infinity
-from infinity.distributed.world import world
 
 shared, volume, hangs_in = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
@@ -47,12 +46,12 @@ engine.load_checkpoint(shared / "saved")
 began = engine.global_steps
 for x, y in loader:
     engine.backward(torch.nn.functional.mse_loss(engine(x), y))
-    if engine.global_steps == hangs_in and world().index == 1:
+    if engine.global_steps == hangs_in and infinity.comm.get_rank() == 1:
         (shared / "hangs").touch()
         time.sleep(600)
     engine.step()
     engine.save_checkpoint(shared / "saved", keep_last=1)
-torch.save([began, engine.module.state_dict()], shared / f"end {world().index}")
+torch.save([began, engine.module.state_dict()], shared / f"end {infinity.comm.get_rank()}")
 """
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.world import world
 from infinity.errors import ConfigValueError, GradientNotResidentError
+from tests.internals import world
 from tests.ranks import run_ranks
 
 _FREEZE, _STEPS, _LR, _BETAS, _DECAY = 3, 8, 0.01, (0.9, 0.99), 0.1

@@ -13,8 +13,8 @@ import torch._dynamo  # which optimizers import at their first use: once here, n
 from torch import nn
 
 import infinity
-from infinity.distributed.world import world
 from infinity.errors import GradientNotResidentError, RankError
+from tests.internals import world
 from tests.ranks import At, require_ranks, run_ranks
 
 _WIDTH = 128

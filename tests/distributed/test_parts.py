@@ -22,10 +22,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.functional import linear, mse_loss
 
 import infinity
-from infinity.checkpoint import training_checkpoint as checkpoint
-from infinity.distributed.meshes import Place, mesh_of
 from infinity.errors import CheckpointError, ConfigError, RankError, UnsupportedModelError
-from infinity.gradients.part_norms import ParameterNorm, norm_of_model
+from tests.internals import training_checkpoint as checkpoint
 from tests.ranks import run_ranks
 
 _WIDTH, _HIDDEN, _LAYERS = 16, 32, 3
@@ -485,7 +483,8 @@ def test_a_tag_that_only_some_parts_saved_again_is_none_that_all_have(
 
 def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
     def draw(rank: int) -> None:
-        mesh_of(mesh_param=_mesh("dp", "tp"))
+        torch.manual_seed(0)
+        engine = infinity.initialize(model=nn.Linear(2, 2), config=_config(tmp_path), mesh_param=_mesh("dp", "tp"))[0]
         tracker = infinity.checkpointing.get_cuda_rng_tracker()
         for seed in (infinity.checkpointing.model_parallel_cuda_manual_seed, _seed_again):
             seed(7)
@@ -493,6 +492,7 @@ def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
                 found = torch.rand(4)
             torch.manual_seed(7 + 2718 + rank % 2)
             assert torch.equal(found, torch.rand(4))
+        engine.close()
 
     _require(4, draw, tmp_path)
 
@@ -564,29 +564,6 @@ def test_nothing_is_updated_before_all_parts_have_met(tmp_path: Path) -> None:
         engine.close()
 
     _require(2, train, tmp_path)
-
-
-def test_the_norm_of_stages_whose_tensors_are_divided(tmp_path: Path) -> None:
-    """Two stages of two tensor ranks, of which the second stage has gradients with another scale."""
-    values = torch.rand(8, generator=torch.Generator().manual_seed(0))
-    divided = [values[i : i + 2].square().sum().sqrt() for i in (0, 4)]
-    expected = torch.linalg.vector_norm(torch.stack([divided[0], values[2], divided[1], values[6]]))
-
-    def norm(rank: int) -> None:
-        mesh = mesh_of(mesh_param=_mesh("pp", "tp"))
-        assert (mesh.data.num, mesh.part, mesh.place) == (1, rank, Place(rank // 2, rank % 2))
-        stage, scale = rank // 2 * 4, 8.0 if rank > 1 else 1.0
-        own = [
-            ParameterNorm("rows", is_part=True, norm=values[stage + rank % 2] * scale),
-            ParameterNorm("bias", is_part=False, norm=values[stage + 2] * scale),
-        ]
-        assert torch.equal(norm_of_model(mesh, own, scale, 0), expected)
-        alone = norm_of_model(mesh, own if rank < 2 else [], 1.0, 1)  # a stage without gradients
-        assert torch.equal(alone, torch.linalg.vector_norm(torch.stack([divided[0], values[2]])))
-        with pytest.raises(RankError, match="that of 'rows' is"):
-            norm_of_model(mesh, [own[0]._replace(is_part=rank > 0), own[1]], scale, 2)
-
-    _require(4, norm, tmp_path)
 
 
 def test_tiles_are_parts_as_their_weight_is(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.distributed.world import world
 from infinity.errors import GradientNotResidentError
+from tests.internals import world
 from tests.ranks import run_ranks
 
 _WIDTH = 96

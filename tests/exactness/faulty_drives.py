@@ -9,8 +9,7 @@ from unittest import mock
 
 import swapper.swapper
 from swapper.backend import IOBackend, IORequest
-from swapper.wrappers.base import BackendWrapper
-from swapper.wrappers.faults import DelayLine, FaultInjectingBackend
+from tests.internals import BackendWrapper, DelayLine, FaultInjectingBackend
 
 
 @contextmanager

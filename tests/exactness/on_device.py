@@ -12,11 +12,6 @@ import torch
 from torch import nn
 
 from infinity.errors import BudgetTooSmallError
-from infinity.planning import placement
-from infinity.planning.cost_model import best_placement
-from infinity.planning.inputs import Request, UnitSize
-from infinity.planning.placement import Placement
-from infinity.vertical import eligibility
 from tests.exactness.case import Case
 from tests.exactness.driver import train
 from tests.exactness.grid import Row
@@ -24,6 +19,7 @@ from tests.exactness.optimizers import MAX_NORM, torch_optimizer
 from tests.exactness.paged import paged_trainer
 from tests.exactness.record import Record, require_equal
 from tests.exactness.reference import PlainTorch
+from tests.internals import eligibility, placement
 
 
 class OnTheDevice(PlainTorch):
@@ -83,7 +79,7 @@ _UPLOAD_PAGE_BYTES = 8192
 """Small enough to cut the units of small models."""
 
 
-def _least_device_memory(units: Sequence[UnitSize], request: Request) -> int:
+def _least_device_memory(units: Sequence[Any], request: Any) -> int:
     with pytest.raises(BudgetTooSmallError) as caught:
         placement.place(units, dataclasses.replace(request, device_budget_bytes=0))
     return caught.value.minimum_bytes
@@ -92,10 +88,12 @@ def _least_device_memory(units: Sequence[UnitSize], request: Request) -> int:
 def give_least_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines get as little of the device's memory for weights as can be, and small pages for uploads."""
 
-    def place(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
+    best = eligibility.best_placement
+
+    def place(units: Sequence[Any], request: Any, order: Sequence[int], backward_start: int) -> Any:
         if request.param_tier != "none":
             request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
-        return best_placement(units, request, order, backward_start)
+        return best(units, request, order, backward_start)
 
     monkeypatch.setattr(eligibility, "best_placement", place)
     monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from infinity.units.partition import find_blocks
 from tests.exactness.case import Case, Draw, PlannedFailure
 from tests.exactness.covering import covering_rows, pairs
 from tests.exactness.grid import MOVEMENT_AXES, WORKERS, Row
@@ -21,6 +20,7 @@ from tests.exactness.optimizers import MAX_NORM, decay_learning_rates, torch_opt
 from tests.exactness.paged import PagedTrainer
 from tests.exactness.record import Record, require_equal
 from tests.exactness.vertical import VerticalTorch
+from tests.internals import find_blocks
 
 NUM_STEPS = 3
 AXES: dict[str, tuple[Hashable, ...]] = {

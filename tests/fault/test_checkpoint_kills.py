@@ -19,10 +19,9 @@ from unittest import mock
 import pytest
 import torch
 
-from infinity.checkpoint.saved import Checkpoint
-from swapper.volumes import publish, scratch_file
 from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, training
+from tests.internals import Checkpoint, publish, scratch_file
 from tests.killed import fingerprint, run_killed, ticking
 
 _STEPS = 6
@@ -81,9 +80,9 @@ def _import_everything() -> None:
     """What an engine imports late takes ten times as long as a run; no thread of ours is there when children are forked."""
     importlib.import_module("torch._dynamo")
 
-    from infinity.numerics.kernels import kernels
+    from tests.internals import compile_kernels
 
-    kernels()
+    compile_kernels()
 
 
 @pytest.mark.timeout(600 + 10 * _KILLS)

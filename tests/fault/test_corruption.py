@@ -26,19 +26,23 @@ from swapper import (
     TransferError,
 )
 from swapper.backend import Direction
-from swapper.backends.memory import MemoryBackend
-from swapper.backends.threads import ThreadsBackend
-from swapper.volumes.scratch_file import ScratchFile
-from swapper.volumes.volume import Volume
-from swapper.wrappers.checksum import PAGE_BYTES
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
-from swapper.wrappers.integrity import IntegrityBackend
 from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.internals import (
+    FaultInjectingBackend,
+    FaultRule,
+    IntegrityBackend,
+    MemoryBackend,
+    ScratchFile,
+    ThreadsBackend,
+    Volume,
+)
 from tests.ticking import LONG_SECONDS, ticking
 
 _CONFIG = SwapperConfig(request_bytes=1 << 20, deadline_seconds=20.0, verify_checksums=True, backend="threads")
 _CAPACITY = 4 << 20
+_CHECKED_BYTES = 64 << 10
+"""Of one checksum."""
 
 
 def _random(num_bytes: int, seed: int = 0) -> np.ndarray:
@@ -86,7 +90,8 @@ def test_damage_on_the_drive_is_named_by_file_and_offset(tmp_path: Path) -> None
         assert isinstance(error, TransferError) and reading.error is error
         assert (error.operation, error.extent_name, error.errno) == ("read", "layer 3", None)
         assert (
-            error.file == file.name and error.offset <= offset < error.offset + error.num_bytes <= offset + PAGE_BYTES
+            error.file == file.name
+            and error.offset <= offset < error.offset + error.num_bytes <= offset + _CHECKED_BYTES
         )
         assert error.contents == "a.weight" and names[-1][0] <= place < names[-1][1]
         for part in (

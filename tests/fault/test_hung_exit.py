@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.engine.shutdown import settle
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.internals import settle
 from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -16,11 +16,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from infinity.bench.cgroup import Cgroup
 from swapper import (
     ALIGNMENT,
     Directory,
@@ -33,9 +33,7 @@ from swapper import (
     Volume,
     describe_drive,
 )
-from swapper.backends.threads import ThreadsBackend
-from swapper.scheduling.scheduler import IOScheduler
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.internals import Cgroup, FaultInjectingBackend, FaultRule, ThreadsBackend
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until
 
@@ -184,7 +182,7 @@ class _HangsOn:
         transfers = [transfer for queue in self._scheduler.queues for transfer in list(queue.inflight)]
         return sum(self._volume.column_of(transfer.offset) == self._column for transfer in transfers)
 
-    def schedulers(self) -> list[IOScheduler]:
+    def schedulers(self) -> list[Any]:
         return [self._scheduler]
 
 

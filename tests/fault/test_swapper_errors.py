@@ -18,7 +18,6 @@ from swapper import (
     BrokenExtentError,
     Extent,
     Handle,
-    Priority,
     ShortTransferError,
     StallError,
     Swapper,
@@ -27,11 +26,7 @@ from swapper import (
     TransferError,
 )
 from swapper.backend import Direction
-from swapper.backends.memory import MemoryBackend
-from swapper.backends.threads import ThreadsBackend
-from swapper.errors import _CURES, refusal
-from swapper.volumes.volume import Volume
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.internals import FaultInjectingBackend, FaultRule, MemoryBackend, ThreadsBackend, Volume
 from tests.manual_backend import ManualBackend
 
 pytestmark = pytest.mark.off_main_thread
@@ -96,13 +91,6 @@ def test_the_offset_is_that_of_the_file_also_with_stripes(tmp_path: Path) -> Non
             swapper.write(extent, _bytes(16)).wait()
         assert str(directories[1]) in caught.value.file
         assert caught.value.offset == 4 * _BLOCK
-
-
-@pytest.mark.parametrize("code", [*_CURES, errno.EBADF])
-def test_every_error_number_comes_with_a_cure(code: int) -> None:
-    words = refusal(OSError(code, os.strerror(code)))
-    assert f"errno {code}, {errno.errorcode[code]}); " in words
-    assert len(words.split("); ")[-1]) > 20
 
 
 def test_a_file_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
@@ -293,29 +281,6 @@ def test_an_error_that_was_seen_is_not_raised_again(swapper: Swapper, backend: F
     looked_at = _fail_unseen(swapper, backend, extent)
     assert isinstance(looked_at.error, TransferError) and "failed" in repr(looked_at)
     swapper.raise_pending()
-
-
-def test_several_errors_come_one_by_one_in_order(swapper: Swapper, backend: FaultInjectingBackend) -> None:
-    names = [f"extent {index}" for index in range(3)]
-    extents = [_written(swapper, 1, name) for name in names]
-    backend.add(FaultRule(errno=errno.EIO))
-    handles = []
-    for extent in extents:
-        # Straight to the scheduler's queue: a public call would raise the error of the one before.
-        handles.append(_start_quietly(swapper, extent))
-    for name in names:
-        with pytest.raises(TransferError, match=name):
-            swapper.raise_pending()
-    swapper.raise_pending()
-
-
-def _start_quietly(swapper: Swapper, extent: Extent) -> None:
-    from swapper.scheduling.operation import Operation
-
-    operation = Operation(Direction.WRITE, extent, 0, _bytes(1), Priority.WRITE_BACK, _BLOCK)
-    swapper._scheduler.submit(operation)
-    while not operation.is_finished:
-        time.sleep(0.001)
 
 
 def test_an_error_with_a_waiting_thread_belongs_to_that_thread() -> None:

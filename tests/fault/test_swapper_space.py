@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from swapper import ArgumentError, Directory, Swapper, SwapperConfig, UnwritableDirectoryError, VolumeTooSmallError
-from swapper.backends.threads import ThreadsBackend
 from swapper.testing import run_conformance
-from swapper.volumes.volume import Volume
+from tests.internals import ThreadsBackend, Volume
 
 pytestmark = pytest.mark.root
 

@@ -18,9 +18,9 @@ import infinity
 from infinity.errors import EngineClosedError, StepError
 from swapper import SwapperError
 from swapper.backend import Direction
-from swapper.wrappers.faults import FaultRule
 from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.internals import FaultRule
 from tests.waiting import wait_until
 
 _NUM = 3
@@ -247,8 +247,8 @@ def test_too_few_batches_change_nothing(schedule: str, changes: dict[str, Any], 
 
 
 def test_no_room_for_inputs_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from infinity.engine.resources import EngineResources
     from infinity.errors import StorageError
+    from tests.internals import EngineResources
 
     def refuse(self: EngineResources, num_bytes: int) -> Any:
         raise StorageError(tmp_path, f"cannot hold {num_bytes} bytes", cure="Choose another one")

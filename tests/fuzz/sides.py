@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import BudgetTooSmallError
-from infinity.optim.classes.lamb import Lamb
+from infinity.ops.lamb import FusedLamb
 from tests.exactness.reference import _half_up
 from tests.states import state_of
 
@@ -48,7 +48,7 @@ class Setting:
         return {fqn: p for fqn, p in params.items() if p.requires_grad or self.groups_frozen}
 
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        kind: Any = Lamb if self.optimizer == "Lamb" else getattr(torch.optim, self.optimizer)
+        kind: Any = FusedLamb if self.optimizer == "Lamb" else getattr(torch.optim, self.optimizer)
         return kind(groups, **self.arguments)
 
     def groups(self, named: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.device.compute import CudaDevice
+from tests.internals import CudaDevice
 
 # cuBLAS reads it when it is initialised, which no test has done yet when tests are collected.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

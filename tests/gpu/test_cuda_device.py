@@ -8,14 +8,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from infinity.device.compute import ComputeDevice, CudaDevice, CudaFlatBuffer, device_for, gradient_norm
-from infinity.optim.fused_adam import GpuAdam
-from infinity.optim.template import build_template
-from infinity.tiers.weight_store import WeightStore
-from infinity.units.layout import ParameterSpec, UnitLayout
-from infinity.units.unit import Unit
 from swapper import StagingArena, Swapper
 from tests.gpu.libraries import load_libraries
+from tests.internals import (
+    ComputeDevice,
+    CudaDevice,
+    CudaFlatBuffer,
+    ParameterSpec,
+    Unit,
+    UnitLayout,
+    WeightStore,
+    device_for,
+    gradient_norm,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -185,13 +190,3 @@ def test_norms_of_gradients_are_torchs(numel: int, dtype: torch.dtype) -> None:
     together = torch._foreach_norm([gradient.float() for gradient in gradients], 2.0)
     for gradient, expected in zip(gradients, together, strict=True):
         assert torch.equal(gradient_norm(gradient), expected)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_the_adam_kernel_is_found_to_have_torchs_bits(kind: type[torch.optim.Adam | torch.optim.AdamW]) -> None:
-    weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
-    optimizer = kind([weight], weight_decay=0.1, fused=True)
-    kernel = GpuAdam.of(build_template(optimizer, [("weight", weight)], "cuda"), weight.device)
-    assert kernel is not None
-    assert kernel.runs({**optimizer.param_groups[0], "weight_decay": 0.0})
-    assert kernel.runs(optimizer.param_groups[0]) or kind is torch.optim.Adam, "whose decay is added to the gradient"

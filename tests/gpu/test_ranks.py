@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.distributed.world import world
+from tests.internals import world
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import infinity
-from infinity.device.compute import CudaDevice
 from tests.exactness.case import loss_of
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import everything_on_nvme, make_batch
+from tests.internals import CudaDevice
 
 pytestmark = pytest.mark.gpu
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.optim.classes.muon import Muon
 from swapper import StagingArena
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row
 from tests.exactness.on_device import require_exact_training_on
 from tests.exactness.shapes import SHAPES
 from tests.gpu.libraries import load_libraries
+from tests.internals import BY_NAME
 
 pytestmark = pytest.mark.gpu
 
@@ -162,7 +162,7 @@ def test_muon_has_the_bits_of_its_class_on_the_same_gpu(tmp_path: Path) -> None:
     plain = plain.to(DEVICE)
     weights, rest = ([p for p in plain.parameters() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
     groups = [{"params": weights, "use_muon": True}, {"params": rest, "use_muon": False}]
-    optimizer = Muon(groups, lr=0.01, adam_lr=0.001)
+    optimizer = BY_NAME["muon"](groups, lr=0.01, adam_lr=0.001)
     config = _config(tmp_path)
     config["zero_optimization"]["offload_optimizer"] = {"device": "none"}
     config["optimizer"] = {"type": "Muon", "params": {"muon_lr": 0.01, "adam_lr": 0.001}}

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import BudgetTooSmallError
-from infinity.units.partition import find_blocks
 from tests.exactness import families
 from tests.exactness.lockstep import everything_on_nvme
+from tests.internals import find_blocks
 
 _ON = {"activation_checkpointing": True}
 _NUM_BLOCKS = 3

@@ -17,7 +17,6 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, ConfigValueError, InfinityError, StepError, StepOrderError
-from infinity.optim.lr_schedules import WarmupLR
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 
@@ -262,7 +261,7 @@ def test_the_configs_schedule_steps_with_the_engine(tmp_path: Path) -> None:
     section = {"type": "WarmupLR", "params": params}
     with Lockstep.start(tmp_path, changes={"scheduler": section, "gradient_accumulation_steps": 2}) as both:
         assert isinstance(both.scheduler, torch.optim.lr_scheduler.LRScheduler)
-        schedule = WarmupLR(both.reference.optimizer, **params)
+        schedule = infinity.schedules.WarmupLR(both.reference.optimizer, **params)
         seen = []
         for step in range(4):
             seen.append(both.engine.get_lr()[0])

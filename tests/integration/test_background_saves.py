@@ -16,13 +16,11 @@ import pytest
 import torch
 
 import infinity
-from infinity.checkpoint.manifest import MANIFEST
-from infinity.checkpoint.saved import Checkpoint
-from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
 from infinity.errors import CheckpointError, ForkedError, StorageError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 from tests.forked import require_in_child
 from tests.integration.test_checkpoints import Model, steps_of, training
+from tests.internals import BackgroundSave, Checkpoint, Saving
 from tests.waiting import wait_until
 
 _MODES: dict[str, dict[str, Any]] = {
@@ -332,7 +330,7 @@ def test_older_checkpoints_go_and_nothing_else(tmp_path: Path, monkeypatch: pyte
                     patched.setattr(time, "time_ns", lambda now=in_an_hour: now)
                 engine.save_checkpoint(saved, tag=tag)
         for number, tag in enumerate(("t3", "t2", "t1")):  # a copy without the files' times
-            os.utime(saved / tag / MANIFEST, (number, number))
+            os.utime(saved / tag / "manifest.json", (number, number))
         engine.save_checkpoint(saved, tag="t4", keep_last=3)
         assert names() == ["t2", "t3", "t4"]
         engine.save_checkpoint(saved, tag="t5", keep_last=2, save_latest=False)

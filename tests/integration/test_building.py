@@ -15,10 +15,8 @@ import transformers
 from torch import nn
 
 import infinity
-from infinity.bench.cgroup import Cgroup
-from infinity.device import drive_tensors
-from infinity.device.drive_tensors import has_drive_tensors, on_drive
 from infinity.errors import MetaParameterError, StorageError
+from tests.internals import Cgroup, drive_tensors, has_drive_tensors, on_drive
 
 
 def _config(directory: Path, **changes: Any) -> dict[str, Any]:

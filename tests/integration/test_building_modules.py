@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.device.drive_tensors import LEAST_BYTES, on_drive
 from tests.exactness.lockstep import everything_on_nvme
+from tests.internals import LEAST_BYTES, on_drive
 
 
 class _Residual(nn.Module):

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 
-from infinity.loop.batches import copied
-from infinity.threads.denormals import flushes_denormals
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import Lockstep
 
@@ -35,7 +30,7 @@ def test_updates_flush_denormals_as_their_caller_does(clips: bool, tmp_path: Pat
     with Lockstep.start(tmp_path, loop="plain", changes={"gradient_clipping": 1.0} if clips else None) as both:
         for step in range(4):
             torch.set_flush_denormal(step % 2 == 1)
-            assert flushes_denormals() == (step % 2 == 1)
+            assert bool(torch.tensor(1e-40) * 1.0 == 0) == (step % 2 == 1)
             batch = both.batch(step)
             expected = both.reference.forward(batch) * 1e-17  # the squares of its gradients are denormal
             both.reference.backward(expected)
@@ -99,27 +94,3 @@ def test_what_users_set_for_their_thread_is_not_that_of_updates_nor_changed_by_t
         both.require_equal()
     of_workers = {seen for thread, seen in _Looking.seen if thread.startswith("infinity-update-")}
     assert of_workers == {(False, False, False, torch.device("cpu"))}
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    x: torch.Tensor
-
-
-_CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "read-only mapping": (lambda x: MappingProxyType({"x": x}), lambda batch: batch["x"]),
-    "dataclass": (Example, lambda batch: batch.x),
-    "list of both": (lambda x: [MappingProxyType({"x": Example(x)})], lambda batch: batch[0]["x"].x),
-}
-
-
-@pytest.mark.parametrize("container", _CONTAINERS)
-@pytest.mark.parametrize("kind", [torch.ones, np.ones])
-def test_batches_are_copied_whatever_holds_them(container: str, kind: Callable[[int], Any]) -> None:
-    make, look = _CONTAINERS[container]
-    memory = kind(3)
-    batch = make(memory)
-    twin = copied(batch)
-    memory[:] = 7
-    assert type(twin) is type(batch)
-    assert look(twin).tolist() == [1.0] * 3

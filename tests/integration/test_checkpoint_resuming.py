@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.loop.loader import RepeatingLoader
+from infinity.utils import RepeatingLoader
 from tests.exactness.lockstep import BF16, everything_on_nvme
 
 
@@ -139,26 +139,3 @@ def test_they_are_left_alone_where_that_is_wanted(tmp_path: Path) -> None:
             engine.load_checkpoint(tmp_path / "saved", **keywords)
             assert torch.equal(torch.get_rng_state(), expected)
             assert len(list(engine.training_dataloader)) == 5
-
-
-def test_a_loader_with_workers_and_a_stream_of_samples_go_on(tmp_path: Path) -> None:
-    from infinity.loop.loader import make_loader
-
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(10))
-
-    for dataset, num_workers in ((list(range(10)), 2), (Stream(), 0)):
-        make = lambda: make_loader(dataset, 2, collate_fn=None, drop_last=False, num_workers=num_workers)  # noqa: B023, E731
-        first = make()
-        batches = iter(first)
-        next(batches)
-        next(batches)
-        state = first.state_dict()
-        expected = [batch.tolist() for batch in batches]
-        second = make()
-        second.load_state_dict(state)
-        before = torch.get_rng_state()
-        assert [batch.tolist() for batch in second] == expected
-        assert torch.equal(torch.get_rng_state(), before)
-        assert len(list(second)) == 5

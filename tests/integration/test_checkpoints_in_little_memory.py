@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.bench.cgroup import Cgroup
+from tests.internals import Cgroup
 
 
 @pytest.mark.root

@@ -130,27 +130,6 @@ def test_the_model_is_an_ordinary_one_after_the_with_block(
     assert os.listdir(tmp_path) == []
 
 
-def test_weights_that_find_no_room_are_told_of_and_raise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("infinity.engine.weights_at_close.free_bytes", lambda: 1000)
-    (tmp_path / "drive").mkdir()
-    for is_saved in (False, True):
-        caplog.clear()
-        with Lockstep.start(tmp_path / "drive") as both:
-            both.engine_step(0)
-            if is_saved:
-                both.engine.save_16bit_model(tmp_path / "out")
-        told = [record.getMessage() for record in caplog.records if "go with the engine" in record.getMessage()]
-        assert len(told) == (not is_saved)
-        assert all("save_16bit_model" in text and "restore_weights=True" in text for text in told)
-        for _, param in both.model.named_parameters():
-            with pytest.raises(InfinityError, match=r"closed|went with"):
-                param + 1
-        with pytest.raises(InfinityError):
-            both.model(**make_batch(0))
-
-
 def test_weights_are_not_given_back_when_that_is_not_wanted(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity as deepspeed
-from infinity.compat import messages
 from infinity.errors import (
     BatchSizeError,
     CheckpointError,
@@ -25,6 +24,7 @@ from infinity.errors import (
     NonFiniteLossWarning,
     UnsupportedModelError,
 )
+from infinity.utils import logger
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 
@@ -257,7 +257,7 @@ def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monke
     timer.stop()
     assert engine.timers("read") is timer and timer.elapsed(reset=False) >= 0 and timer.mean() >= 0
     assert engine.get_wall_clock_timers().keys() == {"read"}
-    monkeypatch.setattr(messages.logger, "propagate", True)
+    monkeypatch.setattr(logger, "propagate", True)
     engine.timers.log(["read", "unknown"])
     assert "time (ms) | read: " in caplog.text
     assert timer.elapsed() == 0

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint.saved import Checkpoint
-from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
 from infinity.errors import (
     CheckpointError,
     CommitError,
@@ -26,8 +24,9 @@ from infinity.errors import (
     StorageError,
     UnsupportedModelError,
 )
-from swapper import ChecksumMismatchError
+from swapper import ChecksumMismatchError, NewerFormatError, RunDirectory
 from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.internals import BackgroundSave, Checkpoint, Saving
 from tests.states import state_of
 
 _MODES: dict[str, dict[str, Any]] = {
@@ -469,10 +468,13 @@ def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_commit_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swapper.volumes.run_directory.FORMAT", 2)
     with training(tmp_path / "drive", BF16, Model()) as engine:
         train(engine, 1)
-    monkeypatch.undo()
+
+    def newest(run: RunDirectory) -> None:
+        raise NewerFormatError(tmp_path, 2, 1)
+
+    monkeypatch.setattr(RunDirectory, "newest", newest)
     refused = pytest.raises(StorageError, match=r"has format 2, and this version knows format 1")
     with refused, training(tmp_path / "drive", BF16, Model()):
         pass

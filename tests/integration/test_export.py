@@ -16,8 +16,8 @@ from torch import nn
 
 import infinity
 from infinity.errors import UnsupportedModelError
-from swapper.volumes import publish
 from tests.exactness.lockstep import everything_on_nvme
+from tests.internals import publish
 
 _OLD_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin")
 

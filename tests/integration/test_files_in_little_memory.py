@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from infinity.bench.cgroup import Cgroup
+from tests.internals import Cgroup
 
 _MIB = 1 << 20
 

@@ -12,8 +12,7 @@ import torch
 
 import infinity
 from infinity.errors import BudgetTooSmallError, UnsupportedModelError
-from infinity.tiers.weight_store import WeightStore
-from infinity.units.unit import Unit
+from tests.internals import Unit, WeightStore
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infinity.bench.cgroup import Cgroup
+from tests.internals import Cgroup
 
 _MIB = 1 << 20
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import infinity
-from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import loss_of
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.internals import EngineResources, host_memory
 from tests.states import state_of
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")
@@ -119,7 +119,7 @@ def test_a_plan_beyond_the_memory_that_there_is_warns(
     with infinity.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
         taken = sum(engine.plan.states_bytes.values())
     model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    monkeypatch.setattr("infinity.device.host_memory.free_bytes", lambda: int(taken / share) - model_bytes)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: int(taken / share) - model_bytes)
     with caplog.at_level("WARNING"), infinity.initialize(model=model, config=config)[0]:
         pass
     said = [record.message for record in caplog.records if "host_memory_budget" in record.message]

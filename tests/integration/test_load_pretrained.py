@@ -18,13 +18,14 @@ from torch import nn
 import infinity
 from infinity.errors import UnsupportedModelError, WeightFileError, WeightsMismatchError
 from tests.exactness.lockstep import everything_on_nvme
+from tests.internals import drive_tensors
 from tests.small_transformers import MODELS, SMALL, assert_equal, make
 
 
 @pytest.fixture
 def large_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tensors of these models are large."""
-    monkeypatch.setattr("infinity.device.drive_tensors.LEAST_BYTES", 64)
+    monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 64)
 
 
 @pytest.fixture

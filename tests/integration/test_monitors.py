@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.config import MonitorsSection, load_config
 from infinity.errors import ConfigValueError
-from infinity.monitors import Monitors
+from infinity.monitor.monitor import MonitorMaster
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.ranks import run_ranks
 
@@ -134,8 +133,8 @@ def test_a_directory_that_cannot_be_made_is_told_before_training(tmp_path: Path)
 def test_comet_is_refused_by_name() -> None:
     batch = {"train_micro_batch_size_per_gpu": 1}
     with pytest.raises(ConfigValueError, match=r"'comet\.enabled'.*tensorboard, wandb and csv_monitor"):
-        load_config(batch | {"comet": {"enabled": True, "project": "x"}})
-    assert not load_config(batch | {"comet": {"enabled": False, "project": "x"}}).notices
+        infinity.load_config(batch | {"comet": {"enabled": True, "project": "x"}})
+    assert not infinity.load_config(batch | {"comet": {"enabled": False, "project": "x"}}).notices
 
 
 def test_a_monitor_that_fails_says_so_once(
@@ -149,12 +148,12 @@ def test_a_monitor_that_fails_says_so_once(
         return real(self, mode, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", full)
-    section = load_config(
+    section = infinity.load_config(
         {"train_batch_size": 1, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
     ).monitors
-    monitors = Monitors(section)
+    monitors = MonitorMaster(section)
     with caplog.at_level(logging.WARNING):
         for step in range(3):
             monitors.write_events([("a", 1.0, step)])
     assert len(caplog.messages) == 1 and "csv_monitor gets no more values" in caplog.messages[0]
-    assert not monitors.enabled and not Monitors(MonitorsSection()).enabled
+    assert not monitors.enabled and not MonitorMaster(infinity.load_config({"train_batch_size": 1}).monitors).enabled

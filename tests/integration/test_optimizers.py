@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.optim.classes.one_bit_adam import OneBitAdam
-from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
+from infinity.ops.adam import FusedAdam
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.optimizers import parameter_groups
 from tests.exactness.paged import paged_snapshot
+from tests.internals import BY_NAME
 from tests.states import state_of
 
 Named = Mapping[str, nn.Parameter]
@@ -76,11 +76,11 @@ _BY_NAME: dict[str, tuple[dict[str, Any], Callable[[Named], torch.optim.Optimize
     "NAdam": ({"type": "NAdam", "params": {"lr": 1e-3}}, _of(torch.optim.NAdam, lr=1e-3)),
     "AdamW without correction for bias": (
         {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": False, "weight_decay": 0.1}},
-        _of(UncorrectedAdam, lr=1e-3, weight_decay=0.1),
+        _of(FusedAdam, lr=1e-3, weight_decay=0.1, bias_correction=False),
     ),
     "OneBitAdam": (
         {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}},
-        _of(OneBitAdam, lr=1e-3, freeze_step=1, fused=True),
+        _of(BY_NAME["onebitadam"], lr=1e-3, freeze_step=1, fused=True),
     ),
 }
 

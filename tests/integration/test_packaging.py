@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.version import __version__
+from infinity import __version__
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("infinity", "swapper")

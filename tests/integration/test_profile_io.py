@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import infinity
-from infinity.config import load_config
-from infinity.io_profile.model import facts_of
-from infinity.numerics.state_format import StateFormat
 from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +120,7 @@ def test_a_whole_run(nvme_dir: Path, outputs: Path) -> None:
     measured = {
         (e["setting"]["backend"], e["setting"]["request_bytes"], e["setting"]["max_inflight"]) for e in result["ours"]
     }
-    io = load_config(config, check_storage=False).io
+    io = infinity.load_config(config, check_storage=False).io
     assert (io.backend, io.request_bytes, io.max_inflight) in measured
     assert (
         json.loads(config.read_text())["optimizer"]
@@ -205,36 +200,6 @@ def test_bad_input_is_refused_in_words(nvme_dir: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_a_drive_that_gives_back_other_bytes_is_reported(small_tmpfs: Callable[[int], Path], tmp_path: Path) -> None:
-    # Somebody else writes into the file between filling and checking: `sitecustomize` is run before the tool.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os\n"
-        "def spoil(original):\n"
-        "    def prepare(self, *arguments, **keywords):\n"
-        "        original(self, *arguments, **keywords)\n"
-        "        with open(self.paths[0], 'r+b') as file:\n"
-        "            file.seek(5 << 20)\n"
-        "            file.write(b'other bytes')\n"
-        "    return prepare\n"
-        "class Finder:\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'infinity.io_profile.program':\n"
-        "            from swapper.measure.measurement import DriveTest\n"
-        "            DriveTest.prepare = spoil(DriveTest.prepare)\n"
-        "import sys\n"
-        "sys.meta_path.insert(0, Finder())\n"
-    )
-    directory = small_tmpfs(200 << 20)
-    code, output = finish(
-        start(directory, *_SHORTEST, "--no-fio", environment={"PYTHONPATH": f"{_ROOT}{os.pathsep}{tmp_path}"})
-    )
-    assert code == 1, output
-    assert "WrongDataError" in output
-    assert str(directory) in output
-    assert str(5 << 20) in output, "the place is named"
-    assert "Traceback" not in output
-
-
 def test_results_are_alone_on_stdout_and_a_terminal_sees_the_time_left(nvme_dir: Path, tmp_path: Path) -> None:
     pty = pytest.importorskip("pty", reason="needs a pseudo terminal")
     leader, follower = pty.openpty()
@@ -261,39 +226,6 @@ def test_results_are_alone_on_stdout_and_a_terminal_sees_the_time_left(nvme_dir:
     assert "fio is not installed" in text
     assert "Settings for the config" in text
     assert json.loads((tmp_path / "stdout").read_text())["partial"] is False
-
-
-@pytest.mark.parametrize(
-    ("states", "shares"), [*((states, False) for states in StateFormat), (StateFormat.FP32, True)], ids=str
-)
-def test_the_bytes_of_a_step_are_those_of_the_engine(states: StateFormat, shares: bool, nvme_dir: Path) -> None:
-    def build() -> nn.Module:
-        layers = [nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2))) for _ in range(6)]
-        if shares:  # a block that needs two units at once
-            layers[4].append(layers[0][0])
-        return nn.Sequential(*layers)
-
-    with torch.device("meta"):
-        model = build()
-    least = facts_of("six layers", model, states).least
-    place = {"device": "nvme", "nvme_path": str(nvme_dir)}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": least.budget_bytes, "state_dtype": states.value},
-    }
-    engine, *_ = infinity.initialize(model=build(), config=config)
-    with engine:
-        for _ in range(0 if shares else 3):  # in the first step it learns in which order units are used
-            loss = engine(torch.ones(1, 256, dtype=torch.bfloat16)).float().sum()
-            engine.backward(loss)
-            engine.step()
-        plan = engine.plan
-    assert plan.minimum_budget_bytes == least.budget_bytes
-    assert (plan.predicted_read_bytes_per_step, plan.predicted_write_bytes_per_step) == (least.read, least.write)
 
 
 def test_a_python_without_the_packages_is_told_the_cure(tmp_path: Path) -> None:

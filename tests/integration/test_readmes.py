@@ -24,10 +24,7 @@ import pytest
 
 import infinity.errors
 import swapper
-from infinity.cli.main import main
-from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.reference import keys
-from infinity.config.schema.vocabulary import child_block
+from tests.internals import keys, main
 from tests.unit.test_architecture import folder_graph, load_modules
 from tests.warm_process import run_script
 
@@ -385,14 +382,6 @@ def test_a_public_name_without_a_docstring_is_noticed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(infinity.load_config, "__doc__", None)
     monkeypatch.setattr(infinity.Engine.step, "__doc__", "")
     assert {"infinity.load_config", "infinity.Engine.step"} <= set(api_reference.undocumented())
-
-
-def test_every_key_with_an_effect_says_what_it_does() -> None:
-    for path, block in config_reference.blocks(RootBlock):
-        texts = config_reference.texts_of(block)
-        for name, field in block.model_fields.items():
-            if config_reference.has_effect(field) and child_block(field) is None:
-                assert texts.get(name), path + name
 
 
 def test_the_chart_shows_the_figures_that_are_recorded() -> None:

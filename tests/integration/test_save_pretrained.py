@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import transformers
 from torch import nn
 
 import infinity
-from infinity.checkpoint.state_access import StateAccess
 from infinity.errors import StorageError
 from tests.exactness.lockstep import everything_on_nvme
+from tests.internals import drive_tensors
 from tests.small_transformers import MODELS, SMALL, assert_equal, make
 
 
@@ -55,7 +54,7 @@ def _assert_same_files(ours: Path, theirs: Path) -> None:
 def test_files_are_those_that_transformers_writes(
     name: str, precision: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.device.drive_tensors.LEAST_BYTES", 64)
+    monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 64)
     torch.manual_seed(0)
     model = MODELS[name]()
     model.save_pretrained(tmp_path / "fp32")
@@ -161,27 +160,6 @@ def test_bad_sizes_and_places_are_refused(
         with pytest.raises(StorageError, match="cannot take the weights"):
             engine.save_fp32_model(full)
         assert not list(full.glob("*.safetensors"))
-
-
-def test_main_weights_that_share_a_chunk_are_read_with_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: Counter[tuple[int, int]] = Counter()
-    reading = StateAccess._reading
-
-    def counted(access: StateAccess, unit: Any, chunk: Any) -> Any:
-        reads[unit.index, chunk.index] += 1
-        return reading(access, unit, chunk)
-
-    monkeypatch.setattr(StateAccess, "_reading", counted)
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
-    changes = {"bf16": {"enabled": True}, "infinity": {"units": ["Sequential"]}}
-    wrapped = torch.nn.ModuleDict({"body": model})
-    wrapped.forward = lambda x: model(x)  # type: ignore[method-assign]
-    expected = {name: value.detach().clone() for name, value in wrapped.state_dict().items()}
-    with infinity.initialize(model=wrapped, config=everything_on_nvme(tmp_path, changes))[0] as engine:
-        engine.save_fp32_model(tmp_path / "saved")
-    found = _read(tmp_path / "saved")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert reads and set(reads.values()) == {1}
 
 
 _CODE = """

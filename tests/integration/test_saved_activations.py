@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.bench.cgroup import Cgroup
 from infinity.errors import BudgetTooSmallError, ConfigValueError
 from tests.budgeted_training import LONG_BUDGETS
 from tests.exactness import families
 from tests.exactness.lockstep import everything_on_nvme
+from tests.internals import Cgroup
 
 _LENGTH = 512
 """Of sequences: what a layer of these small models saves is large enough to leave memory."""

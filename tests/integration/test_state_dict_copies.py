@@ -15,14 +15,14 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError
-from swapper.volumes.mapped import mapped_file
 from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep, everything_on_nvme
+from tests.internals import user_copies
 
 
 @pytest.fixture(params=["in memory", "in files"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "in files":
-        monkeypatch.setattr("infinity.tiers.user_copies._LEAST_BYTES", 0)
+        monkeypatch.setattr(user_copies, "_LEAST_BYTES", 0)
     return str(request.param)
 
 
@@ -118,7 +118,7 @@ def test_a_part_of_the_model_has_a_state_dict_too(started: tuple[Any, nn.Sequent
 def test_copies_in_files_go_through_pickle_and_leave_nothing(
     started: tuple[Any, nn.Sequential], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.tiers.user_copies._LEAST_BYTES", 0)
+    monkeypatch.setattr(user_copies, "_LEAST_BYTES", 0)
     engine, model = started
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()
@@ -128,14 +128,6 @@ def test_copies_in_files_go_through_pickle_and_leave_nothing(
     again = pickle.loads(pickle.dumps(weights))
     assert all(torch.equal(again[key], weights[key]) for key in weights)
     del state, weights
-    assert os.listdir(tmp_path) == []
-
-
-def test_where_there_is_no_room_copies_are_in_memory(tmp_path: Path) -> None:
-    with mapped_file([tmp_path / "missing"], 10) as file:
-        assert file is None
-    with mapped_file([tmp_path], 1 << 60) as file:
-        assert file is None
     assert os.listdir(tmp_path) == []
 
 

@@ -11,7 +11,7 @@ import torch
 
 import infinity
 from infinity.errors import ConfigValueError
-from infinity.optim.classes.lion import Lion
+from infinity.ops.lion import FusedLion
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.paged import paged_snapshot
@@ -29,9 +29,9 @@ _OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adagrad, {}),
     (torch.optim.RMSprop, {"momentum": 0.9}),
     (torch.optim.NAdam, {}),
-    (Lion, {}),
+    (FusedLion, {}),
 ]
-_ONE_BYTE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, Lion)
+_ONE_BYTE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, FusedLion)
 _PAIRS = [
     pytest.param(state_dtype, make, options, id=f"{state_dtype}-{make.__name__}-{'-'.join(options) or 'plain'}")
     for state_dtype in ("bf16", "int8")

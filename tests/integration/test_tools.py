@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -11,14 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from infinity.cli.main import main
-from infinity.demo import train as demo
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
-from tests.exactness.faulty_drives import faulty_drives
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PNG = b"\x89PNG"
@@ -91,38 +84,6 @@ def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
     assert code == 130, output
     assert "loss, mean" in output
     assert "interrupted" in output
-
-
-def test_train_prints_what_it_has_when_a_drive_fails(
-    nvme_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(nvme_dir)
-    with faulty_drives() as backends:
-
-        class Failing(demo.History):
-            """All drives fail as soon as a step has ended."""
-
-            def __init__(self, tokens_per_step: int) -> None:
-                super().__init__(tokens_per_step, _Watched(backends))
-
-        monkeypatch.setattr(demo, "History", Failing)
-        arguments = ["--model", "tiny", "--steps", "4", "--host-memory-budget", "3MB", "--json"]
-        assert main(["train", *arguments]) == 1
-    captured = capsys.readouterr()
-    found = json.loads(captured.out)
-    assert len(found["steps"]) == 1 and "EIO" in found["problem"]
-    told = captured.err.replace("\n", " ")
-    assert "loss, mean" in told and "Ended after 1 of 4 steps" in told and "Traceback" not in told
-
-
-class _Watched(list[Any]):
-    def __init__(self, backends: list[FaultInjectingBackend]) -> None:
-        self._backends = backends
-
-    def append(self, report: Any) -> None:
-        super().append(report)
-        for backend in self._backends:
-            backend.add(FaultRule(errno=errno.EIO))
 
 
 def test_train_is_interrupted_before_its_first_step(nvme_dir: Path) -> None:

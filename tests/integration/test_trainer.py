@@ -12,7 +12,6 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import infinity
-from infinity.engine.engine import Engine
 from infinity.errors import ConfigError, StepOrderError
 from infinity.integrations.transformers import InfinityTrainer, newest_checkpoint
 from tests.stand_in import models
@@ -295,7 +294,7 @@ def test_a_save_that_fails_leaves_the_weights_of_the_one_before(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError
 
-    monkeypatch.setattr(Engine, "save_pretrained", fail)
+    monkeypatch.setattr(infinity.Engine, "save_pretrained", fail)
     with pytest.raises(OSError):
         trainer.save_model(str(folders[1]))
     assert (folders[1] / "model.safetensors").read_bytes() == found

@@ -12,10 +12,10 @@ from torch import nn
 
 import infinity
 from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotPageableError
-from infinity.optim.classes.lamb import Lamb
-from infinity.optim.classes.muon import Muon, is_for_muon
+from infinity.ops.lamb import FusedLamb
 from tests.exactness.lockstep import BF16, IN_MEMORY, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 from tests.exactness.optimizers import parameter_groups
+from tests.internals import BY_NAME
 from tests.states import state_of
 
 Named = Mapping[str, nn.Parameter]
@@ -93,7 +93,7 @@ class Orthogonal(torch.optim.Optimizer):
 def _matrices_apart(named: Named, name: str) -> list[dict[str, Any]]:
     split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for fqn, param in named.items():
-        split[is_for_muon(fqn, param)].append(param)
+        split[param.dim() >= 2 and "embed" not in fqn].append(param)
     return [{"params": members, name: kind} for kind, members in split.items() if members]
 
 
@@ -102,11 +102,11 @@ def _of(cls: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Named], 
 
 
 _OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
-    "Lamb": _of(Lamb, lr=0.05, weight_decay=0.01),
+    "Lamb": _of(FusedLamb, lr=0.05, weight_decay=0.01),
     "Lars": _of(Lars),
     "NovoGrad": _of(NovoGrad),
-    "Lamb in groups": lambda named: Lamb(parameter_groups(named), lr=0.05),
-    "Muon": lambda named: Muon(_matrices_apart(named, "use_muon"), weight_decay=0.01),
+    "Lamb in groups": lambda named: FusedLamb(parameter_groups(named), lr=0.05),
+    "Muon": lambda named: BY_NAME["muon"](_matrices_apart(named, "use_muon"), weight_decay=0.01),
     "Orthogonal": lambda named: Orthogonal(_matrices_apart(named, "is_of_matrices")),
 }
 _PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -190,9 +190,9 @@ def test_norms_of_large_weights_have_the_bits_of_as_many_threads(num_threads: in
 
     model, batch = make()
     twin, _ = make()
-    expected = Lamb(twin.parameters(), lr=0.1)
+    expected = FusedLamb(twin.parameters(), lr=0.1)
     torch.set_num_threads(3 - num_threads)
-    engine, *_ = infinity.initialize(model=model, config=config, optimizer=Lamb(model.parameters(), lr=0.1))
+    engine, *_ = infinity.initialize(model=model, config=config, optimizer=FusedLamb(model.parameters(), lr=0.1))
     torch.set_num_threads(num_threads)
     with engine:
         for _ in range(4):
@@ -214,7 +214,7 @@ def test_norms_of_large_weights_have_the_bits_of_as_many_threads(num_threads: in
 
 def test_it_is_the_configs_lamb(tmp_path: Path) -> None:
     section = {"type": "Lamb", "params": {"lr": 0.02, "max_coeff": 0.3, "min_coeff": 0.1, "amsgrad": False}}
-    make = _of(Lamb, lr=0.02, max_coeff=0.3, min_coeff=0.1)
+    make = _of(FusedLamb, lr=0.02, max_coeff=0.3, min_coeff=0.1)
     changes = {"optimizer": section, "infinity": {"page_bytes": None}}
     with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
         for step in range(2):
@@ -227,7 +227,7 @@ def test_it_is_the_configs_muon(tmp_path: Path) -> None:
     changes = {"optimizer": section, "infinity": {"page_bytes": None}}
 
     def make(named: Named) -> torch.optim.Optimizer:
-        return Muon(_matrices_apart(named, "use_muon"), lr=0.01, adam_lr=1e-3, weight_decay=0.1)
+        return BY_NAME["muon"](_matrices_apart(named, "use_muon"), lr=0.01, adam_lr=1e-3, weight_decay=0.1)
 
     with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
         assert [group["use_muon"] for group in both.engine.optimizer.param_groups] == [True, False]

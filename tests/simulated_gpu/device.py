@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.device.compute import Copy, FlatBuffer, HostFlatBuffer
-from infinity.device.flat_pool import FlatPool
+from tests.internals import Copy, FlatBuffer, FlatPool, HostFlatBuffer
 from tests.separate_host import SeparateHostDevice
 from tests.simulated_gpu import backend
 

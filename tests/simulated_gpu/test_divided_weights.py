@@ -10,10 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from infinity.distributed.pulls import Pulls
-from infinity.tiers.divided_weights import DividedWeights
-from infinity.units.shares import Shares
 from swapper import StagingArena, Swapper
+from tests.internals import DividedWeights, Shares
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit
@@ -73,7 +71,7 @@ def test_each_unit_has_the_shares_of_all(num_pages: int, seed: int) -> None:
     units = [trainable_unit(index, [(40 + 8 * index, 100)]) for index in range(_NUM_UNITS)]
     arena = StagingArena(-(-max(unit.num_bytes for unit in units) // 4096) * 4096, num_pages)
     swapper = Swapper.in_memory(1 << 20)
-    store = DividedWeights(None, swapper, device, Shares(1, _NUM_RANKS), cast(Pulls, pulls), arena)
+    store = DividedWeights(None, swapper, device, Shares(1, _NUM_RANKS), cast(Any, pulls), arena)
     for unit in units:
         store.allocate(unit, in_host_memory=True)
         unit.adopt(device.allocate_flat(unit.num_bytes))

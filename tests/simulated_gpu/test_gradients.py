@@ -7,15 +7,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from infinity.device.compute import ComputeDevice, gradient_norm
-from infinity.device.flat_pool import FlatPool
-from infinity.gradients.arrivals import Arrivals
-from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.gradients.shown_grads import ShownGradients
-from infinity.telemetry.clock import StepClock
-from infinity.units.layout import CHUNK_GRANULE, Slot
-from infinity.units.unit import Unit
 from swapper import Swapper
+from tests.internals import (
+    CHUNK_GRANULE,
+    Arrivals,
+    ComputeDevice,
+    FlatPool,
+    MainGradDtype,
+    ShownGradients,
+    Slot,
+    StepClock,
+    Unit,
+    gradient_norm,
+)
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit

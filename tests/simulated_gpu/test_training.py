@@ -18,17 +18,14 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.device.compute import gradient_norm
-from infinity.engine.resources import EngineResources
 from infinity.errors import BudgetTooSmallError
-from infinity.gradients import main_grads
-from infinity.optim.classes.lamb import Lamb
-from infinity.planning import placement
+from infinity.ops.lamb import FusedLamb
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import WORKERS, Row
 from tests.exactness.on_device import give_least_device_memory, require_exact_training_on
 from tests.exactness.shapes import SHAPES
+from tests.internals import EngineResources, gradient_norm, main_grads, placement
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import COMPUTE, SimulatedGpu
 
@@ -277,7 +274,7 @@ def test_whole_parameters_are_updated_with_the_bits_of_torch(tier: str, tmp_path
         torch.manual_seed(0)
         with torch.device(backend.NAME):
             twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-        expected = Lamb(twin.parameters())
+        expected = FusedLamb(twin.parameters())
         for _ in range(3):
             batch = torch.randn(2, 64, device=backend.NAME)
             engine.backward(engine(batch).square().sum())

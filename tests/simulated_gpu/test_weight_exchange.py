@@ -9,9 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from infinity.distributed.meshes import Division
-from infinity.tiers.weight_exchange import WeightExchange
-from infinity.units.shares import Shares
+from tests.internals import Shares, WeightExchange
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit
@@ -65,7 +63,7 @@ def test_what_is_given_and_kept_is_what_it_is_after_the_updates(shape: tuple[int
     weights = unit.trainable_view(flat.tensor())
     weights.fill_(_BEFORE)
     shares = Shares(index, 3)
-    division = cast(Division, SimpleNamespace(sharers=ranks))
+    division = cast(Any, SimpleNamespace(sharers=ranks))
     exchange = WeightExchange(division, shares, None, device)
     weights.fill_(_AFTER)  # an update, of which nobody on the host has seen the end
     exchange.gather([unit])

@@ -504,3 +504,68 @@ def test_cycles_are_found_through_relative_and_late_imports() -> None:
     graph = {name: dependencies(module, modules) for name, module in modules.items()}
     assert graph["infinity"] == {"infinity.engine.engine"}
     assert find_cycle(graph) == ["infinity.engine.engine", "infinity.units.unit", "infinity.engine.engine"]
+
+
+# --------------------------------------------------------------------------------------------- what tests know of files
+
+_PUBLIC = frozenset(
+    {
+        *("infinity", "infinity.errors", "infinity.accelerator", "infinity.as_deepspeed", "infinity.checkpointing"),
+        *("infinity.comm", "infinity.tiling", "infinity.zero"),
+        *("infinity.integrations.accelerate", "infinity.integrations.lightning", "infinity.integrations.transformers"),
+        *("infinity.checkpoint.saved", "infinity.run_log"),  # documented in the READMEs of their folders
+        *("swapper", "swapper.backend", "swapper.errors", "swapper.testing"),
+    }
+)
+"""Modules that users import. DeepSpeed's names, such as `infinity.utils`, are no files and need no entry."""
+_MOST_INTERNALS = 60
+_IMPORTS_IN_TEXT = re.compile(
+    r"^\s*(from (?:infinity|swapper)[\w.]* import \w+(?:, \w+)*|import (?:infinity|swapper)[\w.]*)", re.MULTILINE
+)
+_REPLACED_BY_NAME = re.compile(r"(?:infinity|swapper)(?:\.\w+)+")
+
+
+def internals(test: Module, modules: dict[str, Module]) -> set[str]:
+    """Modules that users do not import, but a test does: by imports, in code for other processes, in names it replaces."""
+    texts = [node.value for node in test.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    code = "\n".join(line for text in texts for line in _IMPORTS_IN_TEXT.findall(text))
+    found = dependencies(test, modules) | dependencies(Module.parse(test.path, code), modules)
+    for node in test.nodes:
+        if isinstance(node, ast.Call) and dotted(node.func).endswith(("setattr", "patch")) and node.args:
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+            if isinstance(name, str) and _REPLACED_BY_NAME.fullmatch(name):
+                words = name.split(".")
+                prefixes = [".".join(words[:length]) for length in range(len(words), 0, -1)]
+                found.add(next(prefix for prefix in prefixes if prefix in modules))
+    return found - _PUBLIC
+
+
+def test_public_modules_exist() -> None:
+    assert set(_MODULES) >= _PUBLIC
+
+
+def test_tests_of_behaviour_know_few_files() -> None:
+    """A file that moves breaks the unit tests of its folder, and a line of tests/internals.py."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((_ROOT / "tests").rglob("*.py")):
+        name = str(path.relative_to(_ROOT))
+        if not name.startswith("tests/unit/"):
+            for internal in internals(Module.parse(name, path.read_text()), _MODULES):
+                found.setdefault(internal, []).append(name)
+    table = "\n".join(f"{name}: {', '.join(users)}" for name, users in sorted(found.items()))
+    assert len(found) <= _MOST_INTERNALS, f"use public names, or move unit tests to tests/unit:\n{table}"
+
+
+def test_internals_are_found_wherever_a_test_names_them() -> None:
+    source = """
+import infinity
+from infinity.engine import engine
+from infinity.utils import logger
+_CODE = '''
+    from infinity.cli.main import main
+    import swapper
+'''
+monkeypatch.setattr("infinity.units.unit.Unit.bind", print)
+"""
+    expected = {"infinity.engine.engine", "infinity.cli.main", "infinity.units.unit"}
+    assert internals(Module.parse("tests/integration/test_x.py", source), _MODULES) == expected

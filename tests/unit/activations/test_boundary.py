@@ -15,7 +15,7 @@ from infinity.activations.spill_space import SpillSpace
 from infinity.telemetry.clock import StepClock
 from swapper import StallError, Swapper, SwapperConfig, TransferError
 from swapper.backends.memory import MemoryBackend
-from tests.late_backend import LateBackend, await_hand_over, stall, waits
+from tests.unit.late_backend import LateBackend, await_hand_over, stall, waits
 
 _NUMEL = 3 * 1024
 _BYTES = 3 * 4096

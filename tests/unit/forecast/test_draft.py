@@ -13,8 +13,6 @@ from torch import nn
 import infinity
 from infinity.errors import BudgetTooSmallError
 
-pytestmark = pytest.mark.in_memory
-
 
 def _model() -> nn.Module:
     torch.manual_seed(0)

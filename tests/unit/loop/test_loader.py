@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from infinity.errors import StepOrderError
@@ -94,3 +96,24 @@ def test_a_stream_that_all_ranks_get_whole_is_warned_of(caplog: pytest.LogCaptur
         loader = make_loader(Stream(), 2, collate_fn=None, drop_last=False, num_ranks=num_ranks)
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     assert "each of 2 processes gets all its samples" in caplog.text
+
+
+def test_a_loader_with_workers_and_a_stream_of_samples_go_on() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    for dataset, num_workers in ((list(range(10)), 2), (Stream(), 0)):
+        make = lambda: make_loader(dataset, 2, collate_fn=None, drop_last=False, num_workers=num_workers)  # noqa: B023, E731
+        first = make()
+        batches = iter(first)
+        next(batches)
+        next(batches)
+        state = first.state_dict()
+        expected = [batch.tolist() for batch in batches]
+        second = make()
+        second.load_state_dict(state)
+        before = torch.get_rng_state()
+        assert [batch.tolist() for batch in second] == expected
+        assert torch.equal(torch.get_rng_state(), before)
+        assert len(list(second)) == 5

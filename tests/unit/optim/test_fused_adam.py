@@ -262,3 +262,14 @@ def test_nvidias_compiler_takes_the_source(tmp_path: Path) -> None:
     (tmp_path / "kernel.cu").write_text(ADAM)
     subprocess.run(["nvcc", "-ptx", "-arch=sm_80", "kernel.cu", "-o", "kernel.ptx"], cwd=tmp_path, check=True)
     assert "adam_on_halves" in (tmp_path / "kernel.ptx").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_adam_kernel_is_found_to_have_torchs_bits(kind: type[torch.optim.Adam | torch.optim.AdamW]) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
+    optimizer = kind([weight], weight_decay=0.1, fused=True)
+    kernel = GpuAdam.of(build_template(optimizer, [("weight", weight)], "cuda"), weight.device)
+    assert kernel is not None
+    assert kernel.runs({**optimizer.param_groups[0], "weight_decay": 0.0})
+    assert kernel.runs(optimizer.param_groups[0]) or kind is torch.optim.Adam, "whose decay is added to the gradient"

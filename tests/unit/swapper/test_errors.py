@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 import swapper
 from swapper import AlignedRegion, NotCopyableError, StagingArena, Swapper, SwapperError, errors
+from swapper.errors import _CURES, refusal
 
 
 def _documented() -> Iterator[tuple[str, str]]:
@@ -65,3 +68,10 @@ def test_owners_of_files_memory_or_threads_cannot_be_copied(tmp_path: Path) -> N
             copy.deepcopy(extent)
         handle.wait()
         on_drive.read(extent, bytearray(1)).wait()
+
+
+@pytest.mark.parametrize("code", [*_CURES, errno.EBADF])
+def test_every_error_number_comes_with_a_cure(code: int) -> None:
+    words = refusal(OSError(code, os.strerror(code)))
+    assert f"errno {code}, {errno.errorcode[code]}); " in words
+    assert len(words.split("); ")[-1]) > 20

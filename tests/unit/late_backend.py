@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 from unittest import mock
 
-from infinity.threads.frames import is_in
 from swapper.backend import IOBackend, IORequest
-from swapper.scheduling.operation import Operation, Transfer
-from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.waiting import WaitingRoom
-from swapper.scheduling.watchdog import TICKS_PER_DEADLINE
 from swapper.wrappers.base import BackendWrapper
 from tests.waiting import wait_until
 
@@ -30,12 +28,11 @@ class LateBackend(BackendWrapper):
 
     def __init__(self, inner: IOBackend) -> None:
         super().__init__(inner)
-        self.is_late: Callable[[Transfer], bool] = lambda request: False
-        self.kept: list[Transfer] = []
+        self.is_late: Callable[[Any], bool] = lambda request: False
+        self.kept: list[Any] = []
 
     def submit(self, request: IORequest) -> None:
         """Keep the request, or pass it on."""
-        assert isinstance(request, Transfer)
         if threading.current_thread().name == HAND_OVER and self.is_late(request):
             self.kept.append(request)
         else:
@@ -66,11 +63,11 @@ class LateBackend(BackendWrapper):
 
 
 @contextlib.contextmanager
-def waits(on_wait: Callable[[IOScheduler, Operation], None]) -> Iterator[None]:
+def waits(on_wait: Callable[[Any, Any], None]) -> Iterator[None]:
     """``on_wait`` is called whenever somebody is about to sleep until a request is over; what it raises is the outcome."""
     real = WaitingRoom.wait
 
-    def wait(self: WaitingRoom, operation: Operation, *args: Any, **kwargs: Any) -> None:
+    def wait(self: WaitingRoom, operation: Any, *args: Any, **kwargs: Any) -> None:
         if not operation.is_finished:
             owner: Any = operation.extent.owner
             await_hand_over(owner._scheduler)
@@ -81,15 +78,27 @@ def waits(on_wait: Callable[[IOScheduler, Operation], None]) -> Iterator[None]:
         yield
 
 
-def await_hand_over(scheduler: IOScheduler) -> None:
+_LONG_TICKS = 1000
+"""More than a deadline has."""
+
+
+def _is_in(thread: int, code: CodeType) -> bool:
+    """Whether a thread runs a function, or something that it has called."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def await_hand_over(scheduler: Any) -> None:
     """Return when all that the main thread has asked for is with the backend, if that takes so much."""
     if threading.current_thread().name != HAND_OVER:
         wait_until(lambda: not any(queue.has_room for queue in scheduler.queues), "the hand-over")
         thread = scheduler._hander._thread.ident or 0
-        wait_until(lambda: not is_in(thread, IOScheduler._hand_ready_over.__code__), "the hand-over")
+        wait_until(lambda: not _is_in(thread, type(scheduler)._hand_ready_over.__code__), "the hand-over")
 
 
-def stall(scheduler: IOScheduler, hangs: Callable[[Transfer], bool] = lambda transfer: True) -> None:
+def stall(scheduler: Any, hangs: Callable[[Any], bool] = lambda transfer: True) -> None:
     """A deadline passes for transfers that hang: they are over for everybody who waits.
 
     Args:
@@ -100,12 +109,12 @@ def stall(scheduler: IOScheduler, hangs: Callable[[Transfer], bool] = lambda tra
     with scheduler._lock:
         for queue in scheduler.queues:
             for transfer in filter(hangs, queue.inflight):
-                transfer.submitted_tick -= TICKS_PER_DEADLINE
+                transfer.submitted_tick -= _LONG_TICKS
     scheduler._on_tick()
     with scheduler._lock:
         scheduler._tick -= 1
 
 
-def is_kept(backend: Any, operation: Operation) -> bool:
+def is_kept(backend: Any, operation: Any) -> bool:
     """Whether a transfer of the operation is among those that ``backend`` keeps."""
     return any(request.operation is operation for request in backend.kept)

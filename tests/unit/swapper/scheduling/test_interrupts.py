@@ -27,8 +27,8 @@ from swapper.backends.memory import MemoryBackend
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.scheduling.waiting import WaitingRoom
 from tests.interrupts import Interrupt, is_cut_off
-from tests.late_backend import stall
 from tests.manual_backend import ManualBackend
+from tests.unit.late_backend import stall
 
 _BLOCK = ALIGNMENT
 _CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=20.0)

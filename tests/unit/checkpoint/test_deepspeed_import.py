@@ -25,6 +25,7 @@ import torch
 
 import infinity
 from infinity.checkpoint.deepspeed.conversion import convert
+from infinity.checkpoint.deepspeed.pickles import Record, read
 from infinity.checkpoint.saved import Checkpoint
 from infinity.cli.main import main
 from infinity.errors import CheckpointError
@@ -40,7 +41,7 @@ from tests.deepspeed_checkpoints.write import (
 )
 from tests.exactness.lockstep import everything_on_nvme
 
-_HERE = Path(__file__).parents[1] / "deepspeed_checkpoints"
+_HERE = Path(__file__).parents[2] / "deepspeed_checkpoints"
 _PYTHON = os.environ.get("INFINITY_DEEPSPEED_PYTHON", "")
 """One that has DeepSpeed."""
 _WRITTEN_ANEW = {
@@ -193,8 +194,6 @@ def test_groups_go_by_name(tmp_path: Path) -> None:
 
 def _rewritten(path: Path, change: Callable[[Any], None]) -> None:
     """``path`` as it would be after ``change``."""
-    from infinity.checkpoint.deepspeed.pickles import read
-
     found = read(path)
     change(found)
     other = path.with_suffix(".new")  # what was read are views of the file
@@ -204,8 +203,6 @@ def _rewritten(path: Path, change: Callable[[Any], None]) -> None:
 
 def _plain(value: Any) -> Any:
     """Without records, which cannot be pickled under the names they stand for: what they were made of."""
-    from infinity.checkpoint.deepspeed.pickles import Record
-
     if isinstance(value, Record):
         return value.arguments[0] if value.arguments else None
     if isinstance(value, torch.Size):

@@ -17,7 +17,7 @@ import infinity
 from infinity.planning.memory_needs import memory_needs
 from tests.exactness.lockstep import everything_on_nvme
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _ZERO3 = """\
 Estimated memory needed for params, optim states and gradients for a:
 HW: Setup with 2 nodes, 8 GPUs per node.
@@ -74,7 +74,7 @@ def test_a_run_begins_with_the_least_and_not_with_less(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_what_a_run_takes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.memory_taken", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.unit.planning.memory_taken", str(tmp_path)]
     # What the C library's heap keeps of freed temporaries is no need: large blocks go back to the system at once.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=560, env=environment)

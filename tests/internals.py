@@ -1,0 +1,158 @@
+"""What tests outside of `tests/unit` use of the packages' internals, for what there is no public name.
+
+A module that moves changes one line here. Public ways come first: each name is here only because a test needs to look at, or to
+replace, something that users cannot reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.bench.cgroup import Cgroup, block_device, why_unavailable
+from infinity.checkpoint import arrays, checkpoint_loading, manifest, saved, training_checkpoint
+from infinity.checkpoint.saved import Checkpoint, tags, writing
+from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
+from infinity.config.schema.reference import keys
+from infinity.device import drive_tensors, host_memory
+from infinity.device.compute import (
+    ComputeDevice,
+    Copy,
+    CudaDevice,
+    CudaFlatBuffer,
+    Fence,
+    FlatBuffer,
+    HostFlatBuffer,
+    device_for,
+    gradient_norm,
+)
+from infinity.device.drive_tensors import LEAST_BYTES, has_drive_tensors, on_drive
+from infinity.device.flat_pool import FlatPool
+from infinity.device.host_memory import give_back_freed_memory
+from infinity.distributed import agreement
+from infinity.distributed.process_groups import destroy_at_exit
+from infinity.distributed.pulls import Pulls
+from infinity.distributed.world import world
+from infinity.engine.resources import EngineResources
+from infinity.engine.shutdown import end_all_at_exit, settle
+from infinity.forecast.draft import Draft
+from infinity.gradients import main_grads
+from infinity.gradients.arrivals import Arrivals
+from infinity.gradients.main_grad_dtype import MainGradDtype
+from infinity.gradients.shown_grads import ShownGradients
+from infinity.optim.registry import BY_NAME
+from infinity.planning import placement
+from infinity.planning.cost_model import predict
+from infinity.telemetry.clock import StepClock
+from infinity.threads import turn
+from infinity.tiers import user_copies
+from infinity.tiers.divided_weights import DividedWeights
+from infinity.tiers.weight_exchange import WeightExchange
+from infinity.tiers.weight_store import WeightStore
+from infinity.units.layout import CHUNK_GRANULE, ParameterSpec, Slot, UnitLayout
+from infinity.units.partition import find_blocks
+from infinity.units.shares import Shares
+from infinity.units.unit import Arrival, Unit
+from infinity.vertical import eligibility
+from swapper.backends.memory import MemoryBackend
+from swapper.backends.threads import ThreadsBackend
+from swapper.versioned import open_backend
+from swapper.volumes import publish, scratch_file
+from swapper.volumes.block_files import BlockFile
+from swapper.volumes.scratch_file import ScratchFile
+from swapper.volumes.volume import Volume
+from swapper.wrappers.base import BackendWrapper
+from swapper.wrappers.faults import DelayLine, FaultInjectingBackend, FaultRule
+from swapper.wrappers.integrity import IntegrityBackend
+
+
+def main(words: Sequence[str]) -> int:
+    """Run `infinity` with these arguments in this process; return its exit status."""
+    from infinity.cli.main import main
+
+    return main(words)
+
+
+def compile_kernels() -> None:
+    """Compile or load the kernels now: numba takes memory and time, which tests of memory measure."""
+    from infinity.numerics.kernels import kernels
+
+    kernels()
+
+
+__all__ = [
+    "BY_NAME",
+    "CHUNK_GRANULE",
+    "LEAST_BYTES",
+    "Arrival",
+    "Arrivals",
+    "BackendWrapper",
+    "BackgroundSave",
+    "BlockFile",
+    "Cgroup",
+    "Checkpoint",
+    "ComputeDevice",
+    "Copy",
+    "CudaDevice",
+    "CudaFlatBuffer",
+    "DelayLine",
+    "DividedWeights",
+    "Draft",
+    "EngineResources",
+    "FaultInjectingBackend",
+    "FaultRule",
+    "Fence",
+    "FlatBuffer",
+    "FlatPool",
+    "HostFlatBuffer",
+    "IntegrityBackend",
+    "MainGradDtype",
+    "MemoryBackend",
+    "ParameterSpec",
+    "Pulls",
+    "Saving",
+    "ScratchFile",
+    "Shares",
+    "ShownGradients",
+    "Slot",
+    "StepClock",
+    "ThreadsBackend",
+    "Unit",
+    "UnitLayout",
+    "Volume",
+    "WeightExchange",
+    "WeightStore",
+    "agreement",
+    "arrays",
+    "block_device",
+    "checkpoint_loading",
+    "compile_kernels",
+    "destroy_at_exit",
+    "device_for",
+    "drive_tensors",
+    "eligibility",
+    "end_all_at_exit",
+    "find_blocks",
+    "give_back_freed_memory",
+    "gradient_norm",
+    "has_drive_tensors",
+    "host_memory",
+    "keys",
+    "main",
+    "main_grads",
+    "manifest",
+    "on_drive",
+    "open_backend",
+    "placement",
+    "predict",
+    "publish",
+    "saved",
+    "scratch_file",
+    "settle",
+    "tags",
+    "training_checkpoint",
+    "turn",
+    "user_copies",
+    "why_unavailable",
+    "world",
+    "writing",
+]

@@ -1,0 +1,42 @@
+"""Which hosts a launch uses: a hostfile, and a choice of its hosts and slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.cli.hosts import chosen, read_hostfile
+from infinity.errors import ConfigError
+
+_HOSTS = {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hostfile"
+    path.write_text("# ours\nworker-1 slots=4\n\nworker-2 slots=2 # the small one\n")
+    return path
+
+
+def test_a_hostfile_and_a_choice_of_it(hostfile: Path) -> None:
+    assert read_hostfile(hostfile) == _HOSTS
+    assert chosen(_HOSTS, "", "") == _HOSTS
+    assert chosen(_HOSTS, "worker-2@worker-1:0,2", "") == {"worker-1": [0, 2], "worker-2": [0, 1]}
+    assert chosen(_HOSTS, "", "worker-2@worker-1:0") == {"worker-1": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("text", ["worker-1", "worker-1 slots=x", "a slots=1\na slots=2", "# nobody"])
+def test_hostfiles_that_are_refused(text: str, hostfile: Path) -> None:
+    hostfile.write_text(text)
+    with pytest.raises(ConfigError, match="hostfile"):
+        read_hostfile(hostfile)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude"),
+    [("worker-3", ""), ("worker-2:2", ""), ("worker-2:a", ""), ("", "worker-1@worker-2"), ("worker-1", "worker-2")],
+)
+def test_choices_that_are_refused(include: str, exclude: str) -> None:
+    with pytest.raises(ConfigError):
+        chosen(_HOSTS, include, exclude)

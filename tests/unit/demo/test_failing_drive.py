@@ -1,0 +1,47 @@
+"""The demo whose drive fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.cli.main import main
+from infinity.demo import train
+from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.exactness.faulty_drives import faulty_drives
+
+
+class _Watched(list[Any]):
+    def __init__(self, backends: list[FaultInjectingBackend]) -> None:
+        self._backends = backends
+
+    def append(self, report: Any) -> None:
+        super().append(report)
+        for backend in self._backends:
+            backend.add(FaultRule(errno=errno.EIO))
+
+
+def test_train_prints_what_it_has_when_a_drive_fails(
+    nvme_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(nvme_dir)
+    with faulty_drives() as backends:
+
+        class Failing(train.History):
+            """All drives fail as soon as a step has ended."""
+
+            def __init__(self, tokens_per_step: int) -> None:
+                super().__init__(tokens_per_step, _Watched(backends))
+
+        monkeypatch.setattr(train, "History", Failing)
+        arguments = ["--model", "tiny", "--steps", "4", "--host-memory-budget", "3MB", "--json"]
+        assert main(["train", *arguments]) == 1
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert len(found["steps"]) == 1 and "EIO" in found["problem"]
+    told = captured.err.replace("\n", " ")
+    assert "loss, mean" in told and "Ended after 1 of 4 steps" in told and "Traceback" not in told

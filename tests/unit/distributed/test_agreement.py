@@ -1,0 +1,36 @@
+"""What one rank does for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.distributed.agreement import on_first
+from infinity.distributed.world import world
+from infinity.errors import RankError
+from tests.ranks import run_ranks
+
+
+def test_the_others_wait_for_as_long_as_rank_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the timeout of the process group. Until a rank has ended: then rank 0 says so."""
+    monkeypatch.setattr("infinity.distributed.agreement.PULSE_SECONDS", 0.001)
+
+    def train(rank: int) -> None:
+        ranks, pulses = world(), []
+        meet = ranks.meet
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "meet", lambda *args: (pulses.append(args), meet(*args))[1])
+
+            def work() -> None:
+                while len(pulses) < 50:
+                    pass
+
+            on_first(ranks, "a test", work)
+            assert len(pulses) >= 50
+        if rank == 1:
+            return
+        with pytest.raises(RankError, match="another rank has ended"):
+            on_first(ranks, "a test", lambda: None)
+
+    assert run_ranks(2, train, tmp_path) == ["", ""]
