@@ -43,7 +43,6 @@ from infinity.optim.registry import BY_NAME
 from infinity.planning import placement
 from infinity.planning.cost_model import predict
 from infinity.telemetry.clock import StepClock
-from infinity.threads import turn
 from infinity.tiers import user_copies
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.weight_exchange import WeightExchange
@@ -53,16 +52,11 @@ from infinity.units.partition import find_blocks
 from infinity.units.shares import Shares
 from infinity.units.unit import Arrival, Unit
 from infinity.vertical import eligibility
-from swapper.backends.memory import MemoryBackend
-from swapper.backends.threads import ThreadsBackend
 from swapper.versioned import open_backend
 from swapper.volumes import publish, scratch_file
 from swapper.volumes.block_files import BlockFile
 from swapper.volumes.scratch_file import ScratchFile
-from swapper.volumes.volume import Volume
-from swapper.wrappers.base import BackendWrapper
-from swapper.wrappers.faults import DelayLine, FaultInjectingBackend, FaultRule
-from swapper.wrappers.integrity import IntegrityBackend
+from swapper.wrappers.faults import DelayLine
 
 
 def main(words: Sequence[str]) -> int:
@@ -85,7 +79,6 @@ __all__ = [
     "LEAST_BYTES",
     "Arrival",
     "Arrivals",
-    "BackendWrapper",
     "BackgroundSave",
     "BlockFile",
     "Cgroup",
@@ -98,15 +91,11 @@ __all__ = [
     "DividedWeights",
     "Draft",
     "EngineResources",
-    "FaultInjectingBackend",
-    "FaultRule",
     "Fence",
     "FlatBuffer",
     "FlatPool",
     "HostFlatBuffer",
-    "IntegrityBackend",
     "MainGradDtype",
-    "MemoryBackend",
     "ParameterSpec",
     "Pulls",
     "Saving",
@@ -115,10 +104,8 @@ __all__ = [
     "ShownGradients",
     "Slot",
     "StepClock",
-    "ThreadsBackend",
     "Unit",
     "UnitLayout",
-    "Volume",
     "WeightExchange",
     "WeightStore",
     "agreement",
@@ -150,7 +137,6 @@ __all__ = [
     "settle",
     "tags",
     "training_checkpoint",
-    "turn",
     "user_copies",
     "why_unavailable",
     "world",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swapper.backend import Direction, IORequest
-from tests.internals import MemoryBackend
+from swapper.backends import MemoryBackend
 
 
 class ManualBackend(MemoryBackend):

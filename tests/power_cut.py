@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from swapper import Volume
 from swapper.backend import Direction, IOBackend, IORequest
-from tests.internals import BackendWrapper, Volume, open_backend
+from swapper.backends import BackendWrapper
+from tests.internals import open_backend
 
 _Key = tuple[int, int]
 

@@ -9,7 +9,8 @@ from unittest import mock
 
 import swapper.swapper
 from swapper.backend import IOBackend, IORequest
-from tests.internals import BackendWrapper, DelayLine, FaultInjectingBackend
+from swapper.backends import BackendWrapper, FaultInjectingBackend
+from tests.internals import DelayLine
 
 
 @contextmanager

@@ -24,19 +24,13 @@ from swapper import (
     SwapperConfig,
     SwapperError,
     TransferError,
-)
-from swapper.backend import Direction
-from tests.exactness.faulty_drives import faulty_drives
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
-from tests.internals import (
-    FaultInjectingBackend,
-    FaultRule,
-    IntegrityBackend,
-    MemoryBackend,
-    ScratchFile,
-    ThreadsBackend,
     Volume,
 )
+from swapper.backend import Direction
+from swapper.backends import FaultInjectingBackend, FaultRule, IntegrityBackend, MemoryBackend, ThreadsBackend
+from tests.exactness.faulty_drives import faulty_drives
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.internals import ScratchFile
 from tests.ticking import LONG_SECONDS, ticking
 
 _CONFIG = SwapperConfig(request_bytes=1 << 20, deadline_seconds=20.0, verify_checksums=True, backend="threads")

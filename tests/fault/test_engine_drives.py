@@ -17,6 +17,7 @@ import infinity
 from infinity.errors import InfinityError
 from swapper import StallError, SwapperError, TransferError
 from swapper.backend import Direction
+from swapper.backends import FaultInjectingBackend, FaultRule
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.faulty_drives import JitteringBackend, faulty_drives, wrapped_drives
@@ -24,7 +25,6 @@ from tests.exactness.grid import Row
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.record import Difference
 from tests.exactness.verification import require_exact_training
-from tests.internals import FaultInjectingBackend, FaultRule
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until
 

@@ -33,7 +33,8 @@ from swapper import (
     Volume,
     describe_drive,
 )
-from tests.internals import Cgroup, FaultInjectingBackend, FaultRule, ThreadsBackend
+from swapper.backends import FaultInjectingBackend, FaultRule, ThreadsBackend
+from tests.internals import Cgroup
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until
 

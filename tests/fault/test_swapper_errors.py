@@ -24,9 +24,10 @@ from swapper import (
     SwapperConfig,
     SwapperError,
     TransferError,
+    Volume,
 )
 from swapper.backend import Direction
-from tests.internals import FaultInjectingBackend, FaultRule, MemoryBackend, ThreadsBackend, Volume
+from swapper.backends import FaultInjectingBackend, FaultRule, MemoryBackend, ThreadsBackend
 from tests.manual_backend import ManualBackend
 
 pytestmark = pytest.mark.off_main_thread

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, Priority, StagingArena, Swapper, SwapperConfig
+from swapper.backends import MemoryBackend
 from tests.exactness.faulty_drives import JitteringBackend
-from tests.internals import MemoryBackend
 from tests.latency import delayed
 
 _BLOCK = ALIGNMENT

@@ -10,9 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swapper import ArgumentError, Directory, Swapper, SwapperConfig, UnwritableDirectoryError, VolumeTooSmallError
+from swapper import (
+    ArgumentError,
+    Directory,
+    Swapper,
+    SwapperConfig,
+    UnwritableDirectoryError,
+    Volume,
+    VolumeTooSmallError,
+)
+from swapper.backends import ThreadsBackend
 from swapper.testing import run_conformance
-from tests.internals import ThreadsBackend, Volume
 
 pytestmark = pytest.mark.root
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import csv
+import importlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def test_a_package_that_is_missing_is_named(key: str, tmp_path: Path, monkeypatc
     def no_package(name: str, *args: Any) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr("infinity.monitors.monitors.importlib.import_module", no_package)
+    monkeypatch.setattr(importlib, "import_module", no_package)
     with pytest.raises(ConfigValueError, match=rf"'{key}\.enabled'.*pip install {key}"):
         _train(tmp_path, {key: {"enabled": True}})
 

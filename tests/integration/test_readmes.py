@@ -38,7 +38,6 @@ _READMES = [_ROOT / "README.md", *(page for folder in _FOLDERS for page in sorte
 _GUIDES = _ROOT / "tools" / "examples" / "README.md"
 _ERRORS = _ROOT / "infinity" / "TROUBLESHOOTING.md"
 _PAGES = [*_READMES, _ROOT / "CONTRIBUTING.md", _ROOT / "CHANGELOG.md", api_reference.PAGE, _ERRORS]
-_EACH_README = pytest.mark.parametrize("page", _READMES, ids=lambda page: page.parent.name or "root")
 _EACH_PAGE = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 
 
@@ -226,26 +225,10 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert {name for name in named if not any((place / name).exists() for place in _places(page))} == set()
 
 
-def _defines(path: Path, dotted: str) -> bool:
-    body: list[ast.stmt] = ast.parse(path.read_text()).body
-    for name in dotted.split("."):
-        found = [
-            node
-            for node in body
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name
-        ]
-        if not found:
-            return False
-        body = found[0].body
-    return True
-
-
-@_EACH_README
-def test_classes_and_functions_that_are_named_exist(page: Path) -> None:
-    for file, dotted in re.findall(r"`([\w./]+\.py)::([\w.]+)`", page.read_text()):
-        path = next((place / file for place in _places(page) if (place / file).is_file()), None)
-        assert path is not None, file
-        assert _defines(path, dotted), f"{file}::{dotted}"
+@_EACH_PAGE
+def test_no_page_names_a_place_in_a_file(page: Path) -> None:
+    """Names of folders, commands and public classes stay; `file.py::Class.method` is out of date with the next change."""
+    assert re.findall(r"[\w/]+\.py::\w+", page.read_text()) == []
 
 
 def test_errors_that_are_named_exist() -> None:

@@ -514,7 +514,7 @@ _PUBLIC = frozenset(
         *("infinity.comm", "infinity.tiling", "infinity.zero"),
         *("infinity.integrations.accelerate", "infinity.integrations.lightning", "infinity.integrations.transformers"),
         *("infinity.checkpoint.saved", "infinity.run_log"),  # documented in the READMEs of their folders
-        *("swapper", "swapper.backend", "swapper.errors", "swapper.testing"),
+        *("swapper", "swapper.backend", "swapper.backends", "swapper.errors", "swapper.testing"),
     }
 )
 """Modules that users import. DeepSpeed's names, such as `infinity.utils`, are no files and need no entry."""

@@ -39,15 +39,18 @@ from swapper import (
     SwapperError,
     TransferError,
     UnwrittenExtentError,
+    Volume,
 )
 from swapper.backend import Direction, IOBackend
-from swapper.backends.aio_files import AiofilesBackend
-from swapper.backends.memory import MemoryBackend
-from swapper.backends.threads import ThreadsBackend
-from swapper.backends.uring.backend import UringBackend
-from swapper.volumes.volume import Volume
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
-from swapper.wrappers.integrity import IntegrityBackend
+from swapper.backends import (
+    AiofilesBackend,
+    FaultInjectingBackend,
+    FaultRule,
+    IntegrityBackend,
+    MemoryBackend,
+    ThreadsBackend,
+    UringBackend,
+)
 from tests.exactness.faulty_drives import JitteringBackend
 from tests.latency import delayed
 from tests.uring import needs_uring

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from swapper import Directory
+from swapper import Directory, Volume
 from swapper.backend import IOBackend, IORequest
-from swapper.backends.aio_files import AiofilesBackend
-from swapper.backends.memory import MemoryBackend
-from swapper.backends.threads import ThreadsBackend
-from swapper.backends.uring.backend import UringBackend
+from swapper.backends import (
+    AiofilesBackend,
+    BackendWrapper,
+    FaultInjectingBackend,
+    IntegrityBackend,
+    MemoryBackend,
+    ThreadsBackend,
+    UringBackend,
+)
 from swapper.testing import BackendConformance, ConformanceError, run_conformance
-from swapper.volumes.volume import Volume
-from swapper.wrappers.base import BackendWrapper
-from swapper.wrappers.faults import FaultInjectingBackend
-from swapper.wrappers.integrity import IntegrityBackend
 from tests.latency import delayed
 from tests.uring import needs_uring
 
