@@ -86,6 +86,7 @@ def _run(num: int, function: Callable[[int], Any], directory: Path) -> None:
         assert not any(errors), "\n".join(errors)
 
 
+@pytest.mark.deep
 def test_what_any_number_wrote_any_number_loads(tmp_path: Path) -> None:
     for num in _NUMS:
 

@@ -118,6 +118,7 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
     assert not any(errors), "\n".join(errors)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     ("num", "changes"),
     [
@@ -159,6 +160,7 @@ def test_tied_and_frozen_weights_train_as_whole_ones(
     _require(num, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> None:
     num_layers, width, num_steps = 16, 128, 2
     unit_bytes = 4 * width * width
@@ -227,6 +229,7 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
         assert sum(found["sent"]["fetches"] for found in of_ranks) == num_fetches * unit_bytes * others
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("update", ["in_backward", "deferred"])
 @pytest.mark.parametrize("lacking", [[], [1], [0, 1]])
 def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update: str, tmp_path: Path) -> None:
@@ -290,6 +293,7 @@ def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update
     _require(2, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("tier", ["none", "cpu"])
 def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Path) -> None:
     """Each rank's share lies there, and what the budget has room for of the others, but nothing on drives."""
@@ -349,6 +353,7 @@ def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: st
     _require(2, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("exposing_rank", [None, 0, 1])
 def test_replaced_main_weights_are_stored_once(
     exposing_rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -462,6 +467,7 @@ def _die(engine: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("act", "own", "others"),
     [

@@ -87,6 +87,7 @@ def _run(num: int, directory: Path, dies_in: tuple[int, ...] = (-1,) * 3) -> lis
     return run_ranks(num, function, group)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num", [2, 3])
 def test_killed_in_a_commit_all_go_on_from_the_same_step(num: int, tmp_path: Path) -> None:
     """Rank 1 dies before its commit, once the others have made theirs or are about to; in the very first one, twice, too."""
@@ -134,6 +135,7 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
     assert refused(3, UnsupportedModelError, "is of 2 processes, not 3")
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("num", "near", "memory"), [(2, 1, "host"), (4, 2, "host"), (2, 1, "device")])
 def test_all_roll_back(num: int, near: int, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps and commits its share of the weights alone, or that of its place in groups of ``near``."""

@@ -100,6 +100,7 @@ def _plain(mean: Callable[[list[torch.Tensor]], torch.Tensor]) -> dict[str, Any]
     return dict(model.state_dict())
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "nvme"), (2, "none"), (3, "nvme")])
 def test_communication_data_type_halves_the_bytes(stage: int, offload: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def test_communication_data_type_halves_the_bytes(stage: int, offload: str, dtyp
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     ("stage", "offload", "changes"),
     [
@@ -207,6 +209,7 @@ def test_power_sgd_gives_the_bits_of_ddp(stage: int, tmp_path: Path) -> None:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_power_sgd_converges_as_adam_does(tmp_path: Path) -> None:
     def final_loss(rank: int, name: str) -> tuple[float, float, Any]:
         torch.manual_seed(0)

@@ -90,6 +90,7 @@ def _require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"fp16": {"enabled": True}}, {"communication_data_type": "bf16"}])
 def test_groups_of_any_size_give_the_same_bits(changes: dict[str, Any], tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -100,6 +101,7 @@ def test_groups_of_any_size_give_the_same_bits(changes: dict[str, Any], tmp_path
     require_ranks(4, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_six_ranks_in_groups_of_three_and_of_two(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         expected = _trained(_config(tmp_path, 0), rank)
@@ -109,6 +111,7 @@ def test_six_ranks_in_groups_of_three_and_of_two(tmp_path: Path) -> None:
     require_ranks(6, train, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("names", [("dp_replicate", "dp_shard"), ("shard", "replicate")])
 def test_a_mesh_says_who_has_copies(names: tuple[str, str], tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -149,6 +152,7 @@ def test_what_a_group_divides_and_sends(tmp_path: Path) -> None:
     require_ranks(4, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
     def run(size: int, first: int, last: int) -> Callable[[int], None]:
         def train(rank: int) -> None:
@@ -211,6 +215,7 @@ def _used(config: dict[str, Any], rank: int, directory: Path) -> dict[str, torch
     return found
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("num", "kinds", "changes"),
     [
@@ -233,6 +238,7 @@ def test_weights_divided_among_fewer_have_the_same_bits(
     require_ranks(num, train, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("written", "others"),
     [((3, 2, None), [(3, 4, None), (0, -1, None), (1, 1, None)]), ((3, -1, 2), [(3, -1, None), (0, -1, None)])],
@@ -269,6 +275,7 @@ def test_checkpoints_and_exports_of_groups(
     require_ranks(4, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_what_small_groups_keep_read_write_and_send(tmp_path: Path) -> None:
     """Weights are divided by the small group's size, states by all; fetches stay inside, new weights go once to the others."""
 

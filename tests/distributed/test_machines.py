@@ -108,6 +108,7 @@ def _kill(running: subprocess.Popen[str]) -> None:
                 os.kill(each.pid, signal.SIGKILL)
 
 
+@pytest.mark.deep
 def test_one_machine_is_lost_and_the_other_goes_on(
     machines: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

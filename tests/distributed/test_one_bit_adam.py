@@ -230,6 +230,7 @@ def test_a_durable_run_is_refused(tmp_path: Path) -> None:
     _run(train, tmp_path)
 
 
+@pytest.mark.deep
 def test_it_converges_as_adam(tmp_path: Path) -> None:
     """A quarter of the steps is warm-up. The last ten losses are 15 % above Adam's at most, and an eighth of the first."""
     num_steps = 120

@@ -84,6 +84,7 @@ def _require_sent(more_than: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3}, _LITTLE], ids=["one", "three", "spilled"])
 def test_means_are_on_their_way_before_the_backward_ends(changes: dict[str, Any], tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -157,6 +158,7 @@ def test_a_rank_that_waits_keeps_no_other_one_waiting(tmp_path: Path) -> None:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, _LITTLE], ids=["kept", "spilled"])
 def test_what_comes_between_backward_and_step(changes: dict[str, Any], tmp_path: Path) -> None:
     def train(rank: int) -> None:

@@ -184,6 +184,7 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
     assert not any(errors), "\n".join(errors)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("is_mesh", [False, True])
 def test_tensor_parallelism_beside_ddp(stage: int, is_mesh: bool, tmp_path: Path) -> None:
@@ -216,6 +217,7 @@ def _stage(stage: int) -> nn.Module:
     return nn.Sequential(*layers[2 * stage : 2 * stage + 2])  # names are the same in both
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("stage_of_zero", [0, 3])
 def test_stages_of_torchs_pipelining_beside_data_parallelism(stage_of_zero: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -319,6 +321,7 @@ def _mesh(*names: str) -> Any:
     return dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names or None)
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize(
     ("who", "error", "message"),
     [
@@ -388,6 +391,7 @@ def _tensor_engine(rank: int, directory: Path, **changes: Any) -> Any:
     return infinity.initialize(model=_model(tensor, rank), config=config, mpu=_tensor_mpu(rank, data))[0]
 
 
+@pytest.mark.deep
 def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = checkpoint.Saving.run
 
@@ -427,6 +431,7 @@ def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monk
     _require(4, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         saved = tmp_path / "saved"
@@ -449,6 +454,7 @@ def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(tmp_p
     _require(4, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_tag_that_only_some_parts_saved_again_is_none_that_all_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -582,6 +588,7 @@ def test_tiles_are_parts_as_their_weight_is(tmp_path: Path) -> None:
     _require(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_durable_run_goes_on_from_a_step_of_all_parts(tmp_path: Path) -> None:
     durable = {"infinity": {"durable": True}}
 

@@ -179,6 +179,7 @@ def _config(rng: random.Random, directory: Path) -> Callable[[int], dict[str, An
     return config
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num", [2, 3])
 def test_divided_states_have_the_bits_of_stage_0(num: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:

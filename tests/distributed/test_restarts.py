@@ -82,6 +82,7 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_errors_and_kills_end_all_ranks_and_the_next_start_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

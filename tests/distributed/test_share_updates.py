@@ -110,6 +110,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     ("num", "changes"), [(2 + (key == "bf16"), changes) for key, changes in _CHANGES.items()], ids=_CHANGES.keys()
 )
@@ -152,6 +153,7 @@ def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> N
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("modes", [("in_backward", "in_backward"), ("step", "step"), ("in_backward", "step")])
 def test_weights_are_gathered_in_the_order_of_updates(modes: tuple[str, str], tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -189,6 +191,7 @@ def test_what_only_some_have_waits_for_the_step(tmp_path: Path) -> None:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_vertical_steps_do_so_too(num_micro_batches: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -221,6 +224,7 @@ def _set_rate(engine: Any, value: float) -> None:
     engine.optimizer.param_groups[0]["lr"] = value
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -286,6 +290,7 @@ def _require_same_everywhere(values: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(other, found) for other in others), "ranks have different weights"
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("num", "stage", "zero"),
     [(2, 2, {}), (2, 3, {}), (4, 2, {"mics_shard_size": 2}), (4, 3, {"mics_shard_size": 2})],
@@ -401,6 +406,7 @@ def _take_room(gradients: Any, *, until_the_step: bool) -> None:
     gradients._has_room_beside = lambda grads: not until_the_step and gradients._is_last_over and has_room(grads)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("lacks_room", ["nobody", "until the backward ends", "until the step"])
 def test_a_gradient_that_nobody_expects_is_averaged_once(clip: float, lacks_room: str, tmp_path: Path) -> None:
@@ -450,6 +456,7 @@ def test_where_updates_wait_for_the_step(key: str, tmp_path: Path) -> None:
     assert config.infinity.update == ("deferred" if key == "stage" else "step")
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("update", ["in_backward", "deferred", "step"])
 def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weights(update: str, tmp_path: Path) -> None:
     """What is in memory then has this rank's new weights and others' old ones."""

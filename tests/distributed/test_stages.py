@@ -95,6 +95,7 @@ _DIVIDED = {"infinity": {"host_memory_budget": "800KiB", "keep_in_memory": False
 """Gradients are spilled as well, and units make room for each other: in stage 3 each rank keeps its share of them alone."""
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("precision", "num"), [("fp32", 2), ("fp16", 2), ("bf16", 3)])
 def test_all_stages_and_offloads_are_equal(precision: str, num: int, tmp_path: Path) -> None:
     changes: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
@@ -249,6 +250,7 @@ def _train_deep(engine: Any, rank: int, schedule: str) -> list[Any]:
     return values + [value.clone() for value in engine.module.state_dict().values()]
 
 
+@pytest.mark.deep
 def test_vertical_steps_are_equal_to_ordinary_ones(tmp_path: Path) -> None:
     """Also where one rank cannot take them."""
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20}}  # the first steps are skipped

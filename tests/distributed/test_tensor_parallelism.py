@@ -152,6 +152,7 @@ def _require_equal(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(_local(found[name]), _local(value)), name
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (2, "none"), (3, "nvme")])
 @pytest.mark.parametrize("by_sequence", [False, True])
 def test_beside_data_parallelism(stage: int, tier: str, by_sequence: bool, tmp_path: Path) -> None:
@@ -203,6 +204,7 @@ def test_an_optimizer_and_groups_of_dtensors(tmp_path: Path) -> None:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_what_all_processes_share_needs_no_mesh(tmp_path: Path) -> None:
     """As tutorials make it, and as transformers divides a model that is loaded with a plan."""
     transformers = pytest.importorskip("transformers")
@@ -290,6 +292,7 @@ def test_weights_in_another_dtype_are_given_back_to_all_that_hold_them(tmp_path:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_checkpoints_of_parts(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

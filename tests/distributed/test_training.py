@@ -140,6 +140,7 @@ def test_the_plain_loop_is_equal_to_ddp(tmp_path: Path) -> None:
     _require(2, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_path: Path) -> None:
     changes = {} if precision == "fp32" else {precision: {"enabled": True}}

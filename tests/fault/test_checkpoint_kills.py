@@ -85,6 +85,7 @@ def _import_everything() -> None:
     compile_kernels()
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600 + 10 * _KILLS)
 @pytest.mark.parametrize("mode", _MODES)
 def test_kills_at_any_moment(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,7 @@ class _Engine:
         raise AssertionError("the tensor lies in no file")
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize(
     ("what", "dtype", "index"),
     [
@@ -282,6 +283,7 @@ def test_a_flipped_bit_stops_training_and_names_the_parameter(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("clipping", [0.0, 0.1])
 def test_no_step_is_computed_from_flipped_bits(direction: Direction, clipping: float, tmp_path: Path) -> None:

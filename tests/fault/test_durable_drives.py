@@ -29,6 +29,7 @@ with training(Path(sys.argv[1]), BF16, Model()) as engine:
 """
 
 
+@pytest.mark.deep
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _HOLDER, str(tmp_path / "drive")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

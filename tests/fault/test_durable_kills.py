@@ -61,6 +61,7 @@ def _forked(drive: Path, changes: dict[str, Any], result: Path, num_ticks: int |
     return run_killed(lambda tick: _run(drive, changes, result, tick), num_ticks)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(600 + 10 * _KILLS)
 @pytest.mark.parametrize("mode", _MODES)
 def test_kills_at_any_moment(mode: str, tmp_path: Path) -> None:

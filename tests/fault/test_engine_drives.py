@@ -48,6 +48,7 @@ def _root_of(error: BaseException) -> TransferError:
     raise AssertionError(f"no transfer error behind {error!r}")
 
 
+@pytest.mark.deep(but=5)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ENODEV])
 @pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE])
 @pytest.mark.parametrize("changes", [{}, _CLIPPED, {"gradient_accumulation_steps": 2}], ids=["free", "clip", "ga2"])
@@ -171,6 +172,7 @@ def test_flipped_bits_are_seen_by_the_suite(tmp_path: Path) -> None:
             both.require_equal()
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "case",

@@ -291,12 +291,14 @@ def _run(directory: Path, end: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, cwd=_REPOSITORY)
 
 
+@pytest.mark.deep
 def test_a_process_that_ends_without_close(tmp_path: Path) -> None:
     done = _run(tmp_path, "print('end')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.deep
 def test_a_process_that_ends_with_an_exception(tmp_path: Path) -> None:
     done = _run(tmp_path, "raise SystemExit(7)")
     assert (done.returncode, done.stderr) == (7, "")

@@ -37,6 +37,7 @@ class Interruption:
             raise error
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("changes", [{}, _CLIPPED, {"gradient_accumulation_steps": 3}], ids=["free", "clip", "ga3"])
 @pytest.mark.parametrize(
     ("error", "step", "module"),

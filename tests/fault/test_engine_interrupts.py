@@ -67,6 +67,7 @@ def _leave_by(interrupt: Interrupt, order: str, directory: Path) -> None:
             run(engine, 2)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("order", _ORDERS)
 def test_whoever_leaves_by_an_interrupt_leaves_nothing(order: str, tmp_path: Path) -> None:
     counted = Interrupt(_is_ours)

@@ -55,6 +55,7 @@ def _end(both: Lockstep, step: int) -> None:
     both.note(f"norm {step}", norm, torch.tensor(both.engine.get_global_grad_norm()))
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("calls", ["engine", "model"])
 @pytest.mark.parametrize("mode", _MODES)
 def test_own_backward_with_the_engines_step_is_divided(mode: str, calls: str, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_own_backward_with_the_engines_step_is_divided(mode: str, calls: str, tm
         both.require_equal()
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("own", [[0], [1], [0, 2], [3]])
 @pytest.mark.parametrize("mode", ["in_backward", "deferred_bf16"])
 def test_own_and_engine_backwards_in_one_step(mode: str, own: list[int], tmp_path: Path) -> None:
@@ -115,6 +117,7 @@ def test_scale_without_fp16_is_the_loss(tmp_path: Path) -> None:
         both.engine.reset()
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("mode", _MODES)
 def test_two_backwards_before_each_step(mode: str, tmp_path: Path) -> None:
     """The discriminator of a GAN: one backward for what is real, another for what is fake."""
@@ -127,6 +130,7 @@ def test_two_backwards_before_each_step(mode: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("mode", _MODES)
 def test_backwards_whose_gradients_are_averaged_once_are_one_step(mode: str, tmp_path: Path) -> None:
     """The first steps show one backward each, so that updates have begun in backward where they may."""
@@ -193,6 +197,7 @@ def test_gradients_looked_at_between_backward_and_step(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("mode", _MODES)
 def test_the_boundary_is_set_by_hand(mode: str, tmp_path: Path) -> None:
     """One ``engine.step`` per step, as Accelerate does it; the loss is divided by whoever sets the boundary."""
@@ -509,6 +514,7 @@ class _Autocast(PlainTorch):
             return loss_of(self.model(**batch))
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("calls", ["engine.backward", "engine.train_batch"])
 @pytest.mark.parametrize("more", [{}, {"gradient_clipping": 0.1}, {"infinity": {"schedule": "vertical"}}])
 def test_autocast_by_the_config(
@@ -596,6 +602,7 @@ def _put_back() -> None:
     torch.set_default_device(None)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("default", _DEFAULTS)
 @pytest.mark.parametrize(
     "changes",

@@ -47,6 +47,7 @@ def test_adapters(tmp_path: Path) -> None:
     resumed.engine.close()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.filterwarnings("ignore")  # TRL's own
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 @pytest.mark.parametrize("is_adapted", [False, True])

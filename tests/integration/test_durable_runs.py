@@ -124,6 +124,7 @@ def _seed() -> None:
     random.seed(3)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("mode", ["remainder", "accumulated", "vertical"])
 @pytest.mark.parametrize("step", [6, 7, 8])
 def test_a_run_goes_on_around_the_end_of_an_epoch(mode: str, step: int, tmp_path: Path) -> None:
@@ -143,6 +144,7 @@ def test_a_run_goes_on_around_the_end_of_an_epoch(mode: str, step: int, tmp_path
     assert found == losses
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_run_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
     changes = _MODES[mode]

@@ -55,6 +55,7 @@ def _saved(name: str, config: dict[str, Any], folder: Path) -> Path:
     return folder / "checkpoints"
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral", "qwen3-moe", "t5", "bert", "vit"])
 def test_files_are_those_that_the_engine_writes(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = _saved(name, config, tmp_path)
@@ -112,6 +113,7 @@ def test_without_a_config_what_is_tied_is_there_under_all_of_its_names(
     assert json.loads(capsys.readouterr().out)["num_bytes"] == num_bytes
 
 
+@pytest.mark.deep
 def test_it_is_a_command_with_one_line_where_no_terminal_is(config: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = _saved("llama", config, tmp_path)
     command = [sys.executable, "-m", "infinity", "export", str(checkpoint), str(tmp_path / "out")]

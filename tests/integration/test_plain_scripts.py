@@ -260,6 +260,7 @@ def config_for(precision: str, directory: Path) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.deep(but=2)
 @NEEDS_FORKS
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", _SCRIPTS)

@@ -135,6 +135,7 @@ def test_a_whole_run(nvme_dir: Path, outputs: Path) -> None:
     assert "Training 374M parameters" in output
 
 
+@pytest.mark.deep
 def test_an_interruption_gives_what_was_measured(nvme_dir: Path, outputs: Path) -> None:
     options = [
         "--json",
@@ -166,6 +167,7 @@ def test_an_interruption_gives_what_was_measured(nvme_dir: Path, outputs: Path) 
     assert sorted(path.name for path in outputs.iterdir()) == ["config.json", "io.json"]
 
 
+@pytest.mark.deep
 def test_an_interruption_before_anything_was_measured(nvme_dir: Path) -> None:
     process = start(nvme_dir, "--no-fio")
     wait_for(process, "This takes about")
@@ -181,6 +183,7 @@ def free_bytes(directory: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+@pytest.mark.deep
 def test_kill_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
     directory = small_tmpfs(200 << 20)
     before = free_bytes(directory)
@@ -200,6 +203,7 @@ def test_bad_input_is_refused_in_words(nvme_dir: Path) -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.deep
 def test_results_are_alone_on_stdout_and_a_terminal_sees_the_time_left(nvme_dir: Path, tmp_path: Path) -> None:
     pty = pytest.importorskip("pty", reason="needs a pseudo terminal")
     leader, follower = pty.openpty()
@@ -228,6 +232,7 @@ def test_results_are_alone_on_stdout_and_a_terminal_sees_the_time_left(nvme_dir:
     assert json.loads((tmp_path / "stdout").read_text())["partial"] is False
 
 
+@pytest.mark.deep
 def test_a_python_without_the_packages_is_told_the_cure(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('none here', name='numpy')\n")
     code, output = finish(start(tmp_path, environment={"PYTHONPATH": str(tmp_path)}))

@@ -80,6 +80,7 @@ def _saved(engine: Any, optimizer: torch.optim.Optimizer, path: Path) -> dict[st
     return loaded
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("order", ["model, optimizer", "optimizer, model"])
 @pytest.mark.parametrize("mode", _MODES)
 def test_state_dicts_resume_with_every_bit(mode: str, order: str, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def _assert_same_files(ours: Path, theirs: Path) -> None:
     assert configs[0] == configs[1]
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_files_are_those_that_transformers_writes(

@@ -63,6 +63,7 @@ def in_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return request.param, _run(tmp_path_factory.mktemp("memory"), {"activation_checkpointing": request.param})
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("budget", ["1MiB", "64MiB"])
 def test_losses_and_weights_are_the_same(budget: str, in_memory: Any, tmp_path: Path) -> None:
     checkpointing, (expected, weights, before) = in_memory

@@ -16,6 +16,7 @@ from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", ["tied_weights", "batch_norms", "lora", "transposed"])
 def test_saved_weights_load_into_plain_torch(shape: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def _run(both: Lockstep, num_steps: int, *, vertically: bool = False) -> int:
     return num_skipped
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("update", ["auto", "deferred", "step"])
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -71,6 +72,7 @@ class _Autocast(PlainTorch):
             return loss_of(self.model(**batch))
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("vertically", [False, True])
 def test_fp16_by_autocast_over_fp32_weights(
@@ -117,6 +119,7 @@ def test_autocast_and_a_scaler_of_the_users_own(max_norm: float | None, tmp_path
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("case", ["plain", "attention", "frozen_middle", "lora"])
 def test_fp16_unit_by_unit_over_all_micro_batches(case: str, tmp_path: Path) -> None:
     changes = {**_fp16(), "gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}

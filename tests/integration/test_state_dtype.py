@@ -49,6 +49,7 @@ def _with(make: Any, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("compute", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("state_dtype", "make", "options"), _PAIRS)
 def test_every_optimizer(
@@ -61,6 +62,7 @@ def test_every_optimizer(
         both.require_equal()
 
 
+@pytest.mark.deep(but=2)
 @_SMALL
 @pytest.mark.parametrize("main_weights", ["remainder", "fp32"])
 @pytest.mark.parametrize(
@@ -97,6 +99,7 @@ def test_a_parameter_that_is_not_updated_keeps_its_state(state_dtype: str, tmp_p
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @_SMALL
 @pytest.mark.parametrize("compute", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_run_goes_on_from_a_state_dict(state_dtype: str, compute: dict[str, Any], tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ _EDITS = [
 ]
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize(
     ("edit", "mode"),
     [

@@ -55,6 +55,7 @@ def _start_from_what_is_seen(both: Lockstep) -> None:
         both.reference.main[fqn].data.copy_(both.reference.model.get_parameter(fqn))
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("kind", [_adamw, _momentum])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_model_is_thawed_group_by_group(

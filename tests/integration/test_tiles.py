@@ -71,6 +71,7 @@ def _close(first: Any, second: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------- bits
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}, {"gradient_accumulation_steps": 2}])
 def test_a_training_is_that_of_whole_layers_but_for_last_bits(changes: dict[str, Any], tmp_path: Path) -> None:
     with _engine(tmp_path, changes) as whole, _engine(tmp_path, {**changes, **_TILED}) as tiled:

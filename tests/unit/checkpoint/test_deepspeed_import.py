@@ -335,6 +335,7 @@ def test_a_state_that_is_none_is_left_out(tmp_path: Path) -> None:
     assert not any(kind == "momentum_buffer" for *_, kind in _tensors(Checkpoint.open(tmp_path / "ours")))
 
 
+@pytest.mark.deep
 def test_without_a_target_it_stands_beside_the_source(tmp_path: Path) -> None:
     source = _unpacked("stage3", tmp_path) / "checkpoint"
     command = [sys.executable, "-m", "infinity", "import-deepspeed", "checkpoint"]

@@ -74,6 +74,7 @@ _CASES = {
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("make", "changes"), _CASES.values(), ids=_CASES)
 def test_bytes_are_those_of_the_engine(make: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     config = _config(tmp_path, **changes)
@@ -389,6 +390,7 @@ def test_a_plan_imports_neither_the_compiler_nor_what_it_brings(tmp_path: Path) 
     assert result.stdout.splitlines()[-2:] == ["[]", "False True"]
 
 
+@pytest.mark.deep
 def test_the_compiler_comes_after_all_where_somebody_asks_for_it() -> None:
     code = (
         "import torch; from infinity.torch_internals.modes import without_compiler\n"

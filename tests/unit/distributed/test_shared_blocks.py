@@ -114,6 +114,7 @@ _SITUATIONS: dict[Callable[[int, pytest.MonkeyPatch], None], list[set[int]]] = {
 """Whose memory each rank reads then."""
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("situation", _SITUATIONS, ids=lambda each: each.__name__[1:])
 def test_what_comes_is_the_same_whoever_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: Callable[[int, pytest.MonkeyPatch], None]
@@ -264,6 +265,7 @@ torch.distributed.barrier()
 """
 
 
+@pytest.mark.deep
 def test_containers_with_one_network_share(tmp_path: Path) -> None:
     """They do not see each other's processes."""
     container = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc", "--uts"]

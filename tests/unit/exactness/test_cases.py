@@ -22,6 +22,7 @@ def test_names_are_unique() -> None:
     assert len(_BY_NAME) == len(_ALL)
 
 
+@pytest.mark.deep(but=7)
 @pytest.mark.parametrize("case", _ALL, ids=lambda case: case.name)
 def test_a_case_is_reproducible_trains_and_is_clipped(case: Case) -> None:
     row = Row(checkpointing="reentrant" if case.has_checkpointing else "none", dtype="bf16", clipping=True)

@@ -167,6 +167,7 @@ def test_an_offload_can_be_asked_for() -> None:
 _DESCRIBED = ["--ram", "100GB", "--disk", "4TB", "--drive-speed", "8GB", "--gpu", "40GB", "--tflops", "100"]
 
 
+@pytest.mark.deep
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "scale.svg"
     arguments = ["plan", "--params", "3b", "--scale", "--stage", "1", "--stage", "3", *_DESCRIBED, "--network", "10GB"]

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.deep
 def test_a_profile_that_nobody_reads_ends_as_every_command_does(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)

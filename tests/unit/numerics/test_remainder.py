@@ -141,6 +141,7 @@ def test_kernels_are_compiled_without_a_cache_where_there_is_none(monkeypatch: p
     assert (int(high[0]), int(low[0])) == (0x3F81, -0x8000)
 
 
+@pytest.mark.deep
 def test_it_works_with_compilation_switched_off() -> None:
     code = (
         "import torch\n"
@@ -157,6 +158,7 @@ def test_it_works_with_compilation_switched_off() -> None:
     assert answer.returncode == 0, answer.stderr
 
 
+@pytest.mark.deep
 def test_a_package_that_cannot_be_written_to(tmp_path: Path) -> None:
     """Home and package are read-only, as in many containers: it starts all the same, and leaves nothing behind."""
     for name in ("infinity", "swapper"):

@@ -183,6 +183,7 @@ def _check_pieces(
     assert wrong == []
 
 
+@pytest.mark.deep(but=13)
 @pytest.mark.parametrize(("cls", "arguments"), _CASES)
 def test_pieces_have_the_bits_of_the_whole(
     cls: type[Optimizer], arguments: dict[str, Any], restore_num_threads: None

@@ -459,6 +459,7 @@ _SELDOM: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
 }
 
 
+@pytest.mark.deep(but=5)
 @pytest.mark.parametrize("name", _SELDOM)
 def test_rules_that_mix_elements_now_and_then_get_whole_parameters(name: str) -> None:
     assert _updater(_rule(_SELDOM[name])).mixes_elements
@@ -480,6 +481,7 @@ def test_rules_for_single_elements_are_taken(name: str) -> None:
     assert not updater.mixes_elements
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"])
 def test_subclasses_of_torchs_elementwise_classes_are_taken(name: str) -> None:
     _updater(type(f"My{name}", (getattr(torch.optim, name),), {}), lr=1e-2, foreach=True)

@@ -105,6 +105,7 @@ class _Rig:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name])), name
 
 
+@pytest.mark.deep(but=7)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("cls", "options", "is_fused"), _CASES)
 def test_pieces_in_halves_have_the_bits_of_torch(
@@ -200,6 +201,7 @@ def test_it_runs_beside_another_thread() -> None:
         rig.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("capability", ["avx2", "avx512"])
 def test_every_vector_width_of_torch(capability: str) -> None:
     """torch chooses its code by the processor, as in all other tests; a variable takes it down to an older one."""

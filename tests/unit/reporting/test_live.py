@@ -101,6 +101,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         watch(tmp_path, _console())
 
 
+@pytest.mark.deep
 def test_ctrl_c_ends_it_without_a_traceback(log: RunLog) -> None:
     log.note_step(step(1), None)
     command = [sys.executable, "-m", "infinity", "watch", str(log.path.parent)]

@@ -9,6 +9,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
+import pytest
+
 from infinity.threads.frames import frames, is_alive, is_in, position
 
 
@@ -93,5 +95,6 @@ begin_and_end()
 """
 
 
+@pytest.mark.deep
 def test_a_finalizer_that_lets_others_run_holds_up_no_thread_that_begins() -> None:
     subprocess.run([sys.executable, "-c", _LOOKS_WHILE_THREADS_BEGIN], check=True, timeout=300)

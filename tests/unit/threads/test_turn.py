@@ -150,6 +150,7 @@ def test_the_block_of_a_turn_ends_it_after_an_error_too(turn: Turn, workers: lis
     workers[0].do(turn.begin, "a step", reads=False)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside of a callback
 def test_an_interrupt_leaves_no_lock_taken(turn: Turn, workers: list[_Worker]) -> None:
     draw = random.Random(0)

@@ -119,6 +119,7 @@ def test_a_unit_is_in_use_as_long_as_anybody_is_inside_it_or_holds_it(actions: l
         assert unit.is_bound == (unit.num_active > 0)
 
 
+@pytest.mark.deep
 def test_nothing_is_checked_but_in_debug_mode() -> None:
     """The methods are the plain functions then."""
     code = "from infinity.units.unit import Unit\nprint(hasattr(Unit.unbind, '__wrapped__'))"

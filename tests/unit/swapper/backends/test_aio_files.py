@@ -210,6 +210,7 @@ def test_a_process_that_closes_nothing_ends_without_a_word(tmp_path: Path) -> No
     assert (code, out, err) == (0, "", "")
 
 
+@pytest.mark.deep
 def test_what_runs_when_the_process_ends_is_carried_out(tmp_path: Path) -> None:
     slow = """
     real = FileTransfer.__call__
@@ -223,6 +224,7 @@ def test_what_runs_when_the_process_ends_is_carried_out(tmp_path: Path) -> None:
     assert _run(_OPEN + slow, tmp_path) == (0, "4096 None", "")
 
 
+@pytest.mark.deep
 def test_a_hung_drive_does_not_keep_the_process(tmp_path: Path) -> None:
     hang = """
     FileTransfer.__call__ = lambda transfer, request: time.sleep(300)
@@ -236,6 +238,7 @@ def test_a_hung_drive_does_not_keep_the_process(tmp_path: Path) -> None:
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.deep
 def test_a_forked_child_neither_hangs_nor_disturbs(tmp_path: Path) -> None:
     fork = """
     import os, gc, warnings

@@ -56,6 +56,7 @@ def test_without_threads_the_caller_works(num_to_be_had: int, monkeypatch: pytes
         assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside of a callback
 def test_interrupts_leave_nothing_locked() -> None:
     """With ``ThreadPoolExecutor`` this does not come to its end."""

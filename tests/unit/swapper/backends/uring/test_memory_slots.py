@@ -113,6 +113,7 @@ def test_without_enough_lockable_memory_transfers_work_unregistered_and_one_line
     assert backend.num_fixed == 0 and np.array_equal(data, copy)
 
 
+@pytest.mark.deep
 @pytest.mark.root
 def test_the_limit_on_locked_memory_of_an_ordinary_user(tmp_path: Path) -> None:
     code = """
