@@ -1,4 +1,7 @@
-"""Ctrl-C while a command imports its libraries ends it at once and says nothing, as it ends `cat`.
+"""Sets what has to be set before a command imports its libraries.
+
+Ctrl-C meanwhile ends it at once and says nothing, as it ends `cat`. `infinity train` gets OpenMP threads that sleep while they
+wait: those that spin hold up each other on a busy machine.
 
 Imported before all else, so it also says that there is no Linux; must not import anything that takes time. Elsewhere than in a
 command, Ctrl-C stays what it is.
@@ -39,3 +42,5 @@ def over() -> None:
 
 if _is_command():
     _exchange(signal.default_int_handler, signal.SIG_DFL)
+    if sys.argv[1:2] == ["train"]:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # OpenMP reads it once, when torch is imported

@@ -12,4 +12,5 @@ root=$PWD
 cd "$here" # paths among the arguments mean what they mean to the caller
 script=train.py
 [ "${1:-}" != --larger-than-ram ] || script=larger_than_ram.py
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY-passive} # threads that spin while they wait hold up each other on a busy machine
 exec "$root/.venv/bin/python" "$root/tools/$script" "$@"

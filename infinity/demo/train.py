@@ -317,13 +317,30 @@ def resident_bytes(name: str) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Host memory at its peak while training, in bytes."""
+
+    process: int
+    """All of it."""
+    libraries: int
+    """Before there was a model: Python, torch, libraries, the text."""
+    engine: int
+    """The engine's buffers: this is what the budget limits."""
+
+    @property
+    def rest(self) -> int:
+        """Activations, autograd's temporaries, and what libraries took later."""
+        return max(0, self.process - self.libraries - self.engine)
+
+
 def reset_high_water() -> None:
     """Starts `VmHWM` again, so that the peak of training is not hidden behind that of building the model."""
     with contextlib.suppress(OSError):  # not every kernel has it
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def results_table(engine: infinity.Engine, history: History, baseline_bytes: int, peak_bytes: int) -> Table:
+def results_table(engine: infinity.Engine, history: History, memory: Memory) -> Table:
     """What a reader wants to know at the end."""
     plan, num_steps = engine.plan, len(history.reports)
     num_parameters, seconds = plan.num_parameters, history.total("seconds")
@@ -337,12 +354,14 @@ def results_table(engine: infinity.Engine, history: History, baseline_bytes: int
     table.add_row(f"loss, mean of the first and last {few} steps", f"{first:.3f}  ->  {last:.3f}")
     table.add_row("tokens per second", f"{num_steps * history.tokens_per_step / seconds:,.0f}")
     table.add_section()
-    table.add_row("states on NVMe", f"{states['nvme'] / 1e6:,.0f} MB")
-    ratio = sum(states.values()) / plan.host_budget_bytes
-    table.add_row("host memory budget", f"{plan.host_budget_bytes / 1e6:,.0f} MB  (states: {ratio:.1f} times that)")
-    table.add_row("peak host memory while training, measured", f"{peak_bytes / 1e6:,.0f} MB")
-    table.add_row("  of it before the model: interpreter, libraries", f"{baseline_bytes / 1e6:,.0f} MB")
-    table.add_row("  of it since: engine, activations", f"{(peak_bytes - baseline_bytes) / 1e6:,.0f} MB")
+    states_bytes = sum(states.values())
+    table.add_row("weights and optimizer state", f"{states_bytes / 1e6:,.0f} MB")
+    table.add_row("  of them on NVMe", f"{states['nvme'] / 1e6:,.0f} MB")
+    ratio = states_bytes / plan.host_budget_bytes
+    table.add_row("engine: host memory budget", f"{plan.host_budget_bytes / 1e6:,.0f} MB  (1/{ratio:.1f} of them)")
+    table.add_row("engine: peak of its buffers, measured", f"{memory.engine / 1e6:,.1f} MB")
+    table.add_row("beside it: Python, torch, libraries", f"{memory.libraries / 1e6:,.0f} MB")
+    table.add_row("beside it: activations and the rest", f"{memory.rest / 1e6:,.0f} MB")
     if torch.cuda.is_available():
         table.add_row("peak device memory", f"{torch.cuda.max_memory_allocated() / 1e6:,.0f} MB")
     table.add_section()
@@ -372,16 +391,17 @@ BREAKDOWN = (
 )
 
 
-def draw(history: History, path: Path) -> None:
-    """Loss curve above, below it where the time of each step went."""
+def draw(history: History, memory: Memory, plan: infinity.Plan, path: Path) -> None:
+    """The loss curve, where the time of each step went, and the memory that it took."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         console.print("No picture: matplotlib is not installed (pip install 'infinity-offload[plot]').")
         return
     steps = range(1, len(history.losses) + 1)
-    figure = Figure(figsize=(9, 7), layout="tight")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    figure = Figure(figsize=(9, 9), layout="tight")
+    above, below, bars = figure.subplots(3, 1, height_ratios=(3, 2, 1.6))
+    below.sharex(above)
     above.plot(steps, history.losses, color="#1f4e79", linewidth=1.8)
     above.set(ylabel="loss (nats per byte)", title="Loss")
     parts = [[getattr(report, name) for report in history.reports] for _, name in BREAKDOWN]
@@ -391,7 +411,8 @@ def draw(history: History, path: Path) -> None:
     below.stackplot(steps, *parts, rest, labels=labels, colors=["#4c9f70", "#e0a030", "#c8553d", "#c9c9c9"], step="mid")
     below.set(ylabel="seconds per step", xlabel="step", title="Where the time of a step goes", ylim=(0, None))
     below.legend(loc="upper right", ncols=4, fontsize="small")
-    for axes in (above, below):
+    draw_memory(bars, memory, plan)
+    for axes in (above, below, bars):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     try:
@@ -399,17 +420,38 @@ def draw(history: History, path: Path) -> None:
     except OSError as error:  # what was measured is told all the same
         console.print(f"No picture: {path}: {error.strerror or error}.", soft_wrap=True)
         return
-    console.print(f"Loss curve and breakdown: {path}")
+    console.print(f"Loss curve, time and memory: {path}")
 
 
-def as_json(engine: infinity.Engine, history: History, peak_bytes: int, problem: str | None) -> dict[str, Any]:
+def draw_memory(axes: Any, memory: Memory, plan: infinity.Plan) -> None:
+    """A bar for the engine, with its budget and the model's states beside it, and bars for what comes on top."""
+    parts = {
+        "weights and optimizer state": (sum(plan.states_bytes.values()), "#c9c9c9"),
+        "engine's buffers": (memory.engine, "#1f4e79"),
+        "Python, torch, libraries": (memory.libraries, "#9db4c8"),
+        "activations and the rest": (memory.rest, "#9db4c8"),
+    }
+    sizes = [num_bytes / 1e6 for num_bytes, _ in parts.values()]
+    drawn = axes.barh(list(parts), sizes, color=[color for _, color in parts.values()])
+    budget = plan.host_budget_bytes / 1e6
+    labels = [f"{size:,.0f}" for size in sizes]
+    labels[1] += f" of a budget of {budget:,.0f}"
+    axes.bar_label(drawn, labels, padding=4, fontsize="small")
+    axes.plot([budget, budget], [0.5, 1.5], color="#c8553d", linewidth=1.8)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set(xlabel="MB", title="Host memory while training (peak), and what the model would need")
+
+
+def as_json(engine: infinity.Engine, history: History, memory: Memory, problem: str | None) -> dict[str, Any]:
     """The plan in short, and the report of each step."""
     plan = engine.plan
     return {
         "num_parameters": plan.num_parameters,
         "states_bytes": plan.states_bytes,
         "host_budget_bytes": plan.host_budget_bytes,
-        "host_peak_bytes": peak_bytes,
+        "host_peak_bytes": memory.process,
+        "engine_peak_bytes": memory.engine,
         "predicted_read_bytes_per_step": plan.predicted_read_bytes_per_step,
         "predicted_write_bytes_per_step": plan.predicted_write_bytes_per_step,
         "tokens_per_step": history.tokens_per_step,
@@ -454,11 +496,12 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
         history = History(samples_per_step * seq_len)
         problem = train(engine, loader, arguments.steps, history)
         if history.reports:
-            peak_bytes = resident_bytes("VmHWM")
-            console.print(results_table(engine, history, baseline_bytes, peak_bytes))
+            engine_bytes = max(report.buffers_peak_bytes for report in history.reports)
+            memory = Memory(resident_bytes("VmHWM"), baseline_bytes, engine_bytes)
+            console.print(results_table(engine, history, memory))
             if arguments.json:
-                result |= as_json(engine, history, peak_bytes, problem)
-            draw(history, arguments.plot)
+                result |= as_json(engine, history, memory, problem)
+            draw(history, memory, engine.plan, arguments.plot)
         if problem:
             told = f"Ended after {len(history.reports)} of {arguments.steps} steps: {problem}"
             console.print(told, markup=False, soft_wrap=True)

@@ -70,6 +70,7 @@ from infinity.updates.stepper import Stepper, StepRules
 from infinity.updates.stream import UpdateStream
 from infinity.vertical.eligibility import Suitability
 from infinity.vertical.step import Surroundings
+from swapper import AlignedRegion
 
 logger = logging.getLogger(__name__)
 
@@ -458,7 +459,7 @@ def _reporter(
         lambda: stream.busy_seconds,
         prediction,
         device.take_copies,
-        lambda: (*process_bytes(), device.peak_bytes()),
+        lambda: (*process_bytes(), device.peak_bytes(), AlignedRegion.take_peak_bytes()),
         num_processes,
     )
     steps_per_print = config.steps_per_print if world().index == 0 else None

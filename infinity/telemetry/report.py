@@ -77,6 +77,9 @@ class StepReport:
     """The most it has been since the process began."""
     device_peak_bytes: int | None = None
     """The most that torch's allocator has held on the GPU so far; None where the model computes in host memory."""
+    buffers_peak_bytes: int = 0
+    """The most host memory that the engine's buffers took in the step: what ``host_memory_budget`` limits. Python, its libraries
+    and activations come on top. Several engines of a process count together."""
 
     @property
     def compute_share(self) -> float:

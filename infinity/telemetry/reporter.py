@@ -47,7 +47,8 @@ class Sources:
         optimizer_seconds: Seconds that the optimizer's thread has worked so far.
         prediction: Predicted bytes read and written per step, and seconds, if they are known.
         copies: Bytes, begin and end of the copies between host and device since the last call, and what they were.
-        memory: Bytes of host memory now, the most so far, and the most of the device's (None: it is the host's).
+        memory: Bytes of host memory now, the most so far, the most of the device's (None: it is the host's), and the most of
+            the engine's buffers since the last call.
         num_processes: that train together.
     """
 
@@ -56,7 +57,7 @@ class Sources:
     optimizer_seconds: Callable[[], float]
     prediction: Callable[[], tuple[int, int, float | None]]
     copies: Callable[[], Sequence[tuple[Copy, float, float]]]
-    memory: Callable[[], tuple[int, int, int | None]]
+    memory: Callable[[], tuple[int, int, int | None, int]]
     num_processes: int = 1
 
 
@@ -100,6 +101,7 @@ class Reporter:
             self._clock.reset()
             self._copy_seconds = 0.0
             self._counted = self._sources.counters()
+            self._sources.memory()
 
     def note_loss(self, loss: torch.Tensor, step: int) -> None:
         """A micro-batch's loss. On a GPU it is looked at when the step ends, so that nothing waits for it."""
@@ -138,7 +140,7 @@ class Reporter:
         self._settle()
         phases = dict(self._clock.phase_seconds)
         seen_samples, num_tokens = self._sizes_of_step()
-        host_bytes, host_peak_bytes, device_peak_bytes = self._sources.memory()
+        host_bytes, host_peak_bytes, device_peak_bytes, buffers_peak_bytes = self._sources.memory()
         began, waited = self._clock.began_seconds, dict(self._clock.waited_seconds)
         compute_busy_seconds, copy_busy_seconds = self._clock.compute_seconds, self._copy_seconds
         self._copy_seconds = 0.0
@@ -186,6 +188,7 @@ class Reporter:
             host_bytes=host_bytes,
             host_peak_bytes=host_peak_bytes,
             device_peak_bytes=device_peak_bytes,
+            buffers_peak_bytes=buffers_peak_bytes,
         )
         self._schedule = ("ordinary", "")
         self._counted, self._optimizer_seconds = counted, optimizer_seconds

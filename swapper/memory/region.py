@@ -25,9 +25,30 @@ _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 
 
-def _unmap(address: int, num_bytes: int, pid: int, munmap: Any = unmap, getpid: Any = os.getpid) -> None:
+_mapped: dict[int, int] = {}
+"""Bytes of each mapping, by its address."""
+_most_bytes = 0
+_counting = threading.RLock()
+
+
+def _count(address: int, num_bytes: int) -> None:
+    global _most_bytes
+    with _counting:
+        _mapped[address] = num_bytes
+        _most_bytes = max(_most_bytes, sum(list(_mapped.values())))  # a list: a mapping may end meanwhile
+
+
+def _unmap(
+    address: int,
+    num_bytes: int,
+    pid: int,
+    munmap: Any = unmap,
+    getpid: Any = os.getpid,
+    forget: Callable[[int, None], int | None] = _mapped.pop,
+) -> None:
     # A forked child never had this mapping (MADV_DONTFORK): by now the address may belong to something else there.
     if getpid() == pid:
+        forget(address, None)  # first: the next mapping may get this address
         munmap(address, num_bytes)
 
 
@@ -53,6 +74,7 @@ class _Mapping:
             advise(self.address, num_bytes, _MADV_DONTFORK)
             if slack:
                 advise(self.address, num_bytes, _MADV_HUGEPAGE)
+        _count(self.address, num_bytes)
         self._pid = os.getpid()
 
     # No `weakref.finalize`: its registry is walked when the process ends, while workers may still drop regions. What the
@@ -66,6 +88,7 @@ class _Mapping:
         whole = num_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if not whole or sys.platform != "linux" or advise(self.address, whole, _MADV_DONTNEED):
             return 0
+        _count(self.address, self.num_bytes - whole)
         return whole
 
     @property
@@ -91,6 +114,14 @@ class AlignedRegion(Uncopyable):
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self.registrations: set[object] = set()
         """Who knows its pages and would go on with these: rings of the kernel, a device's driver."""
+
+    @staticmethod
+    def take_peak_bytes() -> int:
+        """Return the most memory that all regions of this process have had at one time since the last call."""
+        global _most_bytes
+        with _counting:
+            peak, _most_bytes = _most_bytes, sum(list(_mapped.values()))
+        return peak
 
     def _live(self) -> _Mapping:
         mapping = self._mapping

@@ -41,6 +41,16 @@ def test_an_interrupt_during_imports(way: str, tmp_path: Path) -> None:
     assert ("KeyboardInterrupt" in told) == (way == "script") and (told == "") == (way != "script")
 
 
+@pytest.mark.parametrize("wanted", [None, "active"])
+def test_the_demo_trains_with_threads_that_sleep_while_they_wait(wanted: str | None) -> None:
+    """On a busy machine, those that spin make a step ten times as long. A user's own setting stays."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    environment |= {"OMP_DISPLAY_ENV": "true"} | ({"OMP_WAIT_POLICY": wanted} if wanted else {})
+    command = [sys.executable, "-m", "infinity", "train", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, env=environment).stderr
+    assert f"OMP_WAIT_POLICY = '{(wanted or 'passive').upper()}'" in told
+
+
 def test_another_system_is_told() -> None:
     code = "import sys; sys.platform = 'win32'; import infinity"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -230,7 +230,7 @@ class _Engine:
             lambda: self.optimizer_seconds,
             lambda: (1, 2, 0.5),
             self._take,
-            lambda: (5, 7, None),
+            lambda: (5, 7, None, 3),
             num_processes=2,
         )
 
@@ -273,6 +273,7 @@ def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phas
     assert first.compute_busy_seconds == pytest.approx(sum(seconds.values())) and min(seconds.values()) > 0
     assert (first.lr, first.loss_scale, first.num_samples, first.num_tokens) == ((0.1, 0.2), 8.0, 12, 48)
     assert (first.host_bytes, first.host_peak_bytes, first.device_peak_bytes) == (5, 7, None)
+    assert first.buffers_peak_bytes == 3
     reporter.note_size(3, None)
     second = reporter.end_step(2, None, num_samples=100)
     assert (second.num_samples, second.num_tokens, second.forward_seconds) == (100, None, 0)

@@ -51,6 +51,29 @@ def test_is_private_and_not_inherited_by_children() -> None:
     assert "dc" in mapping["VmFlags"].split(), "MADV_DONTFORK is not set"
 
 
+def test_the_peak_is_the_most_that_regions_had_at_one_time() -> None:
+    gc.collect()  # regions of other tests
+    AlignedRegion.take_peak_bytes()
+    before = AlignedRegion.take_peak_bytes()
+    first, second = AlignedRegion(_LARGE), AlignedRegion(1)
+    first.release()
+    third = AlignedRegion(ALIGNMENT)
+    assert AlignedRegion.take_peak_bytes() == before + _LARGE + ALIGNMENT
+    assert AlignedRegion.take_peak_bytes() == before + 2 * ALIGNMENT, "it begins anew with what there is"
+    del second, third
+
+
+def test_the_peak_is_without_what_a_region_gave_back() -> None:
+    gc.collect()
+    AlignedRegion.take_peak_bytes()
+    region = AlignedRegion(_LARGE)
+    peak = AlignedRegion.take_peak_bytes()
+    given_back = region.discard(_LARGE)
+    other = AlignedRegion(given_back)
+    assert given_back > 0 and other.num_bytes == given_back
+    assert AlignedRegion.take_peak_bytes() == peak
+
+
 def test_arrays_are_fresh_and_share_the_bytes() -> None:
     region = AlignedRegion(ALIGNMENT)
     first, second = region.array(), region.array()
