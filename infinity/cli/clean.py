@@ -29,8 +29,8 @@ Examples:
 def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
     """Remove what durable runs (infinity.durable) and killed saves have left in DIR, and in what lies below it.
 
-    Scratch files of other runs have no names and vanish with their process. What a process uses is left alone. A run that is
-    removed cannot be gone on with: it is asked for before, unless --yes is given. Exit status 1 if something cannot be removed.
+    Scratch files of other runs have no names and vanish with their process. Files that a process uses are kept. Removing a run
+    is permanent. You are asked to confirm unless you pass --yes. Exit status 1 if something cannot be removed.
     """
     runs = list({run.path.resolve(): run for directory in directories for run in left_runs(directory)}.values())
     saves = list({save.path.resolve(): save for directory in directories for save in left_saves(directory)}.values())

@@ -251,7 +251,7 @@ def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_g
             _bytes(resting.get("nvme")),
             _bytes(moved),
             _seconds(each),
-            "-" if each.seconds is None else f"{each.tokens / each.seconds:,.3g}",
+            "-" if each.seconds is None else _figures(each.tokens / each.seconds),
             _bytes(each.minimum_bytes or None),
         ]
         shown.add_row(*cells)
@@ -275,8 +275,9 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
         if plan.retention is not None:
             display(f"durable run: {size(plan.durable_bytes)} on the drives: {plan.retention}")
     if given.fits:
-        how = "as it is" if is_given else f"with weights on {given.param_tier}, states on {given.optimizer_tier}"
-        display(f"\nIt fits {how}. Activations come on top of what is shown.")
+        has_gpu = not machine.shares_host_memory
+        how = "with this config" if is_given else _placed(given.param_tier, given.optimizer_tier, has_gpu=has_gpu)
+        display(f"\nIt fits: {how}. Activations come on top of what is shown.")
         return
     display(f"\nIt does not fit: {given.problem}.")
     if change is None and not given.lacks_room:
@@ -289,9 +290,21 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
         display(f"The smallest change that makes it fit: {keys}")
 
 
+def _placed(weights: str, states: str, *, has_gpu: bool) -> str:
+    places = {"none": "the GPU" if has_gpu else "memory", "cpu": "RAM", "nvme": "NVMe"}
+    if places[weights] == places[states]:
+        return f"weights and optimizer state go to {places[weights]}"
+    verb = "stay on" if weights == "none" else "go to"
+    return f"weights {verb} {places[weights]}, and optimizer state goes to {places[states]}"
+
+
 def _seconds(each: Outcome) -> str:
     seconds = each.seconds
     return "-" if seconds is None else f"{seconds:,.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _figures(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _bytes(num_bytes: int | None) -> str:

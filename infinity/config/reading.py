@@ -158,8 +158,8 @@ def _describe(kind: str, message: str, context: Mapping[str, Any], value: object
         # pydantic words it "'none', 'cpu' or 'nvme'".
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
         near = get_close_matches(str(value), choices, n=1)
-        hint = f"Did you mean '{near[0]}'?" if near else f"Take one of {', '.join(map(repr, choices))}"
-        return "no such choice", hint
+        problem = "expected one of " + ", ".join(f'"{choice}"' for choice in choices)
+        return problem, f'Did you mean "{near[0]}"?' if near else "Use one of them"
     if kind in ("model_type", "dict_type"):
         return "must be an object", "Write { ... }"
     if kind == "string_type":

@@ -257,12 +257,12 @@ class InfinityConfig(Mapping[str, Any]):
         flops_profiler: what of a step's computing is printed; None for nothing.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
-        zero_stage: as written, else 3 with an offload and 0 without; all stages run in the same way.
+        zero_stage: as written, else 3 with an offload and 0 without. It says what several processes divide.
         managed_gradient_accumulation: whether the engine counts micro-batches; else every `Engine.step` is an update.
         autocast_dtype: of ``torch.autocast`` around the model's forward; None for none.
         shard_size: how many processes divide states among them, where not all do; None: all, or as a mesh says.
         weight_group_size: how many processes divide weights in stage 3, if fewer than divide states; None: as many.
-        communication_dtype: as what gradients go between processes.
+        communication_dtype: data type in which gradients are exchanged between processes.
         casts_inputs: whether floating-point tensors among the model's arguments are cast to the compute dtype.
         world_size: number of processes that train together.
         source: the JSON as it was given, with overrides. The config is a mapping of it.

@@ -274,7 +274,7 @@ class DeepSpeedNames(ModuleFacade):
     # ------------------------------------------------------------------------------------------------------ the config
 
     def zero_optimization_stage(self) -> int:
-        """As the config says; all stages run in the same way."""
+        """The stage of the config: what several processes divide. One process runs all stages in the same way."""
         return self.config.zero_stage
 
     def zero_optimization(self) -> bool:

@@ -184,6 +184,21 @@ def test_commands_can_be_run(page: Path) -> None:
     assert problems == {}
 
 
+def test_the_predictions_of_the_first_page_are_those_of_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    page = _ROOT / "README.md"
+    told = [line.strip("| ").split(" | ")[4:] for line in page.read_text().splitlines() if ", predicted |" in line]
+    commands = [words[1:] for words in _commands(page) if words[:2] == ["infinity", "plan"]]
+    found = []
+    for words in commands:
+        assert main([*words, "--json"]) == 0
+        step = json.loads(capsys.readouterr().out)["chosen"]
+        written = f"{step['write_bytes_per_step'] / 1e9:.1f} GB: {step['drive_life_steps']:,} steps"
+        figures = f"{step['step_seconds']:.1f} s", f"{step['tokens_per_second']:,.0f}"
+        tokens, rated = int(words[words.index("--tokens") + 1]), words[words.index("--tbw") + 1]
+        found.append([f"{tokens:,}", *figures, f"{written} to {rated} TB"])
+    assert found == told
+
+
 def test_commands_that_cannot_be_run_are_noticed() -> None:
     assert _problem(["python", "tools/no_such.py"])
     assert _problem(["python", "tools/checksum_cost.py", "--mebi"])

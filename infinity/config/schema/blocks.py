@@ -431,8 +431,8 @@ class RootBlock(Block):
     prescale_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     gradient_predivide_factor: Annotated[Number, NoEffect(_PROCESSES, silent=(1.0,))] = 1.0
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(float_type)] = "fp32"
-    """As what gradients go between processes: "fp16" and "bf16" halve those bytes, and round each process's part of the
-    mean, and the mean. The parts are added in fp32."""
+    """Data type in which gradients are exchanged between processes: "fp16" and "bf16" halve those bytes, and round each
+    process's part of the mean, and the mean. The parts are added in fp32."""
     seq_parallel_communication_data_type: Annotated[str, NoEffect(_PROCESSES)] = "fp32"
     fp32_allreduce: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
     disable_allgather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False

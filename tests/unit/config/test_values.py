@@ -188,12 +188,12 @@ def test_old_form_of_zero() -> None:
         (
             {"zero_optimization": {"offload_param": {"device": "nmve"}}},
             "zero_optimization.offload_param.device",
-            "Did you mean 'nvme'",
+            'expected one of "none", "cpu", "nvme". Did you mean "nvme"?',
         ),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "gpu?"}}},
             "zero_optimization.offload_optimizer.device",
-            "Take one of 'none', 'cpu', 'nvme'",
+            'expected one of "none", "cpu", "nvme". Use one of them',
         ),
         ({"zero_optimization": {"offload_param": "cpu"}}, "zero_optimization.offload_param", "must be an object"),
         ({"zero_optimization": {"cpu_offload": "?"}}, "zero_optimization.cpu_offload", "true or false"),
@@ -210,7 +210,7 @@ def test_old_form_of_zero() -> None:
         ({"infinity": {"host_memory_budget": 0}}, "infinity.host_memory_budget", "more than 0"),
         ({"infinity": {"page_bytes": 5000}}, "infinity.page_bytes", "multiple of 4096.*Take 8192"),
         ({"infinity": {"units": 3}}, "infinity.units", "a text or a list of texts"),
-        ({"infinity": {"update": "in_backwards"}}, "infinity.update", "Did you mean 'in_backward'"),
+        ({"infinity": {"update": "in_backwards"}}, "infinity.update", 'Did you mean "in_backward"'),
         ({"infinity": {"update": "in_backward"}}, "infinity.update", "gradient_clipping = 1.0 needs all gradients"),
         ({"infinity": {"io_deadline_seconds": 0}}, "infinity.io_deadline_seconds", "at least 0.01"),
         ({"infinity": {"io_deadline_seconds": 1e-9}}, "infinity.io_deadline_seconds", "at least 0.01"),
