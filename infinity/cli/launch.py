@@ -43,11 +43,11 @@ Examples:
   infinity launch --num_gpus 4 train.py --epochs 3
   infinity launch --hostfile hosts --include worker-1@worker-2:0,2 train.py""",
 )
-@click.option("--hostfile", type=PathType(), help="Lines like: worker-1 slots=8.")
-@click.option("--include", default="", help="Hosts, or slots of them: worker-1@worker-2:0,2.")
-@click.option("--exclude", default="", help="The same, of what stays out.")
-@click.option("--num_nodes", type=int, help="So many hosts, the first of the hostfile.")
-@click.option("--num_gpus", type=int, help="So many processes on each host, on its first slots.")
+@click.option("--hostfile", type=PathType(), help="Hosts, in lines like: worker-1 slots=8.")
+@click.option("--include", default="", help="Use only these hosts or slots: worker-1@worker-2:0,2.")
+@click.option("--exclude", default="", help="Do not use these hosts or slots.")
+@click.option("--num_nodes", type=int, help="Use only the first hosts of the hostfile, so many.")
+@click.option("--num_gpus", type=int, help="Processes on each host, on its first slots.")
 @click.option("--master_addr", help="Where the processes meet; by default the first host.")
 @click.option("--master_port", type=int, default=29500, show_default=True)
 @click.option("--ssh_port", type=int, help="By default ssh's own.")
@@ -55,11 +55,11 @@ Examples:
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(**options: Any) -> None:
-    """Start a training on the hosts of a DeepSpeed hostfile.
+    """Start a training on this host, or on the hosts of a DeepSpeed hostfile.
 
-    Starts torchrun on each host, over ssh, in the present directory and with the same Python; each process runs SCRIPT with its
-    ARGUMENTS. When one ends with an error, so do the others, and all do at SIGTERM and Ctrl-C. Without a hostfile, on this host
-    alone, localhost, which never needs ssh.
+    Without a hostfile, torchrun starts one process for each GPU of this host (--num_gpus for another number). With a hostfile,
+    torchrun starts on each host over ssh, in the present directory and with the same Python. Each process runs SCRIPT with its
+    ARGUMENTS. When one process ends with an error, the others are ended. SIGTERM and Ctrl-C end all of them.
     """
     arguments = SimpleNamespace(**options)
     hosts = _hosts(arguments)

@@ -49,7 +49,7 @@ COMMANDS = {
     "bench": Entry("infinity.bench.command:bench", "measure the training step against its bound and beside its peers"),
     "report": Entry("infinity.cli.report:report", "write one HTML page about a run, and what bound it"),
     "watch": Entry("infinity.cli.report:watch", "show a run in the terminal while it goes on"),
-    "launch": Entry("infinity.cli.launch:launch", "start a training on the hosts of a DeepSpeed hostfile"),
+    "launch": Entry("infinity.cli.launch:launch", "start a training on this host, or on those of a DeepSpeed hostfile"),
     "checkpoint": Entry("infinity.cli.checkpoint:checkpoint", "look at a checkpoint, verify it, or export its weights"),
     "export": Entry("infinity.cli.checkpoint:export", "the same as `checkpoint export`"),
     "import-deepspeed": Entry(

@@ -402,6 +402,7 @@ def draw(history: History, memory: Memory, plan: infinity.Plan, path: Path) -> N
     figure = Figure(figsize=(9, 9), layout="tight")
     above, below, bars = figure.subplots(3, 1, height_ratios=(3, 2, 1.6))
     below.sharex(above)
+    above.tick_params(labelbottom=False)
     above.plot(steps, history.losses, color="#1f4e79", linewidth=1.8)
     above.set(ylabel="loss (nats per byte)", title="Loss")
     parts = [[getattr(report, name) for report in history.reports] for _, name in BREAKDOWN]
@@ -426,21 +427,22 @@ def draw(history: History, memory: Memory, plan: infinity.Plan, path: Path) -> N
 def draw_memory(axes: Any, memory: Memory, plan: infinity.Plan) -> None:
     """A bar for the engine, with its budget and the model's states beside it, and bars for what comes on top."""
     parts = {
-        "weights and optimizer state": (sum(plan.states_bytes.values()), "#c9c9c9"),
+        "weights and\noptimizer state": (sum(plan.states_bytes.values()), "#c9c9c9"),
         "engine's buffers": (memory.engine, "#1f4e79"),
-        "Python, torch, libraries": (memory.libraries, "#9db4c8"),
-        "activations and the rest": (memory.rest, "#9db4c8"),
+        "Python, torch,\nlibraries": (memory.libraries, "#9db4c8"),
+        "activations\nand the rest": (memory.rest, "#9db4c8"),
     }
     sizes = [num_bytes / 1e6 for num_bytes, _ in parts.values()]
     drawn = axes.barh(list(parts), sizes, color=[color for _, color in parts.values()])
     budget = plan.host_budget_bytes / 1e6
     labels = [f"{size:,.0f}" for size in sizes]
+    labels[0] += f", of them {plan.states_bytes['nvme'] / 1e6:,.0f} on NVMe"
     labels[1] += f" of a budget of {budget:,.0f}"
     axes.bar_label(drawn, labels, padding=4, fontsize="small")
     axes.plot([budget, budget], [0.5, 1.5], color="#c8553d", linewidth=1.8)
     axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set(xlabel="MB", title="Host memory while training (peak), and what the model would need")
+    axes.margins(x=0.3)
+    axes.set(xlabel="MB", title="The model's states, and the most host memory while training")
 
 
 def as_json(engine: infinity.Engine, history: History, memory: Memory, problem: str | None) -> dict[str, Any]:
