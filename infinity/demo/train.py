@@ -437,7 +437,7 @@ def draw_memory(axes: Any, memory: Memory, plan: infinity.Plan) -> None:
     budget = plan.host_budget_bytes / 1e6
     labels = [f"{size:,.0f}" for size in sizes]
     labels[0] += f", of them {plan.states_bytes['nvme'] / 1e6:,.0f} on NVMe"
-    labels[1] += f" of a budget of {budget:,.0f}"
+    labels[1] = f"  {labels[1]} of a budget of {budget:,.0f}"  # right of the line that marks it
     axes.bar_label(drawn, labels, padding=4, fontsize="small")
     axes.plot([budget, budget], [0.5, 1.5], color="#c8553d", linewidth=1.8)
     axes.invert_yaxis()
