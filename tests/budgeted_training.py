@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.internals import compile_kernels, give_back_freed_memory
+from tests.internals import MemoryGroup, compile_kernels, give_back_freed_memory
 
 BUDGET_BYTES = 240_000_000
 LONG_BUDGETS = {"memory": 48 << 20, "nvme": 48 << 20, "cpu": 700 << 20}
@@ -113,7 +113,8 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
     gc.collect()
     give_back_freed_memory()
     limit = _anonymous_bytes() + plain_bytes + BUDGET_BYTES + slack_bytes
-    (Path(group) / "memory.limit_in_bytes").write_text(str(limit))
+    memory = MemoryGroup(Path(group))
+    memory.limit(limit)
     place = {"device": "nvme", "nvme_path": directory}
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -137,7 +138,7 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
         engine.flush()
         gc.collect()
         give_back_freed_memory()
-        (Path(group) / "memory.limit_in_bytes").write_text(str(_anonymous_bytes() + _SAVING_BYTES))
+        memory.limit(_anonymous_bytes() + _SAVING_BYTES)
         engine.save_16bit_model(Path(directory) / "weights")
     print(json.dumps(answer))
 
@@ -169,7 +170,7 @@ def save(group: str, directory: str, slack_bytes: int) -> None:
         num_bytes: list[int] = []
         for owner in (engine.module, optimizer):
             file = Path(directory) / f"saved{len(num_bytes)}.pt"
-            (Path(group) / "memory.limit_in_bytes").write_text(str(_anonymous_bytes() + slack_bytes))
+            MemoryGroup(Path(group)).limit(_anonymous_bytes() + slack_bytes)
             torch.save(owner.state_dict(), file)
             owner.load_state_dict(torch.load(file, mmap=True))
             num_bytes.append(file.stat().st_size)
@@ -205,12 +206,13 @@ def train_on_long_sequences(group: str, directory: str, activations: str) -> Non
         gc.collect()
         give_back_freed_memory()
         before = _anonymous_bytes()
-        (Path(group) / "memory.max_usage_in_bytes").write_text("0")
+        memory = MemoryGroup(Path(group))
+        memory.reset_peak()
         for _ in range(2):
             loss = engine(x).square().mean()
             engine.backward(loss)
             engine.step()
         engine.flush()
-        peak = int((Path(group) / "memory.max_usage_in_bytes").read_text())
+        peak = memory.peak_bytes
         saved = 3 * num_blocks * num_tokens * width * 4
         print(json.dumps({"loss": loss.item(), "peak_bytes": peak - before, "activation_bytes": saved}))

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import mmap
-import os
 import sys
 import threading
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import transformers
 
 import infinity
-from tests.internals import compile_kernels, give_back_freed_memory, has_drive_tensors
+from tests.internals import Cgroup, MemoryGroup, compile_kernels, give_back_freed_memory, has_drive_tensors
 
 BUDGET_BYTES = 190_000_000
 SLACK_BYTES = 150_000_000
@@ -100,8 +99,9 @@ def run(
     if group is not None:
         bound = infinity.Init(config=_config(directory, budget_bytes))
         limit = limit or before + budget_bytes + SLACK_BYTES
-        Path(group, "memory.limit_in_bytes").write_text(str(limit))
-        Path(group, "memory.max_usage_in_bytes").write_text("0")
+        memory = MemoryGroup(Path(group))
+        memory.limit(limit)
+        memory.reset_peak()
     peak = _Peak()
     peak.start()
     torch.manual_seed(0)
@@ -123,18 +123,12 @@ def run(
             losses.append(float(loss.detach()))
         answer["losses"] = losses
     if group is not None:
-        answer["group_bytes"] = int(Path(group, "memory.max_usage_in_bytes").read_text())
+        answer["group_bytes"] = memory.peak_bytes
         answer["limit_bytes"] = limit
     print(json.dumps(answer))
 
 
 if __name__ == "__main__":  # by hand: DIRECTORY LAYERS WIDTH LIMIT BUDGET, in a group of its own
-    made = Path("/sys/fs/cgroup/memory", f"infinity_build_{os.getpid()}")
-    made.mkdir()
-    (made / "cgroup.procs").write_text(str(os.getpid()))
-    try:
+    with Cgroup("build", ("memory",)) as made, made.joined():
         sizes = [int(float(given)) for given in sys.argv[2:]]
-        run(str(made), sys.argv[1], *sizes)
-    finally:
-        (made.parent / "cgroup.procs").write_text(str(os.getpid()))
-        made.rmdir()
+        run(str(made.task_files[0].parent), sys.argv[1], *sizes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.bench.cgroup import Cgroup, block_device, why_unavailable
+from infinity.bench.cgroup import Cgroup, MemoryGroup, block_device, set_bandwidth, why_unavailable
 from infinity.checkpoint import arrays, checkpoint_loading, manifest, saved, training_checkpoint
 from infinity.checkpoint.saved import Checkpoint, tags, writing
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
@@ -96,6 +96,7 @@ __all__ = [
     "FlatPool",
     "HostFlatBuffer",
     "MainGradDtype",
+    "MemoryGroup",
     "ParameterSpec",
     "Pulls",
     "Saving",
@@ -134,6 +135,7 @@ __all__ = [
     "publish",
     "saved",
     "scratch_file",
+    "set_bandwidth",
     "settle",
     "tags",
     "training_checkpoint",

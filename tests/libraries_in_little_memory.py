@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tests.internals import MemoryGroup
+
 LIBRARIES = ("transformers", "accelerate", "lightning")
 _BUDGET_BYTES = 40 << 20
 _SLACK_BYTES = 48 << 20
@@ -28,7 +30,7 @@ class Saves:
     """Each builds a model, trains one step, and has it saved within the limit."""
 
     def __init__(self, group: str, directory: str, is_deepspeed: bool) -> None:
-        self._limit = Path(group) / "memory.limit_in_bytes"
+        self._memory = MemoryGroup(Path(group))
         self._is_deepspeed = is_deepspeed
         place = {"device": "nvme", "nvme_path": str(directory)}
         self._config: dict[str, Any] = {
@@ -49,10 +51,10 @@ class Saves:
         engine.flush()
         gc.collect()
         give_back_freed_memory()
-        self._limit.write_text(str(_anonymous_bytes() + _SLACK_BYTES))
+        self._memory.limit(_anonymous_bytes() + _SLACK_BYTES)
         yield
         gc.collect()
-        self._limit.write_text("-1")
+        self._memory.limit(None)
 
     def _model(self) -> Any:
         import infinity

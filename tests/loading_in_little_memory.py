@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import infinity
-from tests.internals import compile_kernels, give_back_freed_memory, main
+from tests.internals import MemoryGroup, compile_kernels, give_back_freed_memory, main
 
 _BUDGET_BYTES = 160 << 20
 _SLACK_BYTES = 88 << 20
@@ -57,7 +57,7 @@ def run(group: str, directory: str, what: str) -> None:
     gc.collect()
     give_back_freed_memory()
     limit = _anonymous_bytes() + _SLACK_BYTES + (_BUDGET_BYTES if what == "train" else 0)
-    (Path(group) / "memory.limit_in_bytes").write_text(str(limit))
+    MemoryGroup(Path(group)).limit(limit)
     out = Path(directory) / "out"
     if what == "load":
         model = infinity.load_pretrained(transformers.MixtralForCausalLM, weights, config=config, dtype=torch.bfloat16)

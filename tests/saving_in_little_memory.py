@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.internals import Checkpoint, compile_kernels, give_back_freed_memory
+from tests.internals import Checkpoint, MemoryGroup, compile_kernels, give_back_freed_memory
 
 _BUDGET_BYTES = 112 << 20
 _SLACK_BYTES = 128 << 20
@@ -48,7 +48,7 @@ def run(group: str, directory: str) -> None:
     with engine:
         _step(engine)
         engine.flush()
-        (Path(group) / "memory.limit_in_bytes").write_text(str(limit))
+        MemoryGroup(Path(group)).limit(limit)
         engine.save_checkpoint(saved, tag="at once")
         engine.save_checkpoint(saved, tag="meanwhile", blocking=False)
         _step(engine)

@@ -2,7 +2,7 @@
 
 States that rest on that drive are read from it while the checkpoint is written, and written to it while one is loaded: the
 figure beside both is that of fio reading one file and writing another at the same time, "both". With --throttle (root, control
-groups version 1) the drive is held to so many MB/s each way.
+groups) the drive is held to so many MB/s each way.
 """
 
 from __future__ import annotations

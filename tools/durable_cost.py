@@ -1,6 +1,6 @@
 """What it costs to commit every step: time and bytes of a durable run beside the same training without, in alternating pairs.
 
-Neither keeps anything in memory between steps. With --throttle (root, control groups version 1) the drive is held to so many
+Neither keeps anything in memory between steps. With --throttle (root, control groups) the drive is held to so many
 MB/s each way. Bytes are those of /proc/self/io. A pair is a number of steps of each, after which all is on the drive.
 """
 

@@ -7,8 +7,9 @@
 A Llama is built by `infinity.Init`, trained for three steps, saved as a checkpoint, trained on, and killed (-9) in the
 middle of a step. A new process resumes from the checkpoint, and has to come to the same bits: losses, norms of the gradients
 and checksums of all weights. It exports the model for Hugging Face; a third process loads that, tensor by tensor, and has to
-give the same loss and the same checksum. All three run in one memory control group (version 1, needs root); without one the
-limit is only compared with the measured peaks. Exit code: 0 if all was equal and within the limit.
+give the same loss and the same checksum. All three run in one memory control group (needs root, or a
+delegated group of version 2); without one the limit is only compared with the measured peaks. Exit code: 0 if all was equal
+and within the limit.
 """
 
 from __future__ import annotations
@@ -273,8 +274,7 @@ def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
     for name in PROCESSES:
         notes[name] = Notes(arguments.directory / f"{name}.jsonl")
         console.rule(name)
-        if group.counts_memory:
-            group.reset_peak()
+        counts_group = group.counts_memory and group.reset_peak()
         process = start(arguments, name, group)
         try:
             if name == "train":
@@ -286,7 +286,7 @@ def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
             process.kill()
             process.wait()
         own_peaks = (facts["peak"] for facts in notes[name].of("part"))
-        peak = group.peak_bytes if group.counts_memory else max(own_peaks)
+        peak = group.peak_bytes if counts_group else max(own_peaks)
         peaks.add_row(name, f"{peak / 1e6:,.0f} MB")
         is_right &= peak <= arguments.limit
     trained, resumed, loaded = notes["train"], notes["resume"], notes["load"]

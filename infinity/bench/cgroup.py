@@ -1,32 +1,106 @@
-"""Control groups (version 1) that bound and measure a process: memory limit and peak, and the drive's bandwidth."""
+"""Control groups that limit and measure a process: its memory, and the bandwidth of a drive.
+
+Works with both versions. ``/proc/self/mounts`` says which one each controller belongs to:
+
+- version 1: groups are made at the controller's root, which needs root.
+- version 2: groups are made below the nearest group, from the one of this process upwards, that is writable and can enable
+  the controller for its children. Root has such a group, and so has a user to whom systemd delegates one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from swapper.volumes.file_system import describe_drive
 
-_ROOT = Path("/sys/fs/cgroup")
+_MOUNTS, _MEMBERSHIP = Path("/proc/self/mounts"), Path("/proc/self/cgroup")
 _PREFIX = "infinity_bench"
-# Whatever stands before -- is a group's file, which the shell joins. Then it becomes the program: every byte of that counts.
+_VERSION_2_NAMES = {"blkio": "io"}
+# What stands before -- are files of groups, which the shell joins. Then it becomes the program, so its own memory counts.
 _JOINING = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 97; shift; done; shift; exec "$@"'
 
 
+@dataclass(frozen=True)
+class _Hierarchy:
+    """Where a controller's groups are."""
+
+    version: int
+    mount: Path
+    own: Path
+    """The group of this process."""
+
+
+def _find_hierarchy(controller: str) -> _Hierarchy | None:
+    unified = None
+    for line in _MOUNTS.read_text().splitlines():
+        _, mount, kind, options, *_ = line.split()
+        if kind == "cgroup" and controller in options.split(","):
+            return _Hierarchy(1, Path(mount), _own_group(Path(mount), controller))
+        if kind == "cgroup2":
+            unified = Path(mount)
+    return None if unified is None else _Hierarchy(2, unified, _own_group(unified, ""))
+
+
+def _own_group(mount: Path, controller: str) -> Path:
+    """The group of this process; in a container whose ``/proc`` names groups outside of it, the nearest one inside."""
+    group = mount
+    for line in _MEMBERSHIP.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            group = mount / posixpath.normpath(path).lstrip("/")
+    while group != mount and not group.is_dir():
+        group = group.parent
+    return group
+
+
+def _find_parent(hierarchy: _Hierarchy, controllers: list[str]) -> Path | None:
+    """The group below which new ones with these controllers can be made."""
+    if hierarchy.version == 1:
+        return hierarchy.mount if os.geteuid() == 0 and os.access(hierarchy.mount, os.W_OK) else None
+    names = {_VERSION_2_NAMES.get(controller, controller) for controller in controllers}
+    candidates = (hierarchy.own, *hierarchy.own.parents)
+    below_mount = (group for group in candidates if group.is_relative_to(hierarchy.mount))
+    return next((group for group in below_mount if _can_enable(group, names)), None)
+
+
+def _can_enable(group: Path, controllers: set[str]) -> bool:
+    """Enable the controllers for the children of a group of version 2, and say whether that has worked."""
+    if not controllers <= set((group / "cgroup.controllers").read_text().split()):
+        return False
+    if not all(os.access(path, os.W_OK) for path in (group, group / "cgroup.procs")):
+        return False
+    enabled = group / "cgroup.subtree_control"
+    missing = sorted(controllers - set(enabled.read_text().split()))
+    try:
+        if missing:
+            enabled.write_text(" ".join(f"+{name}" for name in missing))
+    except OSError:  # refused to a group that has processes of its own, unless it is the root
+        return False
+    return True
+
+
 def why_unavailable(controller: str) -> str | None:
-    """None if groups of `controller` can be made here, else the reason in words."""
-    if os.geteuid() != 0:
-        return "control groups need root"
-    if not (_ROOT / controller / "cgroup.procs").exists():
-        return f"the version 1 control group controller '{controller}' is not mounted at {_ROOT / controller}"
-    if not os.access(_ROOT / controller, os.W_OK):
-        return f"{_ROOT / controller} is not writable"
-    return None
+    """None if groups of `controller` ("memory" or "blkio") can be made here, else the reason in words."""
+    hierarchy = _find_hierarchy(controller)
+    if hierarchy is None:
+        return f"no control group controller '{controller}' is mounted"
+    if _find_parent(hierarchy, [controller]) is not None:
+        return None
+    if hierarchy.version == 1:
+        return "control groups (version 1) need root" if os.geteuid() != 0 else f"{hierarchy.mount} is not writable"
+    name = _VERSION_2_NAMES.get(controller, controller)
+    return (
+        f"no control group (version 2) from {hierarchy.own} up to {hierarchy.mount} is writable and can enable the "
+        f"controller '{name}' for new groups; root can outside of a container, and a user in a delegated group"
+    )
 
 
 def block_device(path: Path) -> str | None:
@@ -35,18 +109,108 @@ def block_device(path: Path) -> str | None:
     return None if name is None else Path(f"/sys/class/block/{name}/dev").read_text().strip()
 
 
+class MemoryGroup:
+    """The memory limit and peak of the group whose directory is `folder`, of either version."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_version_2 = (folder / "memory.max").exists()
+        self._peak_file: int | None = None
+
+    def limit(self, num_bytes: int | None) -> None:
+        """The kernel kills a process of the group that cannot stay under `num_bytes`; None removes the limit."""
+        if not self._is_version_2:
+            (self._folder / "memory.limit_in_bytes").write_text(str(-1 if num_bytes is None else num_bytes))
+            return
+        swap = self._folder / "memory.swap.max"
+        if swap.exists():
+            swap.write_text("max" if num_bytes is None else "0")
+        (self._folder / "memory.max").write_text("max" if num_bytes is None else str(num_bytes))
+
+    @property
+    def has_peak(self) -> bool:
+        """False for version 2 before Linux 5.19."""
+        return self._peak_path.exists()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory charged to the group since it was made, or since `reset_peak`."""
+        if self._peak_file is not None:
+            return int(os.pread(self._peak_file, 32, 0))
+        return int(self._peak_path.read_text())
+
+    def reset_peak(self) -> bool:
+        """Start `peak_bytes` again from the present usage. False if that is impossible: version 2 before Linux 6.12."""
+        if not self._is_version_2:
+            self._peak_path.write_text("0")
+            return True
+        try:  # version 2 counts anew for this file descriptor alone
+            if self._peak_file is None:
+                self._peak_file = os.open(self._peak_path, os.O_RDWR | os.O_CLOEXEC)
+            os.pwrite(self._peak_file, b"0", 0)
+        except OSError:
+            return False
+        return True
+
+    @property
+    def num_out_of_memory_kills(self) -> int:
+        """Processes the kernel has killed because of the memory limit."""
+        text = (self._folder / ("memory.events" if self._is_version_2 else "memory.oom_control")).read_text()
+        found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+        return int(found.group(1)) if found else 0
+
+    def close(self) -> None:
+        """Close the file of the peak. May be called twice."""
+        if self._peak_file is not None:
+            os.close(self._peak_file)
+            self._peak_file = None
+
+    @property
+    def _peak_path(self) -> Path:
+        return self._folder / ("memory.peak" if self._is_version_2 else "memory.max_usage_in_bytes")
+
+
+def set_bandwidth(folder: Path, device: str, read: int | None, write: int | None) -> None:
+    """Limit a group's bytes per second from and to the disk ``major:minor``; None: no limit."""
+    if (folder / "io.max").exists():
+        rates = {"rbps": read, "wbps": write}
+        rule = " ".join(f"{name}={'max' if rate is None else rate}" for name, rate in rates.items())
+        (folder / "io.max").write_text(f"{device} {rule}")
+        return
+    for direction, rate in (("read", read), ("write", write)):
+        (folder / f"blkio.throttle.{direction}_bps_device").write_text(f"{device} {rate or 0}")
+
+
 class Cgroup:
-    """One named group in each of the controllers asked for. Its processes are killed and it is removed on exit."""
+    """A named group with the controllers "memory" and "blkio", or one of them. On exit it is removed, its processes killed.
+
+    Raises:
+        OSError: it cannot be made here; `why_unavailable` says why.
+    """
 
     def __init__(self, name: str, controllers: tuple[str, ...] = ("memory", "blkio")) -> None:
-        _remove_stale()
-        self._paths = {c: _ROOT / c / f"{_PREFIX}_{os.getpid()}_{name}" for c in controllers}
-        for path in self._paths.values():
+        self._paths: dict[str, Path] = {}
+        for controller, parent in _parents(controllers).items():
+            _remove_stale(parent)
+            self._paths[controller] = parent / f"{_PREFIX}_{os.getpid()}_{name}"
+        for path in self._folders:
             path.mkdir()
+        self._memory = MemoryGroup(self._paths["memory"]) if "memory" in self._paths else None
+
+    @property
+    def _folders(self) -> list[Path]:
+        return list(dict.fromkeys(self._paths.values()))  # of version 2 there is one for all controllers
+
+    @property
+    def memory(self) -> MemoryGroup:
+        """Its memory limit and peak."""
+        if self._memory is None:
+            raise RuntimeError("this control group was made without the controller 'memory': ask for it")
+        return self._memory
 
     def limit_memory(self, num_bytes: int) -> None:
         """The kernel kills a process of the group that cannot stay under `num_bytes`."""
-        (self._paths["memory"] / "memory.limit_in_bytes").write_text(str(num_bytes))
+        self.memory.limit(num_bytes)
 
     def throttle(self, path: Path, bytes_per_second: int) -> None:
         """Holds reads and writes, each, of the disk under `path` to `bytes_per_second`."""
@@ -55,44 +219,55 @@ class Cgroup:
             raise RuntimeError(
                 f"{path} lies on no block device that could be throttled: choose a directory on a real disk"
             )
-        for direction in ("read", "write"):
-            rule = self._paths["blkio"] / f"blkio.throttle.{direction}_bps_device"
-            rule.write_text(f"{device} {bytes_per_second}")
+        set_bandwidth(self._paths["blkio"], device, bytes_per_second, bytes_per_second)
 
     @property
     def task_files(self) -> list[Path]:
         """Files to which a process writes its pid in order to join."""
-        return [path / "cgroup.procs" for path in self._paths.values()]
+        return [folder / "cgroup.procs" for folder in self._folders]
 
     def command(self, *program: str) -> list[str]:
         """What starts a program that is in the group from its first instruction."""
         return ["/bin/sh", "-c", _JOINING, "sh", *map(str, self.task_files), "--", *program]
 
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """This process is in the group, and then again where it was. Children that it starts meanwhile stay in the group."""
+        found = (_find_hierarchy(controller) for controller in self._paths)
+        before = dict.fromkeys(hierarchy.own / "cgroup.procs" for hierarchy in found if hierarchy is not None)
+        for file in self.task_files:
+            file.write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            for file in before:
+                file.write_text(str(os.getpid()))
+
     @property
     def counts_memory(self) -> bool:
         """Whether there is a peak, which takes the controller ``memory``."""
-        return "memory" in self._paths
+        return self._memory is not None and self._memory.has_peak
 
     @property
     def peak_bytes(self) -> int:
         """Most memory charged to the group since it was made, or since `reset_peak`."""
-        return int((self._paths["memory"] / "memory.max_usage_in_bytes").read_text())
+        return self.memory.peak_bytes
 
-    def reset_peak(self) -> None:
-        """Starts `peak_bytes` again from the present usage."""
-        (self._paths["memory"] / "memory.max_usage_in_bytes").write_text("0")
+    def reset_peak(self) -> bool:
+        """Start `peak_bytes` again from the present usage; False if that is impossible here."""
+        return self.memory.reset_peak()
 
     @property
     def num_out_of_memory_kills(self) -> int:
         """Processes the kernel has killed because of the memory limit."""
-        text = (self._paths["memory"] / "memory.oom_control").read_text()
-        found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
-        return int(found.group(1)) if found else 0
+        return 0 if self._memory is None else self._memory.num_out_of_memory_kills
 
     def close(self) -> None:
         """Kills what still runs in the group and removes it. May be called twice."""
-        for path in self._paths.values():
-            _remove(path)
+        if self._memory is not None:
+            self._memory.close()
+        for folder in self._folders:
+            _remove(folder)
 
     def __enter__(self) -> Cgroup:
         return self
@@ -114,32 +289,50 @@ def throttled(directory: Path, megabytes_per_second: int) -> Iterator[None]:
         return
     with Cgroup("throttled", ("blkio",)) as group:
         group.throttle(directory, megabytes_per_second * 1_000_000)
-        for file in group.task_files:
-            file.write_text(str(os.getpid()))
-        try:
+        with group.joined():
             yield
-        finally:  # who is in a group when it is removed is killed
-            for file in group.task_files:
-                (file.parent.parent / file.name).write_text(str(os.getpid()))
 
 
-def _remove(path: Path) -> None:
+def _parents(controllers: tuple[str, ...]) -> dict[str, Path]:
+    """For each controller the group below which its new one goes: for all of version 2 the same."""
+    hierarchies = {controller: _find_hierarchy(controller) for controller in controllers}
+    unified = [name for name, hierarchy in hierarchies.items() if hierarchy is not None and hierarchy.version == 2]
+    parents = {}
+    for controller, hierarchy in hierarchies.items():
+        together = unified if controller in unified else [controller]
+        parent = None if hierarchy is None else _find_parent(hierarchy, together)
+        if parent is None:
+            reason = why_unavailable(controller) or f"no control group can have {' and '.join(together)} together"
+            raise OSError(f"a control group cannot be made: {reason}")
+        parents[controller] = parent
+    return parents
+
+
+def _remove(folder: Path) -> None:
     deadline = time.monotonic() + 20.0
-    while path.exists():
-        for pid in (path / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+    while folder.exists():
+        _kill_all(folder)
         try:
-            path.rmdir()
+            folder.rmdir()
         except OSError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 
 
-def _remove_stale() -> None:
+def _kill_all(folder: Path) -> None:
+    kill = folder / "cgroup.kill"
+    if kill.exists():  # version 2 since Linux 5.14
+        kill.write_text("1")
+        return
+    for pid in (folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _remove_stale(parent: Path) -> None:
     """Groups of benchmarks that were killed outright: their children died with them, the empty groups stay."""
-    for path in _ROOT.glob(f"*/{_PREFIX}_*"):
+    for path in parent.glob(f"{_PREFIX}_*"):
         pid = path.name.removeprefix(f"{_PREFIX}_").split("_")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             with contextlib.suppress(OSError):

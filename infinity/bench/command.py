@@ -172,9 +172,10 @@ def step(json_file: Path | None, **options: Any) -> int:
     """Measure the training step: its time against the bound, its bytes against the prediction, host memory, and peers.
 
     Lists (1,2,3) are combined: every combination is a case. Each program runs in a process of its own, and all that take part in
-    a case take turns. As root (control groups, version 1) each has its own memory limit, drive speed and peak; without root only
-    unthrottled times are measured. What is made on the way (processes, groups, files) is gone afterwards, also after Ctrl-C. The
-    results are written to bench_step.json, if --json names no other file. Exit status 1 if a program failed.
+    a case take turns. With control groups (root, or a delegated group of version 2) each has its own memory limit, drive speed
+    and peak; without them only unthrottled times are measured. What is made on the way (processes, groups, files) is gone
+    afterwards, also after Ctrl-C. The results are written to bench_step.json, if --json names no other file. Exit status 1 if a
+    program failed.
     """
     asked = Asked(**options)
     path = json_file or Path(_RESULTS)
@@ -261,13 +262,14 @@ def scale(
     """Find the largest model that trains within a memory limit: by plain torch, by offload to RAM, by offload to the drive.
 
     Models differ by their number of layers, which is doubled and then halved towards the largest. Each try is a process of its
-    own in a memory control group (version 1, needs root), which the kernel ends if it needs more. No group and no file is left.
+    own in a memory control group (needs root, or a delegated group of version 2), which the kernel ends if it needs more. No
+    group and no file is left.
     """
     from infinity.bench import scale as scaling
 
     problem = program.place_problem(nvme_path) or program.peer_problem(peer, peer_python)
     if problem is None and (reason := why_unavailable("memory")) is not None:
-        problem = f"--limit cannot be used: {reason}; run it as root on a machine with control groups, version 1"
+        problem = f"--limit cannot be used: {reason}"
     if problem is not None:
         raise click.UsageError(f"{problem}.")
     if png is not None:
@@ -347,14 +349,14 @@ def ranks(
     """Measure what each of N processes keeps, reads, writes and sends beside the ZeRO paper's formulas, or drives together.
 
     Processes are of this machine and meet over gloo. With --drives, in place of the table: the time of a step of one process on
-    the first directory, and of one on each of them, each held to --throttle by a control group (version 1, needs root): by
+    the first directory, and of one on each of them, each held to --throttle by a control group (needs root): by
     turns, medians. A step is that of a run, which begins with nothing read and ends with all written.
     """
     from infinity.bench import ranks as measuring
 
     problem = next((found for path in drives or (nvme_path,) if (found := program.place_problem(path))), None)
     if problem is None and drives is not None and (reason := why_unavailable("blkio")) is not None:
-        problem = f"--drives cannot be used: {reason}; run it as root on a machine with control groups, version 1"
+        problem = f"--drives cannot be used: {reason}"
     if drives is not None and len(drives) < 2:
         problem = f"--drives {drives[0]}: one drive is compared with nothing; name two or more, one for each process"
     if problem is not None:

@@ -64,6 +64,7 @@ class Participant:
         self.turns: list[dict[str, Any]] = []
         self.peak_bytes: int | None = None
         self.steady_peak_bytes: int | None = None
+        self._resets_peak = True
         with contextlib.ExitStack() as resources:
             scratch = tempfile.TemporaryDirectory(prefix=f"{spec.name}_", dir=directory, ignore_cleanup_errors=True)
             resources.enter_context(scratch)
@@ -117,8 +118,8 @@ class Participant:
         if self._group.counts_memory:
             self.peak_bytes = max(self.peak_bytes or 0, self._group.peak_bytes)
             if not counts:
-                self._group.reset_peak()
-            else:
+                self._resets_peak = self._group.reset_peak()
+            elif self._resets_peak:
                 self.steady_peak_bytes = self._group.peak_bytes
         if counts:
             self.turns.append(turn)
@@ -136,7 +137,7 @@ class Participant:
 
     def _how_it_ended(self) -> str:
         code = self._process.wait()
-        if self._group.counts_memory and self._group.num_out_of_memory_kills:
+        if self._group.num_out_of_memory_kills:
             limit = self.spec.memory_limit_bytes or 0
             return f"killed by the kernel: it needs more than its memory limit of {limit / 1e9:.2f} GB"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

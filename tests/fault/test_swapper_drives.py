@@ -347,17 +347,18 @@ def test_a_file_system_that_is_full_in_spite_of_the_reservation_says_why(tmp_pat
 
 _STALLING = """
 import json, sys, threading, time
+from pathlib import Path
 import numpy as np
+from tests.internals import set_bandwidth
 from swapper import StallError, Swapper, SwapperConfig
 
-directories, rule_file, device, backend = json.loads({arguments!r})
+directories, group, device, backend = json.loads({arguments!r})
 memory = np.ones(8 << 20, dtype=np.uint8)
 before = set(threading.enumerate())
 swapper = Swapper.open(directories, 8 << 20, SwapperConfig(request_bytes=128 << 10, backend=backend, deadline_seconds=3.0))
 extent = swapper.allocate(8 << 20, "layer 3")
 swapper.write(extent, memory).wait()
-with open(rule_file, "w") as rule:
-    rule.write(device + " 1")
+set_bandwidth(Path(group), device, read=1, write=None)
 started = time.monotonic()
 try:
     swapper.read(extent, memory).wait()
@@ -367,8 +368,7 @@ except StallError as stall:
 waited = time.monotonic() - started
 swapper.close()
 closed = time.monotonic() - started - waited
-with open(rule_file, "w") as rule:
-    rule.write(device + " 0")
+set_bandwidth(Path(group), device, read=None, write=None)
 for thread in set(threading.enumerate()) - before:
     thread.join(60)
 print(json.dumps((str(error), waited, closed, threading.active_count())))
@@ -388,9 +388,9 @@ def test_a_drive_that_stalls_is_named_and_left_behind(
         pytest.importorskip("liburing", reason="io_uring needs the liburing package")
     good, bad = loop_drive(24 * _MIB), loop_drive(24 * _MIB)
     number = os.stat(bad).st_dev
-    rule_file = blkio_cgroup.task_files[0].parent / "blkio.throttle.read_bps_device"
+    group = blkio_cgroup.task_files[0].parent
     device = f"{os.major(number)}:{os.minor(number)}"
-    arguments = json.dumps([[str(good), str(bad)], str(rule_file), device, backend])
+    arguments = json.dumps([[str(good), str(bad)], str(group), device, backend])
     answer = run_in_cgroup(blkio_cgroup, _STALLING.format(arguments=arguments))
     assert answer.returncode == 0, answer.stderr
     message, waited, closed, num_threads = json.loads(answer.stdout)

@@ -154,6 +154,8 @@ def test_a_model_larger_than_its_memory_is_built_taken_over_and_trained(
     memory_cgroup: Cgroup,
     run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
+    if not memory_cgroup.reset_peak():
+        pytest.skip("the peak of a control group (version 2) cannot be reset before Linux 6.12")
     group = str(memory_cgroup.task_files[0].parent)
     call = f"from tests.built_on_drives import run\nrun({{}}, {str(nvme_dir)!r}, num_layers=5)\n"
     ended = run_in_cgroup(memory_cgroup, call.format(repr(group)), 240.0)

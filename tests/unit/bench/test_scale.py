@@ -70,5 +70,5 @@ def test_a_model_that_trains_and_one_that_the_kernel_ends(nvme_dir: Path) -> Non
             assert made.num_parameters is not None and made.num_parameters > 200_000
         else:
             assert made.problem is not None and "memory limit of 0.03 GB" in made.problem
-    assert not list(Path("/sys/fs/cgroup/memory").glob("infinity_bench_*_in_memory"))
+    assert not list(Path("/sys/fs/cgroup").rglob("infinity_bench_*_in_memory"))
     assert list(nvme_dir.iterdir()) == []

@@ -1,0 +1,240 @@
+"""Control groups of both versions, on a tree of plain files that behaves as the kernel's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from infinity.bench import cgroup
+from infinity.bench.cgroup import Cgroup, MemoryGroup, set_bandwidth, why_unavailable
+
+_FILES = {
+    "memory": {
+        "memory.max": "max",
+        "memory.swap.max": "max",
+        "memory.peak": "7",
+        "memory.events": "low 0\nhigh 0\nmax 8\noom 2\noom_kill 3\noom_group_kill 0\n",
+    },
+    "io": {"io.max": ""},
+}
+
+
+class _Tree:
+    """Groups of version 2 as directories, with the parts of the kernel that the code relies on."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root / "unified"
+        self._mounts, self._membership = root / "mounts", root / "membership"
+        self._holders: set[Path] = set()
+        self.removed: list[Path] = []
+        self.killed: list[Path] = []
+        mkdir, write_text = Path.mkdir, Path.write_text
+
+        def make(path: Path, *arguments: object, **options: object) -> None:
+            mkdir(path)
+            if path.is_relative_to(self.root):
+                self.fill(path, (path.parent / "cgroup.subtree_control").read_text().split())
+
+        def write(path: Path, text: str) -> int:
+            if path.name == "cgroup.subtree_control":
+                if path.parent in self._holders:
+                    raise OSError(errno.EBUSY, "a group with processes has no children with controllers")
+                text = " ".join(sorted({*path.read_text().split(), *text.replace("+", "").split()}))
+            if path.name == "cgroup.kill":
+                self.killed.append(path.parent)
+            return write_text(path, text)
+
+        def remove(path: Path) -> None:
+            self.removed.append(path)
+            shutil.rmtree(path)
+
+        mkdir(self.root)
+        for name, replacement in {"mkdir": make, "write_text": write, "rmdir": remove}.items():
+            monkeypatch.setattr(Path, name, replacement)
+        monkeypatch.setattr(cgroup, "_MOUNTS", self._mounts)
+        monkeypatch.setattr(cgroup, "_MEMBERSHIP", self._membership)
+        self.is_mounted()
+        self.is_member("/")
+
+    def fill(self, group: Path, controllers: Iterable[str], *, enabled: Iterable[str] = ()) -> Path:
+        group.joinpath("cgroup.controllers").write_text(" ".join(controllers))
+        with (group / "cgroup.subtree_control").open("w") as file:
+            file.write(" ".join(enabled))
+        for name in ("cgroup.procs", "cgroup.kill"):
+            group.joinpath(name).touch()
+        for controller in controllers:
+            for name, text in _FILES.get(controller, {}).items():
+                group.joinpath(name).write_text(text)
+        return group
+
+    def is_mounted(self, *others: str) -> None:
+        lines = ["proc /proc proc rw 0 0", *others, f"cgroup2 {self.root} cgroup2 rw,nsdelegate 0 0"]
+        self._mounts.write_text("\n".join(lines) + "\n")
+
+    def is_member(self, path: str, *others: str, holds: bool = True) -> None:
+        """This process is in the group `path`."""
+        self._membership.write_text("\n".join([*others, f"0::{path}"]) + "\n")
+        self._holders = {self.root / path.lstrip("/")} if holds else set()
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Tree:
+    return _Tree(tmp_path, monkeypatch)
+
+
+def _session(tree: _Tree) -> Path:
+    """As systemd has it: this process is in a scope whose slice has enabled the memory controller for it."""
+    tree.fill(tree.root, ["cpu", "io", "memory", "pids"], enabled=["memory"])
+    user = tree.root / "user.slice"
+    user.mkdir()
+    (user / "cgroup.subtree_control").write_text("+memory")
+    (user / "session.scope").mkdir()
+    tree.is_member("/user.slice/session.scope")
+    return user
+
+
+def test_a_group_is_made_beside_the_process_that_limits_it(tree: _Tree) -> None:
+    user = _session(tree)
+    assert why_unavailable("memory") is None
+    with Cgroup("case", ("memory",)) as group:
+        (folder,) = {file.parent for file in group.task_files}
+        assert folder == user / f"infinity_bench_{os.getpid()}_case"
+        group.limit_memory(5_000_000)
+        assert (folder / "memory.max").read_text() == "5000000"
+        assert (folder / "memory.swap.max").read_text() == "0", "swap is no way around the limit"
+        assert group.counts_memory
+        assert group.num_out_of_memory_kills == 3
+        assert str(folder / "cgroup.procs") in group.command("true")
+        group.memory.limit(None)
+        assert {(folder / name).read_text() for name in ("memory.max", "memory.swap.max")} == {"max"}
+    assert tree.killed == tree.removed == [folder]
+    assert not folder.exists()
+
+
+def test_a_peak_is_counted_anew(tree: _Tree) -> None:
+    _session(tree)
+    with Cgroup("case", ("memory",)) as group:
+        peak = group.task_files[0].parent / "memory.peak"
+        assert group.peak_bytes == 7
+        assert group.reset_peak()
+        with peak.open("r+") as file:  # the kernel's later values; what is read is the descriptor that was reset
+            file.write("5")
+        peak.rename(peak.with_name("of_another_descriptor"))
+        assert group.peak_bytes == 5
+
+
+def test_a_kernel_that_cannot_reset_the_peak_says_so(tree: _Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    _session(tree)
+    opening = os.open
+
+    def refuse(path: str, flags: int, *rest: int) -> int:
+        if flags & os.O_RDWR:
+            raise OSError(errno.EINVAL, "memory.peak is read-only before Linux 6.12")
+        return opening(path, flags, *rest)
+
+    with Cgroup("case", ("memory",)) as group:
+        with monkeypatch.context() as patches:
+            patches.setattr(os, "open", refuse)
+            assert not group.reset_peak()
+        assert group.peak_bytes == 7
+
+
+def test_a_kernel_without_a_peak_has_a_limit(tree: _Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    _session(tree)
+    monkeypatch.delitem(_FILES["memory"], "memory.peak")
+    with Cgroup("case", ("memory",)) as group:
+        assert not group.counts_memory
+        group.limit_memory(1)
+        assert group.num_out_of_memory_kills == 3
+
+
+def test_both_controllers_share_one_group_where_both_can_be_enabled(tree: _Tree) -> None:
+    _session(tree)
+    with Cgroup("case") as group:
+        (file,) = group.task_files
+        assert file.parent.parent == tree.root, "only the root has the controller io"
+        assert (tree.root / "cgroup.subtree_control").read_text().split() == ["io", "memory"]
+        set_bandwidth(file.parent, "8:16", read=1_000, write=1_000)
+        assert (file.parent / "io.max").read_text() == "8:16 rbps=1000 wbps=1000"
+        set_bandwidth(file.parent, "8:16", read=1, write=None)
+        assert (file.parent / "io.max").read_text() == "8:16 rbps=1 wbps=max"
+
+
+def test_a_process_that_joins_goes_back_to_its_own_group(tree: _Tree) -> None:
+    user = _session(tree)
+    with Cgroup("case", ("memory",)) as group:
+        with group.joined():
+            assert group.task_files[0].read_text() == str(os.getpid())
+            assert (user / "session.scope" / "cgroup.procs").read_text() == ""
+        assert (user / "session.scope" / "cgroup.procs").read_text() == str(os.getpid())
+        assert (user / "cgroup.procs").read_text() == "", "groups with children may hold no process"
+
+
+def test_a_container_whose_only_group_holds_its_processes(tree: _Tree) -> None:
+    tree.fill(tree.root, ["io", "memory"])
+    tree.is_member("/")
+    reason = why_unavailable("blkio")
+    assert reason is not None and str(tree.root) in reason and "'io'" in reason
+    with pytest.raises(OSError, match="cannot be made: no control group"):
+        Cgroup("case", ("blkio",))
+    assert [path.name for path in tree.root.iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("path", ["/../../elsewhere", "/of/the/host", "/"])
+def test_a_membership_from_outside_of_the_container(tree: _Tree, path: str) -> None:
+    tree.fill(tree.root, ["memory"])
+    tree.is_member(path, holds=False)
+    with Cgroup("case", ("memory",)) as group:
+        assert group.task_files[0].parent.parent == tree.root
+
+
+def test_a_controller_without_a_mount(tree: _Tree) -> None:
+    tree.fill(tree.root, ["cpu"])
+    reason = why_unavailable("memory")
+    assert reason is not None and "'memory'" in reason
+    tree._mounts.write_text("proc /proc proc rw 0 0\n")
+    assert why_unavailable("memory") == "no control group controller 'memory' is mounted"
+
+
+def test_a_controller_of_version_1_beside_version_2(
+    tree: _Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on this kind of machine: memory in version 1, and a version 2 that has what is left."""
+    tree.fill(tree.root, ["io"], enabled=["io"])
+    first = tmp_path / "memory"
+    first.mkdir()
+    tree.is_mounted(f"cgroup {first} cgroup rw,relatime,memory 0 0", "cgroup /none cgroup rw,cpu,cpuacct 0 0")
+    tree.is_member("/", "4:memory:/", holds=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert why_unavailable("memory") == "control groups (version 1) need root"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with Cgroup("case") as group:
+        assert {file.parent.parent for file in group.task_files} == {first, tree.root}
+        (folder,) = {file.parent for file in group.task_files if file.is_relative_to(first)}
+        group.limit_memory(64)
+        assert (folder / "memory.limit_in_bytes").read_text() == "64"
+        group.task_files[0].touch()
+        (folder / "cgroup.procs").touch()
+
+
+def test_groups_of_benchmarks_that_were_killed_are_removed(tree: _Tree) -> None:
+    user = _session(tree)
+    stale, alive = (user / f"infinity_bench_{pid}_old" for pid in (2**22 + 1, os.getpid()))
+    for folder in (stale, alive):
+        folder.mkdir()
+    Cgroup("case", ("memory",)).close()
+    assert stale in tree.removed and alive not in tree.removed
+
+
+def test_a_memory_group_by_its_directory(tree: _Tree) -> None:
+    """As a process uses it that was told which group it is in."""
+    user = _session(tree)
+    memory = MemoryGroup(user / "session.scope")
+    memory.limit(12)
+    assert (user / "session.scope" / "memory.max").read_text() == "12"
+    memory.close()
