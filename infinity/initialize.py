@@ -86,7 +86,7 @@ def initialize(
         mesh_param: the same as a ``DeviceMesh`` of all processes, whose dimensions are named dp, tp and pp. Not needed where
             the model's own DTensors have their parts on all processes, which get the same data then.
         collate_fn: for the loader.
-        config: path of a JSON file, a dict, or what `load_config` gave.
+        config: path of a JSON file, the name of a ready config ("zero3_nvme"), a dict, or what `load_config` gave.
         config_params: the same under DeepSpeed's older name.
         device: compute device. None: the model's if it is on a GPU, else the current GPU if there is one (of several processes,
             each takes the one of its number on the machine, unless the script has chosen another), else the CPU.

@@ -2,7 +2,7 @@
 
 `load_config` is all that is needed; what it returns holds plain numbers, paths and small frozen sections.
 
-    config = load_config("configs/zero3_nvme.json", overrides={"infinity.host_memory_budget": "2GB"})
+    config = load_config("zero3_nvme", overrides={"infinity.host_memory_budget": "2GB"})
     print(config.describe())
 """
 

@@ -34,8 +34,8 @@ def load_config(
     """Read, validate and decide a config.
 
     Args:
-        source: path of a JSON file, the JSON itself (a text that begins with `{`), a dict, or a finished config, which
-            is returned as it is.
+        source: path of a JSON file, the name of a ready config ("zero3_nvme"), the JSON itself (a text that begins with
+            `{`), a dict, or a finished config, which is returned as it is.
         world_size: number of processes that train together; None: of ``torch.distributed``, or as their launcher says.
         overrides: values that replace those of `source`, by dotted key, e.g. `{"aio.block_size": "4MiB"}`; None removes
             a key.

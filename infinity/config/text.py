@@ -17,6 +17,7 @@ from infinity.errors import ConfigSyntaxError
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
+_READY = Path(__file__).with_name("ready")
 _CURE = "Comments and trailing commas are allowed; keys and texts need double quotes, and yes and no are true and false"
 
 
@@ -28,13 +29,21 @@ class _Object(dict[str, Any]):
         self.duplicates = [key for key, num in Counter(key for key, _ in pairs).items() if num > 1]
 
 
+def ready_names() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(path.stem for path in _READY.glob("*.json"))
+
+
 def read_file(path: Path) -> dict[str, Any]:
-    """Content of a config file."""
+    """Content of a config file, or of a ready config by its name (`ready_names`). An existing file comes first."""
+    if not path.exists() and str(path) in ready_names():
+        path = _READY / f"{path}.json"
     try:
         # utf-8-sig: editors on Windows put a byte order mark in front.
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        cure = "Give the path of an existing JSON file, or the config itself as a dict"
+        ready = ", ".join(ready_names())
+        cure = f"Give the path of an existing JSON file, a ready config ({ready}), or the config itself as a dict"
         raise ConfigSyntaxError(f"config file '{path}'", "it does not exist", cure=cure) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigSyntaxError(f"config file '{path}'", str(error), cure="Give a readable JSON file") from error

@@ -70,7 +70,7 @@ class Init:
         Args:
             module: one that exists already: its parameters go to the drives now.
             remote_device: None or "nvme": where the config says. "cpu" or "none": in memory.
-            config: path of a JSON file, a dict, or what `load_config` gave.
+            config: path of a JSON file, the name of a ready config ("zero3_nvme"), a dict, or what `load_config` gave.
             config_dict_or_path: the same, under DeepSpeed's other name.
             enabled: False: nothing is different in the ``with`` block.
             dtype: torch's default dtype inside the block. None: it stays what it is, so that weights get the bits that they

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -18,17 +18,7 @@ from infinity import __version__
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("infinity", "swapper")
-_SMOKE = """
-import torch, infinity
-offload = {"device": "nvme", "nvme_path": "."}
-config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-          "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload}}
-engine, *_ = infinity.initialize(model=torch.nn.Linear(8, 8), config=config)
-with engine:
-    engine.backward(engine(torch.ones(2, 8)).square().mean())
-    engine.step()
-print(infinity.__file__)
-"""
+_NOT_COPIED = (".*", "__pycache__", "*.pyc", "*.egg-info", "build", "dist", "node_modules")
 
 
 def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
@@ -49,42 +39,53 @@ def _run(*command: str | Path, cwd: Path, **environment: str) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a wheel and an sdist, and a copy of the tree that they were made of."""
     folder = tmp_path_factory.mktemp("built")
-    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-    for name in _PACKAGES:
-        shutil.copytree(_ROOT / name, folder / "tree" / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(_ROOT / name, folder / "tree")
+    shutil.copytree(_ROOT, folder / "tree", symlinks=True, ignore=shutil.ignore_patterns(*_NOT_COPIED))
     build = "from setuptools import build_meta as b; b.build_sdist('..'); b.build_wheel('..')"
     _run(sys.executable, "-c", build, cwd=folder / "tree")
     return folder
 
 
-def _sources(tree: Path) -> set[str]:
-    kinds = (".py", ".typed", "METADATA")
-    found = (path for name in _PACKAGES for path in (tree / name).rglob("*") if path.name.endswith(kinds))
-    return {str(path.relative_to(tree)) for path in found}
+def _files(*patterns: str) -> set[str]:
+    return {str(path.relative_to(_ROOT)) for pattern in patterns for path in _ROOT.glob(pattern) if path.is_file()}
 
 
-def test_both_hold_every_module(built: Path) -> None:
-    expected = _sources(_ROOT)
+def test_both_hold_every_file(built: Path) -> None:
+    data = ("infinity/**/METADATA", "infinity/config/ready/*.json", "infinity/reporting/*.j2", "*/py.typed")
+    expected = _files(*(f"{name}/**/*.py" for name in _PACKAGES), *data)
     (wheel,) = built.glob("*.whl")
-    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert expected <= held
+    assert {name.split("/")[0] for name in held} == {*_PACKAGES, f"infinity_offload-{__version__}.dist-info"}
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        assert expected <= {name.partition("/")[2] for name in archive.getnames()}
-    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == __version__ and __version__ in wheel.name and __version__ in sdist.name
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert expected | _files("*.md", "*.toml", "constraints.txt", "configs/*", "tests/**/*.py", "tools/*") <= held
+    assert __version__ in wheel.name and __version__ in sdist.name
 
 
-def test_the_wheel_works_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
+def test_the_wheel_runs_the_code_of_the_readme_in_an_empty_directory(built: Path, tmp_path: Path) -> None:
     """Its dependencies are this environment's, by a path: nothing is downloaded."""
-    _run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
-    python = tmp_path / "env" / "bin" / "python"
+    environment, empty = tmp_path / "env", tmp_path / "empty"
+    empty.mkdir()
+    _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    python = environment / "bin" / "python"
     (wheel,) = built.glob("*.whl")
     _run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel, cwd=tmp_path)
-    site = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
+    site = next((environment / "lib").glob("python*")) / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    place = _run(python, "-c", _SMOKE, cwd=tmp_path).strip()
+    (code,) = re.findall(r"^```python\n(.*?)^```", (_ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    place = _run(python, "-c", f"{code}\nprint(infinity.__file__)", cwd=empty).strip()
     assert Path(place).is_relative_to(site)
-    program = tmp_path / "env" / "bin" / "infinity"
-    assert __version__ in _run(program, "--version", cwd=tmp_path)
+    assert ".safetensors" in {path.suffix for path in (empty / "out").iterdir()}
+    program = environment / "bin" / "infinity"
+    assert __version__ in _run(program, "--version", cwd=empty)
+
+
+def test_the_sdist_can_be_tested(built: Path, tmp_path: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    test = "tests/unit/config/test_ready_configs.py"
+    said = _run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test, cwd=folder)
+    assert " passed" in said

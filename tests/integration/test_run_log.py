@@ -74,7 +74,7 @@ def test_the_log_holds_what_the_engine_says(tmp_path: Path) -> None:
     assert (first.num_samples, first.num_tokens) == (2, 24), "samples are the config's, tokens those that were seen"
     assert last.lr == (0.5,) and 0 < run.steps[-2].lr[0] < 0.01
     assert first.host_peak_bytes >= first.host_bytes > 1 << 20
-    assert all(0 < step.buffers_peak_bytes <= plan.host_budget_bytes for step in run.steps)
+    assert all(0 < step.buffers_peak_bytes <= engine.plan.host_budget_bytes for step in run.steps)
     phases = last.forward_seconds + last.backward_seconds + last.update_seconds
     assert last.compute_busy_seconds == pytest.approx(phases) and min(last.forward_seconds, last.backward_seconds) > 0
 

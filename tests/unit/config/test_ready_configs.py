@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import infinity.config
 from infinity.config import load_config
+from infinity.config.text import ready_names
+from infinity.errors import ConfigSyntaxError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.json"))
@@ -22,6 +25,26 @@ def test_the_four_are_there() -> None:
         "small_ram.json",
         "zero3_nvme.json",
     ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_comes_with_the_package_by_its_name(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(path.stem) == load_config(Path(path.stem)) == load_config(path)
+    Path(path.stem).write_text(json.dumps({"train_batch_size": 7}))
+    assert load_config(path.stem).train_batch_size == 7, "an existing file comes first"
+
+
+def test_another_name_is_told_those_that_are_ready() -> None:
+    with pytest.raises(ConfigSyntaxError, match=r"cpu_offload, nvme_optimizer, small_ram, zero3_nvme"):
+        load_config("zero3")
+
+
+def test_every_one_of_the_package_is_in_the_folder() -> None:
+    """In the repository the folder holds links to them; a source distribution has copies."""
+    assert [path.stem for path in FILES] == ready_names()
+    package = Path(infinity.config.__file__).parent
+    assert all(path.read_bytes() == (package / "ready" / path.name).read_bytes() for path in FILES)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
