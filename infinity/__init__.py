@@ -10,51 +10,96 @@ The config is DeepSpeed's; what it has no key for stands in a block ``"infinity"
 """
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from infinity import interrupted_start as interrupted_start  # the first: what follows takes seconds
-
-# isort: split
-from infinity import checkpointing, comm, deepspeed_modules, zero
-from infinity.accelerator import get_accelerator
-from infinity.checkpoint.full_tensors import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-)
-from infinity.config import InfinityConfig, load_config
-from infinity.config.arguments import add_config_arguments
-from infinity.distributed.process_groups import init_distributed
-from infinity.engine.engine import Engine
+from infinity.deepspeed_path import PATH
 from infinity.errors import InfinityError
-from infinity.initialize import engine_of, initialize
-from infinity.loading.init import Init
-from infinity.loading.load_pretrained import load_pretrained
-from infinity.optim import lr_schedules as schedules
-from infinity.paging.gathered_parameters import GatheredParameters
-from infinity.planning.memory_needs import (
-    estimate_zero2_model_states_mem_needs_all_cold,
-    estimate_zero2_model_states_mem_needs_all_live,
-    estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live,
-)
-from infinity.planning.plan import Plan
-from infinity.profiling.flops_profiler import get_model_profile
-from infinity.telemetry import StepReport
 from infinity.version import __version__
+from swapper.lazy_names import lazy_names
 
-DeepSpeedEngine = Engine
-"""For scripts with ``import infinity as deepspeed``."""
+if sys.platform != "linux":
+    raise ImportError(
+        f"infinity needs Linux, and this is {sys.platform}. Use a Linux machine, a container, or WSL 2 on Windows"
+    )
 
-deepspeed_modules.install(sys.modules[__name__])
+if TYPE_CHECKING:
+    from infinity import checkpointing, comm, zero
+    from infinity.accelerator import get_accelerator
+    from infinity.checkpoint.full_tensors import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+    )
+    from infinity.config import InfinityConfig, load_config
+    from infinity.config.arguments import add_config_arguments
+    from infinity.distributed.process_groups import init_distributed
+    from infinity.engine.engine import Engine
+    from infinity.entry import engine_of, initialize
+    from infinity.loading.init import Init
+    from infinity.loading.load_pretrained import load_pretrained
+    from infinity.optim import lr_schedules as schedules
+    from infinity.paging.gathered_parameters import GatheredParameters
+    from infinity.planning.memory_needs import (
+        estimate_zero2_model_states_mem_needs_all_cold,
+        estimate_zero2_model_states_mem_needs_all_live,
+        estimate_zero3_model_states_mem_needs_all_cold,
+        estimate_zero3_model_states_mem_needs_all_live,
+    )
+    from infinity.planning.plan import Plan
+    from infinity.profiling.flops_profiler import get_model_profile
+    from infinity.telemetry import StepReport
+
+    DeepSpeedEngine = Engine
+    """For scripts with ``import infinity as deepspeed``."""
+
+__path__.append(PATH)  # for modules by DeepSpeed's names
+_lazy_name, __dir__ = lazy_names(
+    __name__,
+    {
+        "DeepSpeedEngine": "infinity.engine.engine:Engine",
+        "Engine": "infinity.engine.engine",
+        "GatheredParameters": "infinity.paging.gathered_parameters",
+        "InfinityConfig": "infinity.config",
+        "Init": "infinity.loading.init",
+        "Plan": "infinity.planning.plan",
+        "StepReport": "infinity.telemetry",
+        "add_config_arguments": "infinity.config.arguments",
+        "engine_of": "infinity.entry",
+        "estimate_zero2_model_states_mem_needs_all_cold": "infinity.planning.memory_needs",
+        "estimate_zero2_model_states_mem_needs_all_live": "infinity.planning.memory_needs",
+        "estimate_zero3_model_states_mem_needs_all_cold": "infinity.planning.memory_needs",
+        "estimate_zero3_model_states_mem_needs_all_live": "infinity.planning.memory_needs",
+        "get_accelerator": "infinity.accelerator",
+        "get_model_profile": "infinity.profiling.flops_profiler",
+        "init_distributed": "infinity.distributed.process_groups",
+        "initialize": "infinity.entry",
+        "load_config": "infinity.config",
+        "load_pretrained": "infinity.loading.load_pretrained",
+        "safe_get_full_fp32_param": "infinity.checkpoint.full_tensors",
+        "safe_get_full_grad": "infinity.checkpoint.full_tensors",
+        "safe_get_full_optimizer_state": "infinity.checkpoint.full_tensors",
+        "safe_set_full_fp32_param": "infinity.checkpoint.full_tensors",
+        "safe_set_full_grad": "infinity.checkpoint.full_tensors",
+        "safe_set_full_optimizer_state": "infinity.checkpoint.full_tensors",
+        "schedules": "infinity.optim.lr_schedules:",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
-    cure = "" if name.startswith("_") else f". {deepspeed_modules.why_absent(name)}"
-    raise AttributeError(f"module 'infinity' has no attribute '{name}'{cure}")
+    try:
+        return _lazy_name(name)
+    except AttributeError:
+        if name.startswith("_"):
+            raise
+    from infinity import deepspeed_modules  # the import adds DeepSpeed's names to this module
+
+    if name in globals():
+        return globals()[name]
+    raise AttributeError(f"module 'infinity' has no attribute '{name}'. {deepspeed_modules.why_absent(name)}")
 
 
 __all__ = [

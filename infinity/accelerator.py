@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infinity.deepspeed_path import PATH, explained
 from infinity.device.host_memory import free_bytes, memory_limits
 
 _TENSORS = {
@@ -221,3 +222,8 @@ def get_accelerator() -> Accelerator:
     if not _accelerators:
         _accelerators.append(Accelerator())
     return _accelerators[0]
+
+
+__path__ = [PATH]  # for `infinity.accelerator.real_accelerator`
+if not TYPE_CHECKING:
+    __getattr__ = explained(__name__)

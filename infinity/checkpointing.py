@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
@@ -21,6 +21,7 @@ from infinity.config import load_config
 from infinity.config.reading import tidy, validate
 from infinity.config.schema.block import Findings
 from infinity.config.schema.blocks import ActivationCheckpointingBlock
+from infinity.deepspeed_path import explained
 from infinity.distributed.meshes import tensor_rank
 from infinity.errors import ConfigError
 
@@ -289,3 +290,7 @@ def set_num_layers(nlayers: int) -> None:
 
 def reset() -> None:
     """Without effect: there are no buffers between forward and backward but autograd's own."""
+
+
+if not TYPE_CHECKING:
+    __getattr__ = explained(__name__)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, MutableSequence, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from infinity.deepspeed_path import PATH, explained
 from infinity.distributed.process_groups import (
     P2POp,
     ReduceOp,
@@ -357,3 +358,7 @@ __all__ = [
     "scatter",
     "send",
 ]
+
+__path__ = [PATH]  # for `infinity.comm.comm`
+if not TYPE_CHECKING:
+    __getattr__ = explained(__name__)

@@ -1,19 +1,19 @@
 """The names under which scripts import DeepSpeed's parts: ``from infinity.utils import logger`` and the like.
 
-None of them is a file: each module is made of a line of the table below, when `infinity` is imported, and again for
-`deepspeed`, where that is us (`infinity.as_deepspeed`). What is not in the table is an error that says what there is
-instead.
+None of them is a file. Each line of the table below becomes a module: of `infinity` when a script first uses one of these
+names (see `infinity.deepspeed_path`), and of `deepspeed` when `infinity.as_deepspeed` stands in for it. A name that is not in
+the table raises an error that says what there is instead.
 """
 
 from __future__ import annotations
 
-import functools
+import importlib
 import sys
-from collections.abc import Sequence
 from enum import Enum, IntEnum
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from infinity.compat.configs import DeepSpeedConfig
 from infinity.compat.deepspeed_api import REFUSED
 from infinity.compat.timers import Timers
 from infinity.config.schema.vocabulary import nearest
+from infinity.deepspeed_path import PATH, explained
 from infinity.engine.engine import Engine
 from infinity.errors import ConfigError
 from infinity.loop.loader import RepeatingLoader
@@ -213,52 +214,53 @@ def why_absent(name: str) -> str:
 class _Part(ModuleType):
     """One of the modules below a package."""
 
-    def __getattr__(self, name: str) -> Any:
-        _refuse(self, name)
+    def __init__(self, name: str, content: dict[str, Any]) -> None:
+        super().__init__(name, "One of DeepSpeed's modules, as far as scripts need it.")
+        vars(self).update(content, __getattr__=explained(name), __path__=[PATH])
+        self.__spec__ = ModuleSpec(name, _Made(), is_package=True)
 
 
-def _refuse(module: ModuleType, name: str) -> NoReturn:
-    whole = module.__name__.partition(".")[2]
-    raise AttributeError(
-        f"module '{module.__name__}' has no attribute '{name}'. {why_absent(f'{whole}.{name}')}", name=name, obj=module
-    )
+class _Made(Loader):
+    """The loader of a module that exists already."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to do."""
 
 
-class _Explaining:
-    """Asked last by ``import``: nobody else has found the module, or the name that is imported from one."""
+def spec_of(name: str) -> ModuleSpec | None:
+    """How to load a module of the table; None if nobody knows the name.
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        package, _, rest = name.partition(".")
-        above, _, last = rest.rpartition(".")
-        if not last or last.startswith("__"):
-            return
-        # Without a name in it where a name of a module is imported: else Python would say something of its own in its place.
-        if package == "infinity" and above in _MODULES:
-            raise ModuleNotFoundError(f"there is no infinity.{rest}. {why_absent(rest)}")
-        if package == "infinity" and rest.partition(".")[0] in REFUSED:
-            raise ModuleNotFoundError(f"infinity has no module '{rest}'. {why_absent(rest)}", name=name)
-        if package == "deepspeed":
-            raise ModuleNotFoundError(f"there is no {name} here: deepspeed is infinity. {why_absent(rest)}")
+    Raises:
+        ModuleNotFoundError: DeepSpeed has it, or something like it; says what there is instead.
+    """
+    if name in sys.modules:
+        return ModuleSpec(name, _Made(), is_package=True)
+    package, _, rest = name.partition(".")
+    # Without `name=` where a name is imported from a module: otherwise Python replaces the message by its own.
+    if package == "deepspeed":
+        raise ModuleNotFoundError(f"there is no {name} here: deepspeed is infinity. {why_absent(rest)}")
+    if rest.rpartition(".")[0] in _MODULES:
+        raise ModuleNotFoundError(f"there is no {name}. {why_absent(rest)}")
+    if rest.partition(".")[0] in REFUSED:
+        raise ModuleNotFoundError(f"infinity has no module '{rest}'. {why_absent(rest)}", name=name)
+    return None
 
 
 def install(package: ModuleType) -> None:
-    """Make the modules of the table parts of ``package``, where it has no files for them."""
+    """Make the modules of the table parts of ``package``, if it has no files for them."""
     for name, value in _OF_THE_PACKAGE.items():
-        if not hasattr(package, name):
-            setattr(package, name, value)
-    for name, content in _MODULES.items():
-        there = sys.modules.get(f"{package.__name__}.{name}")
-        if there is not None:
-            vars(there).setdefault("__getattr__", functools.partial(_refuse, there))
-            continue
-        made = _Part(f"{package.__name__}.{name}", f"DeepSpeed's module {name}, as far as scripts need it.")
-        made.__dict__.update(content)
-        made.__spec__ = ModuleSpec(made.__name__, None)
-        made.__path__ = []  # a module may have others below it
-        sys.modules[made.__name__] = made
-        above, _, last = made.__name__.rpartition(".")
-        if last not in vars(sys.modules[above]):  # a function may have the name of its module
-            setattr(sys.modules[above], last, made)
-    if _Explaining not in sys.meta_path:
-        sys.meta_path.append(_Explaining)
+        vars(package).setdefault(name, value)
+    if PATH not in package.__path__:
+        package.__path__.append(PATH)
+    names = {f"{package.__name__}.{name}": content for name, content in _MODULES.items()}
+    made = {name: _Part(name, content) for name, content in names.items() if name not in sys.modules}
+    for name, part in made.items():
+        above, _, last = name.rpartition(".")
+        vars(made.get(above) or sys.modules[above]).setdefault(last, part)  # a function may have that name
+    sys.modules.update(made)  # last: another thread finds them complete
+
+
+install(importlib.import_module("infinity"))

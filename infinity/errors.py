@@ -572,8 +572,8 @@ class EngineClosedError(InfinityError, RuntimeError):
                 "model and optimizer to accelerator.prepare again; without a library, to infinity.initialize"
             )
         super().__init__(
-            f"{call}: the interpreter ends, and the engine has ended before. Call atexit.register after `import infinity`, "
-            "and what it registers comes first; or save at the end of the script"
+            f"{call}: the interpreter ends, and the engine has ended before. Call atexit.register after "
+            "infinity.initialize, and what it registers comes first; or save at the end of the script"
             if is_exit
             else f"{call}: the engine is closed. {told}; weights that were neither saved nor "
             "given back by engine.close(restore_weights=True) went with it"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infinity.compat.leaf_modules import set_z3_leaf_modules
+from infinity.deepspeed_path import PATH, explained
 from infinity.loading.init import Init
 from infinity.paging.gathered_parameters import GatheredParameters
 from infinity.tiling import TiledLinear, TiledLinearReturnBias
@@ -52,3 +53,7 @@ __all__ = [
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
+
+__path__ = [PATH]  # for `infinity.zero.partition_parameters`
+if not TYPE_CHECKING:
+    __getattr__ = explained(__name__)

@@ -37,8 +37,8 @@ Nothing is left in the directory, whatever ends the process:
     >>> os.rmdir(directory)
 """
 
-from swapper.backend import Direction, IOBackend
-from swapper.config import ALIGNMENT, Priority, SwapperConfig
+from typing import TYPE_CHECKING
+
 from swapper.errors import (
     ArenaClosedError,
     ArenaError,
@@ -72,22 +72,61 @@ from swapper.errors import (
     VolumeTooSmallError,
     WrongDataError,
 )
-from swapper.extents.extent import Extent, NameOf
-from swapper.memory.device_bytes import DeviceBytes
-from swapper.memory.held import hang_of, is_held
-from swapper.memory.region import AlignedRegion
-from swapper.memory.staging import ArenaStatistics, Page, StagingArena
-from swapper.meters.busy import BusySeconds, BusyTimes
-from swapper.meters.observer import TransferRecord
-from swapper.scheduling.handle import Handle
-from swapper.scheduling.statistics import Statistics
-from swapper.swapper import Swapper
-from swapper.sync.bell import Bell, Latch
-from swapper.versioned import Versions
-from swapper.volumes.directory import Directory
-from swapper.volumes.file_system import Drive, describe_drive
-from swapper.volumes.run_directory import RunDirectory
-from swapper.volumes.volume import Volume
+from swapper.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from swapper.backend import Direction, IOBackend
+    from swapper.config import ALIGNMENT, Priority, SwapperConfig
+    from swapper.extents.extent import Extent, NameOf
+    from swapper.memory.device_bytes import DeviceBytes
+    from swapper.memory.held import hang_of, is_held
+    from swapper.memory.region import AlignedRegion
+    from swapper.memory.staging import ArenaStatistics, Page, StagingArena
+    from swapper.meters.busy import BusySeconds, BusyTimes
+    from swapper.meters.observer import TransferRecord
+    from swapper.scheduling.handle import Handle
+    from swapper.scheduling.statistics import Statistics
+    from swapper.swapper import Swapper
+    from swapper.sync.bell import Bell, Latch
+    from swapper.versioned import Versions
+    from swapper.volumes.directory import Directory
+    from swapper.volumes.file_system import Drive, describe_drive
+    from swapper.volumes.run_directory import RunDirectory
+    from swapper.volumes.volume import Volume
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "ALIGNMENT": "swapper.config",
+            "AlignedRegion": "swapper.memory.region",
+            "ArenaStatistics": "swapper.memory.staging",
+            "Bell": "swapper.sync.bell",
+            "BusySeconds": "swapper.meters.busy",
+            "BusyTimes": "swapper.meters.busy",
+            "DeviceBytes": "swapper.memory.device_bytes",
+            "Direction": "swapper.backend",
+            "Directory": "swapper.volumes.directory",
+            "Drive": "swapper.volumes.file_system",
+            "Extent": "swapper.extents.extent",
+            "Handle": "swapper.scheduling.handle",
+            "IOBackend": "swapper.backend",
+            "Latch": "swapper.sync.bell",
+            "NameOf": "swapper.extents.extent",
+            "Page": "swapper.memory.staging",
+            "Priority": "swapper.config",
+            "RunDirectory": "swapper.volumes.run_directory",
+            "StagingArena": "swapper.memory.staging",
+            "Statistics": "swapper.scheduling.statistics",
+            "Swapper": "swapper.swapper",
+            "SwapperConfig": "swapper.config",
+            "TransferRecord": "swapper.meters.observer",
+            "Versions": "swapper.versioned",
+            "Volume": "swapper.volumes.volume",
+            "describe_drive": "swapper.volumes.file_system",
+            "hang_of": "swapper.memory.held",
+            "is_held": "swapper.memory.held",
+        },
+    )
 
 __all__ = [
     "ALIGNMENT",

@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 
 from infinity.device.compute import gradient_norm
-from infinity.initialize import initialize
+from infinity.entry import initialize
 
 _MOVED_BYTES = 28
 """Per parameter: weight, remainder and two moments are read and written, an fp32 gradient is read."""

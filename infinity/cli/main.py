@@ -7,7 +7,6 @@ function in a file of this folder, and a line in `COMMANDS`.
 from __future__ import annotations
 
 import errno
-import gc
 import importlib
 import io
 import os
@@ -18,7 +17,6 @@ from typing import NamedTuple
 import click
 from click.shell_completion import shell_complete
 
-from infinity import interrupted_start
 from infinity.cli.output import display, first_line
 from infinity.errors import InfinityError
 from infinity.version import __version__
@@ -109,9 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _let_streams_take_all()
     if instruction := os.environ.get(COMPLETE):
         return shell_complete(commands, {}, PROGRAM, COMPLETE, instruction)
-    if arguments is None:
-        interrupted_start.over()
-        gc.freeze()  # what is imported by now stays: each collection would go through all of it, a third of a short command
     try:
         with commands.make_context(PROGRAM, list(sys.argv[1:] if arguments is None else arguments)) as context:
             status = commands.invoke(context)

@@ -7,9 +7,10 @@ Where weights are divided, other ranks may still fetch from this one (an export 
 ranks build another engine, or end.
 
 [Note: order at exit]
-Hooks of ``atexit`` run last in, first out. That of this module is there from the import on: a save that a script registers
-afterwards finds its engine open, whether it was made before or later. It comes before the swapper's own, which end the
-threads that an update writes with, and before the one that destroys process groups: those modules were imported earlier.
+Hooks of ``atexit`` run last in, first out. This module registers its hook when it is imported, which is when a script first
+uses `infinity.initialize`. A save that a script registers later finds its engine open. The hook runs before the swapper's own,
+which end the threads that an update writes with, and before the one that destroys process groups: those modules were imported
+earlier.
 """
 
 from __future__ import annotations

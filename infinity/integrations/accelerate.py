@@ -26,8 +26,8 @@ from infinity.activations.refusal import LastingRefusal
 from infinity.config import ConfigSource
 from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
+from infinity.entry import initialize
 from infinity.errors import ConfigError, UnsupportedModelError
-from infinity.initialize import initialize
 from infinity.integrations.engine_files import (
     checkpoint_in,
     config_of,

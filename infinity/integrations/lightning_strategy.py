@@ -23,8 +23,8 @@ from infinity.distributed.agreement import on_first
 from infinity.distributed.process_groups import num_processes
 from infinity.distributed.world import world
 from infinity.engine.engine import Engine
+from infinity.entry import initialize
 from infinity.errors import CheckpointError, ConfigError, StepError, UnsupportedModelError
-from infinity.initialize import initialize
 from infinity.integrations.engine_files import (
     checkpoint_in,
     has_gone_on,

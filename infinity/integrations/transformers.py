@@ -28,8 +28,8 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from infinity.config import ConfigSource, load_config
 from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
+from infinity.entry import initialize
 from infinity.errors import ConfigError
-from infinity.initialize import initialize
 from infinity.integrations.accelerate import EngineOptimizer, InfinityAccelerator
 from infinity.integrations.engine_files import (
     checkpoint_in,

@@ -2,3 +2,7 @@
 
 Knows torch's modules; must not know paging: what it costs is in the times.
 """
+
+from infinity.deepspeed_path import PATH
+
+__path__.append(PATH)  # for an error that explains what DeepSpeed has there

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from infinity.deepspeed_path import PATH
 from infinity.errors import StepOrderError
 from infinity.profiling.numbers_as_text import (
     bytes_to_string,
@@ -366,3 +367,5 @@ NAMES = {
 """What DeepSpeed's module of this name has."""
 
 __all__ = ["NAMES", *NAMES]
+
+__path__ = [PATH]  # for `infinity.profiling.flops_profiler.profiler`

@@ -66,8 +66,7 @@ class _Model(nn.Module):
 def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the model computes: in host memory, or on what takes copies as late as a busy GPU may."""
     if request.param == "device":
-        # The function of the same name hides the module in the package's namespace.
-        module = importlib.import_module("infinity.initialize")
+        module = importlib.import_module("infinity.entry")
         monkeypatch.setattr(module, "device_for", lambda torch_device: LazyDevice())
     return str(request.param)
 

@@ -140,7 +140,7 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
 def test_all_roll_back(num: int, near: int, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps and commits its share of the weights alone, or that of its place in groups of ``near``."""
     if memory == "device":
-        monkeypatch.setattr(importlib.import_module("infinity.initialize"), "device_for", lambda _: LazyDevice())
+        monkeypatch.setattr(importlib.import_module("infinity.entry"), "device_for", lambda _: LazyDevice())
 
     def train(rank: int) -> None:
         config = _config(tmp_path, keep_last=3)

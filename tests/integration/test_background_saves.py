@@ -271,7 +271,7 @@ if sys.argv[1] == "too early":
         except Exception as error:
             print(type(error).__name__, error)
     atexit.register(save_too_early)
-import infinity
+from infinity import initialize
 from tests.exactness.lockstep import everything_on_nvme
 from tests.integration.test_checkpoints import Model, steps_of
 
@@ -279,7 +279,7 @@ if __name__ == "__main__":
     Path("drive").mkdir()
     if sys.argv[1] == "before":
         atexit.register(lambda: engine.save_checkpoint("saved"))
-    engine, *_ = infinity.initialize(model=Model(), config=everything_on_nvme(Path("drive").absolute()))
+    engine, *_ = initialize(model=Model(), config=everything_on_nvme(Path("drive").absolute()))
     steps_of(engine, 0)
     if sys.argv[1] == "afterwards":
         atexit.register(lambda: engine.save_checkpoint("saved"))

@@ -32,8 +32,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, make: Callable[[], SeparateHostDevice]) -> None:
-    # The function of the same name hides the module in the package's namespace.
-    module = importlib.import_module("infinity.initialize")
+    module = importlib.import_module("infinity.entry")
     monkeypatch.setattr(module, "device_for", lambda torch_device: make())
 
 

@@ -193,7 +193,7 @@ def _require_one_row(base: Path) -> None:
 
 
 def test_copies_have_their_row_where_there_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("infinity.initialize")
+    module = importlib.import_module("infinity.entry")
     monkeypatch.setattr(module, "device_for", lambda torch_device: SeparateHostDevice(torch_device))
     _attempted(_require_copies, tmp_path)
 

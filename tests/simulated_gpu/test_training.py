@@ -87,8 +87,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
         open_storage(self, *args, **kwargs)
         gpu.watch(self.pool)
 
-    # The function of the same name hides the module in the package's namespace.
-    module = importlib.import_module("infinity.initialize")
+    module = importlib.import_module("infinity.entry")
     monkeypatch.setattr(module, "device_for", lambda torch_device: gpu)
     give_least_device_memory(monkeypatch)
     monkeypatch.setattr(EngineResources, "__init__", opened)

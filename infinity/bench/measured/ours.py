@@ -32,7 +32,7 @@ class Ours(Program):
     """Drives the engine one optimizer step at a time."""
 
     def __init__(self, workload: Workload, settings: dict[str, Any]) -> None:
-        from infinity.initialize import initialize
+        from infinity.entry import initialize
         from infinity.loading.init import Init
 
         self._workload = workload

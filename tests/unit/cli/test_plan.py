@@ -370,9 +370,9 @@ def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:
 
 def test_a_plan_imports_neither_the_compiler_nor_what_it_brings(tmp_path: Path) -> None:
     code = (
-        "import gc, sys, torch; from infinity.cli.main import main; main(); "
+        "import sys, torch; from infinity.cli.main import main; main(); "
         "print([name for name in ('torch._dynamo', 'sympy', 'numba', 'transformers') if name in sys.modules]); "
-        "print(hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, '__dynamo_disable'), gc.get_freeze_count() > 0)"
+        "print(hasattr(torch.optim.Optimizer.add_param_group.__wrapped__, '__dynamo_disable'))"
     )
     arguments = [
         "plan",
@@ -387,7 +387,7 @@ def test_a_plan_imports_neither_the_compiler_nor_what_it_brings(tmp_path: Path) 
         "1TB",
     ]
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines()[-2:] == ["[]", "False True"]
+    assert result.stdout.splitlines()[-2:] == ["[]", "False"]
 
 
 @pytest.mark.deep

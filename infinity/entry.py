@@ -1,4 +1,7 @@
-"""`initialize`: checks everything, then has the model taken over."""
+"""`infinity.initialize`: checks everything, then has the model taken over.
+
+The file has another name than the function: importing it would otherwise replace the function in the package.
+"""
 
 from __future__ import annotations
 
