@@ -9,21 +9,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from infinity.bench import program
-from infinity.bench.case import peers
 from infinity.bench.cgroup import why_unavailable
-from infinity.bench.machine import describe_machine
 from infinity.bench.measured.models import MODEL_SIZES, Workload
-from infinity.bench.participant import ParticipantSpec
-from infinity.bench.program import Asked
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.output import STDOUT, PathType, check_output, check_picture, json_or_file_option, write_json
-from infinity.config.schema.quantities import parse_bytes
-from infinity.console import Console
+
+if TYPE_CHECKING:
+    from infinity.bench.participant import ParticipantSpec
 
 _RESULTS = "bench_step.json"
 _PICTURES = (".png", ".svg", ".pdf")
@@ -62,6 +58,8 @@ def _speed(text: str) -> int | None:
 
 
 def _size(text: str) -> str:
+    from infinity.config.schema.quantities import parse_bytes
+
     parse_bytes(text)
     return text
 
@@ -177,7 +175,10 @@ def step(json_file: Path | None, **options: Any) -> int:
     afterwards, also after Ctrl-C. The results are written to bench_step.json, if --json names no other file. Exit status 1 if a
     program failed.
     """
-    asked = Asked(**options)
+    from infinity.bench import program
+    from infinity.console import Console
+
+    asked = program.Asked(**options)
     path = json_file or Path(_RESULTS)
     if (problem := program.problem_of(asked)) is not None:
         raise click.UsageError(f"{problem}.")
@@ -209,6 +210,7 @@ def update(workers: tuple[int, ...], parameters: float, turns: int, json_file: P
     machine's copy bandwidth; and the same update by torch's own fused AdamW. Wall-clock figures need an idle machine.
     """
     from infinity.bench.updates import measure_updates
+    from infinity.console import Console
 
     found = measure_updates(workers, parameters, turns)
     if json_file is not None:
@@ -265,7 +267,11 @@ def scale(
     own in a memory control group (needs root, or a delegated group of version 2), which the kernel ends if it needs more. No
     group and no file is left.
     """
+    from infinity.bench import program
     from infinity.bench import scale as scaling
+    from infinity.bench.case import peers
+    from infinity.bench.machine import describe_machine
+    from infinity.console import Console
 
     problem = program.place_problem(nvme_path) or program.peer_problem(peer, peer_python)
     if problem is None and (reason := why_unavailable("memory")) is not None:
@@ -352,7 +358,10 @@ def ranks(
     the first directory, and of one on each of them, each held to --throttle by a control group (needs root): by
     turns, medians. A step is that of a run, which begins with nothing read and ends with all written.
     """
+    from infinity.bench import program
     from infinity.bench import ranks as measuring
+    from infinity.bench.machine import describe_machine
+    from infinity.console import Console
 
     problem = next((found for path in drives or (nvme_path,) if (found := program.place_problem(path))), None)
     if problem is None and drives is not None and (reason := why_unavailable("blkio")) is not None:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
-from infinity.checkpoint.export.checkpoint_export import CheckpointExport
-from infinity.checkpoint.manifest import MANIFEST
-from infinity.checkpoint.saved import WEIGHT, Checkpoint
 from infinity.cli.output import PathType, display, json_option, print_facts, print_json, table
-from infinity.cli.progress import bars
-from infinity.config.schema.quantities import parse_bytes
-from infinity.console import Console
 from infinity.errors import CheckpointError, format_bytes
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from infinity.checkpoint.saved import Checkpoint
+
+_DTYPES = ("float32", "bfloat16", "float16")
 _SOURCE = click.argument("source", metavar="CHECKPOINT", type=PathType())
 _TAG = click.option("--tag", help="Which checkpoint of the directory; the newest by default.")
 
@@ -27,6 +23,8 @@ class _Size(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from infinity.config.schema.quantities import parse_bytes
+
         try:
             return parse_bytes(value)
         except ValueError as error:
@@ -38,6 +36,8 @@ SIZE = _Size()
 
 
 def _opened(source: Path, tag: str | None) -> Checkpoint:
+    from infinity.checkpoint.saved import Checkpoint
+
     if not source.is_dir():
         problem = "it is a file" if source.exists() else "it does not exist"
         raise CheckpointError(source, problem, cure="Give a directory that engine.save_checkpoint has written to")
@@ -104,6 +104,9 @@ def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None
 
 
 def _facts(found: Checkpoint) -> dict[str, Any]:
+    from infinity.checkpoint.manifest import MANIFEST
+    from infinity.checkpoint.saved import WEIGHT
+
     kinds: dict[str, dict[str, int]] = defaultdict(lambda: {"num_tensors": 0, "num_bytes": 0})
     for each in found.tensors:
         name = "buffers" if each.group == "buffers" else "weights" if each.kind == WEIGHT else each.kind
@@ -149,6 +152,10 @@ Examples:
 @json_option
 def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged."""
+    from infinity.checkpoint.manifest import MANIFEST
+    from infinity.checkpoint.saved import Checkpoint
+    from infinity.console import Console
+
     all_of_them = sorted(path.parent for path in source.glob(f"*/{MANIFEST}")) if takes_all else []
     folders = all_of_them or [_opened(source, tag).folder]
     console = Console(stderr=True)
@@ -179,7 +186,7 @@ Examples:
 @_TAG
 @click.option(
     "--dtype",
-    type=click.Choice(list(_DTYPES)),
+    type=click.Choice(_DTYPES),
     help="Of all floating-point parameters, rounded to nearest; by default as they are: fp32 main weights.",
 )
 @click.option(
@@ -203,7 +210,13 @@ def export(
 
     With --config-from, DIR is what transformers' from_pretrained loads. DIR is made if it is missing.
     """
-    wanted = _DTYPES[dtype] if dtype else None
+    import torch
+
+    from infinity.checkpoint.export.checkpoint_export import CheckpointExport
+    from infinity.cli.progress import bars
+    from infinity.console import Console
+
+    wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
     planned = CheckpointExport(_opened(source, tag), directory, dtype=wanted, config_from=config_from)
     with bars(Console(stderr=True)) as progress:
         planned.write(max_shard_size, lambda num_bytes: progress("export", num_bytes, planned.num_bytes))

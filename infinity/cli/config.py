@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
 from infinity.cli.output import PathType, display, json_option, print_json, table
-from infinity.config import InfinityConfig, load_config
-from infinity.config.batch import ACCUMULATION, MICRO, TRAIN
-from infinity.config.reading import tidy
-from infinity.config.schema.block import Findings
-from infinity.config.schema.json_schema import json_schema
-from infinity.config.schema.reference import keys
-from infinity.config.schema.vocabulary import known_keys, nearest
-from infinity.config.text import read_file
 from infinity.errors import ConfigSyntaxError
-from infinity.optim.template import build_template
-from infinity.optim.worker import one_element
-from infinity.torch_internals.modes import without_compiler
+
+if TYPE_CHECKING:
+    from infinity.config import InfinityConfig
 
 _FILE = click.argument("file", type=PathType())
 _WORLD = click.option(
@@ -30,6 +21,8 @@ _WORLD = click.option(
 
 
 def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfig:
+    from infinity.config import load_config
+
     if file.is_dir():
         raise ConfigSyntaxError(f"config file '{file}'", "it is a directory", cure="Give the path of a JSON file in it")
     return load_config(file, world_size=processes, check_storage=check_storage)
@@ -38,6 +31,12 @@ def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfi
 def loaded_for_one(file: Path, overrides: Mapping[str, Any]) -> InfinityConfig:
     """The config as one process has it, its directories unseen. Of all three batch sizes, which are of as many processes as
     will train, the samples of a step are left out."""
+    from infinity.config import load_config
+    from infinity.config.batch import ACCUMULATION, MICRO, TRAIN
+    from infinity.config.reading import tidy
+    from infinity.config.schema.block import Findings
+    from infinity.config.text import read_file
+
     sizes: dict[str, Any] = tidy(read_file(file), Findings())
     counts: list[Any] = [sizes.get(key) for key in (TRAIN, MICRO, ACCUMULATION)]
     if all(isinstance(count, int) and count > 0 for count in counts) and not counts[0] % (counts[1] * counts[2]):
@@ -62,6 +61,12 @@ Examples:
 @json_option
 def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
     """Load a config as infinity.initialize does. Exit status 1 with the first thing that is wrong."""
+    import torch
+
+    from infinity.optim.template import build_template
+    from infinity.optim.worker import one_element
+    from infinity.torch_internals.modes import without_compiler
+
     loaded = _loaded(file, processes, check_storage=not no_storage)
     if loaded.optimizer is not None:
         with without_compiler():
@@ -113,10 +118,15 @@ Then begin a config with  "$schema": "./infinity.schema.json"  and the editor co
 )
 def schema() -> None:
     """Print the JSON schema of a config, for editors."""
+    from infinity.config.schema.json_schema import json_schema
+
     print_json(json_schema())
 
 
 def _show_keys(wanted: str, as_json: bool) -> None:
+    from infinity.config.schema.reference import keys
+    from infinity.config.schema.vocabulary import known_keys, nearest
+
     found = [each for each in keys() if wanted.lower() in each.name.lower()]
     if not found:
         near = nearest(wanted, known_keys())

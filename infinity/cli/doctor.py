@@ -8,10 +8,7 @@ import click
 
 from infinity.cli.config import loaded_for_one
 from infinity.cli.output import PathType, json_option, print_json, table
-from infinity.console import Console
-from infinity.machine.computing import computing_findings
 from infinity.machine.finding import Finding, Verdict
-from infinity.machine.storage import locked_memory, storage_findings
 
 _SIGNS = {
     Verdict.GOOD: ("ok", "green"),
@@ -43,6 +40,10 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
 
     Each line is good (ok), good to know (-), worth a change (!), or prevents a training (X): then the exit status is 1.
     """
+    from infinity.console import Console
+    from infinity.machine.computing import computing_findings
+    from infinity.machine.storage import locked_memory, storage_findings
+
     wanted = list(directories)
     if file is not None:
         wanted += loaded_for_one(file, {}).nvme_paths
@@ -59,6 +60,8 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
 
 
 def _print(findings: list[Finding], *, is_ready: bool) -> None:
+    from infinity.console import Console
+
     shown = table("", "what", "found")
     directory = ""
     for finding in findings:

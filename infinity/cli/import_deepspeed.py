@@ -6,10 +6,7 @@ from pathlib import Path
 
 import click
 
-from infinity.checkpoint.deepspeed.conversion import convert
 from infinity.cli.output import PathType, display, json_option, print_json
-from infinity.cli.progress import bars
-from infinity.console import Console
 from infinity.errors import format_bytes
 
 
@@ -36,6 +33,10 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
     default it stands beside SOURCE, with "-infinity" behind its name. DeepSpeed need not be installed, and no object in
     the source is run. Memory: a few MiB besides the page cache.
     """
+    from infinity.checkpoint.deepspeed.conversion import convert
+    from infinity.cli.progress import bars
+    from infinity.console import Console
+
     if target is None:
         whole = source.absolute()
         target = whole.with_name(f"{whole.name}-infinity")

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
-import torch
 
 from infinity.cli import rank_script
 from infinity.cli.hosts import Hosts, chosen, largest_slot, read_hostfile
@@ -83,6 +82,8 @@ def _hosts(arguments: SimpleNamespace) -> Hosts:
             )
         if (arguments.num_nodes or 1) > 1:
             raise ConfigError(f"--num_nodes {arguments.num_nodes}: there is this host alone. Pass --hostfile")
+        import torch  # here, because `--help` needs it not
+
         choice = _choice(arguments)
         num_slots = arguments.num_gpus or max(torch.cuda.device_count(), 1)
         if choice:  # without a GPU, slots are just processes, of which there can be any number

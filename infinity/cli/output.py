@@ -8,13 +8,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from rich.console import RenderableType
-from rich.table import Table
 
-from infinity.console import Console
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
 
 STDOUT = "-"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -108,6 +108,8 @@ def _finite(value: Any) -> Any:
 
 def table(*columns: str, has_header: bool = True, keeps_first: bool = False) -> Table:
     """An empty table in the style of all others; cells fold, the first column's not with ``keeps_first``."""
+    from rich.table import Table  # here, since `--help` and completion import this file
+
     made = Table(box=None, pad_edge=False, show_header=has_header)
     for place, name in enumerate(columns):
         made.add_column(name, overflow="fold", header_style="bold", no_wrap=keeps_first and not place)
@@ -124,6 +126,8 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
 
 def display(what: RenderableType, *, style: str | None = None, **settings: Any) -> None:
     """Print a table, or a text as it stands: nothing in it is taken for markup. ``settings``: of the `Console`."""
+    from infinity.console import Console
+
     Console(highlight=False, **settings).print(what, style=style, markup=False)
 
 

@@ -7,24 +7,23 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.config import loaded_for_one
 from infinity.cli.output import PathType, check_picture, display, json_option, print_facts, print_json, table
-from infinity.cli.scale import PICTURES, show_scale
-from infinity.config import InfinityConfig
-from infinity.forecast.ladder import MOST_LAYERS, OFFLOADS, Ladder, Outcome
-from infinity.forecast.machine import Machine, glance
-from infinity.forecast.scale import Cluster, Scale
-from infinity.io_profile.machine import measure_flops_per_second
-from infinity.io_profile.model import ModelRefused, read_model
+from infinity.forecast.offloads import OFFLOADS
 from infinity.machine.finding import size
-from infinity.planning.bandwidth_cache import Bandwidth, now
+
+if TYPE_CHECKING:
+    from infinity.config import InfinityConfig
+    from infinity.forecast.ladder import Outcome
+    from infinity.forecast.machine import Machine
 
 _TOKENS = 2048
+_PICTURES = (".png", ".svg")
 
 
 class _Positive(click.FloatRange):
@@ -128,13 +127,21 @@ def plan(
     if scale and largest:
         raise click.UsageError("--largest and --scale are two questions: ask one after the other.")
     if plot is not None:
-        check_picture(plot, "--plot", PICTURES)
+        check_picture(plot, "--plot", _PICTURES)
     if (model is None) == (params is None):
         raise click.UsageError("give a MODEL (config.json or a directory with one) or --params, and not both.")
     if model is not None and not Path(model).exists():
         raise click.UsageError(f"{model}: no such file or directory; names on the hub are not looked up.")
     if params is not None and Path(params).exists():
         raise click.UsageError(f"--params {params}: it is a path. Give it without --params.")
+    from infinity.cli.scale import show_scale
+    from infinity.forecast.ladder import MOST_LAYERS, Ladder
+    from infinity.forecast.machine import Machine, glance
+    from infinity.forecast.scale import Cluster, Scale
+    from infinity.io_profile.machine import measure_flops_per_second
+    from infinity.io_profile.model import ModelRefused, read_model
+    from infinity.planning.bandwidth_cache import Bandwidth, now
+
     try:
         name, shapes = read_model(params or str(model))
     except ModelRefused as error:

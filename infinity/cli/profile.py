@@ -8,11 +8,8 @@ import click
 
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.output import PathType, check_output, json_or_file_option
-from infinity.io_profile import program
-from infinity.io_profile.arguments import CHOICES, ask, count, list_of, positive, seconds, terabytes
+from infinity.io_profile.arguments import CHOICES, EXAMPLE, ask, count, list_of, positive, seconds, terabytes
 from infinity.io_profile.grid import FULL, LEAST_PAIRS, QUICK, size_words
-from infinity.io_profile.model import EXAMPLE
-from infinity.numerics.state_format import StateFormat
 
 
 @click.command(
@@ -46,7 +43,7 @@ Examples:
 )
 @click.option(
     "--state-dtype",
-    type=click.Choice([form.value for form in StateFormat]),
+    type=click.Choice(["fp32", "bf16", "int8"]),
     default="fp32",
     help="infinity.state_dtype for it.",
 )
@@ -63,6 +60,8 @@ def profile(**options: Any) -> int:
     files have no names, so that nothing is left in the directories, whatever ends the program. It writes for about a minute
     as fast as it can, and says how much.
     """
+    from infinity.io_profile import program
+
     if options["png"] is not None:
         check_output(options["png"], "--png")
     return program.run(ask(**options))

@@ -7,8 +7,6 @@ from pathlib import Path
 import click
 
 from infinity.cli.output import PathType, display, json_option, print_json
-from infinity.console import Console
-from infinity.run_log import read_run
 
 _RUN = click.argument("run_dir", metavar="RUN_DIR", type=PathType())
 
@@ -30,6 +28,7 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """
     from infinity.reporting.page import run_report
     from infinity.reporting.verdict import judge
+    from infinity.run_log import read_run
 
     path = run_report(run_dir, out)
     verdict = judge(read_run(run_dir))
@@ -55,6 +54,7 @@ def watch(run_dir: Path, once: bool) -> int:
 
     Exit status 1 if the process of the run is gone without having closed its engine.
     """
+    from infinity.console import Console
     from infinity.reporting.live import watch as watch_run
 
     has_ended = watch_run(run_dir, Console(), once=once)

@@ -13,8 +13,6 @@ from infinity.forecast import scale_picture
 from infinity.forecast.scale import NUM_RANKS, STAGES, Cluster, Scale, Scaled, as_plain, beyond
 from infinity.machine.finding import size
 
-PICTURES = (".png", ".svg")
-
 
 def show_scale(
     name: str, scale: Scale, cluster: Cluster, stages: Sequence[int], plot: Path | None, *, as_json: bool

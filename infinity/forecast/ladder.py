@@ -27,6 +27,7 @@ from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotP
 from infinity.forecast.draft import Draft
 from infinity.forecast.experts import active_share
 from infinity.forecast.machine import Machine
+from infinity.forecast.offloads import ON_CPU, ON_GPU
 from infinity.optim.template import Template, absent_template, build_template
 from infinity.planning.inputs import UnitSize, guessed_order, needed_together
 from infinity.planning.page_sizes import PageSizes
@@ -50,10 +51,6 @@ PLAIN: Mapping[str, Any] = {
     "zero_optimization": {"stage": 3},
 }
 """What is planned for where nobody gives a config."""
-_ON_CPU = (("none", "none"), ("none", "nvme"), ("nvme", "nvme"))
-_ON_GPU = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("none", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
-OFFLOADS = tuple("/".join(tiers) for tiers in _ON_GPU)
-"""Weights/states."""
 _TILES = ("256MiB", "64MiB")
 MOST_LAYERS = 1 << 10
 """`Ladder.largest` looks no further: models of tiny layers could be stacked for minutes."""
@@ -185,7 +182,7 @@ class Ladder:
 
     def rungs(self) -> Iterator[Outcome]:
         """Each choice of tiers that goes with the rest of the config as it is; the config's own if none does."""
-        tiers = _ON_CPU if self._machine.shares_host_memory else _ON_GPU
+        tiers = ON_CPU if self._machine.shares_host_memory else ON_GPU
         found = list(self._outcomes(self._tiers(*each) for each in tiers))
         yield from found or [self.given()]
 
@@ -212,7 +209,7 @@ class Ladder:
             candidates.append({HOST_KEY: given.minimum_bytes})
         unlimited, kept = {HOST_KEY: None}, {"infinity.keep_in_memory": True}
         candidates += [unlimited, kept, {**unlimited, **kept}]
-        rungs = _ON_CPU if self._machine.shares_host_memory else _ON_GPU
+        rungs = ON_CPU if self._machine.shares_host_memory else ON_GPU
         present = (given.param_tier, given.optimizer_tier)
         place = rungs.index(present) if present in rungs else -1
         candidates += [self._tiers(*tiers) for tiers in (*rungs[place + 1 :], *rungs[: max(place, 0)][::-1])]

@@ -139,7 +139,7 @@ class Scale:
             cluster: where.
             nvme_path: for what is offloaded to drives.
             tokens: of a step and rank.
-            offload: one of `ladder.OFFLOADS`; None: the config's, or the least that fits.
+            offload: one of `offloads.OFFLOADS`; None: the config's, or the least that fits.
         """
         self._model = model
         self._config = config

@@ -8,18 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
-from torch import nn
 
-from infinity.io_profile import config_file, picture
 from infinity.io_profile.grid import BACKENDS, FULL, LEAST_PAIRS, LEAST_THREADS, MIB, QUICK, Effort, size_words
-from infinity.io_profile.model import EXAMPLE, ModelRefused, read_model
 from infinity.io_profile.places import PlaceRefused, Places, look_at
 from swapper.config import ALIGNMENT, BackendName
 
+if TYPE_CHECKING:
+    from torch import nn
+
 CHOICES: tuple[BackendName, ...] = tuple(name for name in get_args(BackendName) if name != "auto")
+EXAMPLE = "7B"
+"""The model that is planned for unless `--model` names another one."""
 _LARGEST_REQUEST = 1 << 30
 _MOST_IN_FLIGHT = 4096
 _LONGEST_SECONDS = 600.0
@@ -50,6 +52,9 @@ def ask(**given: Any) -> Asked:
     Raises:
         click.UsageError: something cannot be done.
     """
+    from infinity.io_profile import config_file, picture  # here, since `--help` imports this file for its options
+    from infinity.io_profile.model import ModelRefused, read_model
+
     options = SimpleNamespace(**given)
     remarks: list[str] = []
     try:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swapper.config import BackendName
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import STEP_READ_SHARE
+from swapper.measure.io_setting import STEP_READ_SHARE, IOSetting, Workload
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -32,7 +32,6 @@ from infinity.planning.cost_model import best_placement, predict
 from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
 from infinity.planning.placement import place
 
-EXAMPLE = "7B"
 _COUNT = re.compile(r"([0-9][0-9_]*\.?[0-9]*(?:e[+]?[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _DTYPE = torch.bfloat16

@@ -10,6 +10,8 @@ from swapper.config import BackendName, SwapperConfig
 OPERATION_BYTES = 4 << 20
 """Reads and writes of the engine are pages of at least about this size: shorter requests come several at a time."""
 
+STEP_READ_SHARE = 14 / 26
+"""Of the bytes that an optimizer step moves, so many are read: 14 per parameter, while 12 are written."""
 _OPERATIONS_PER_WINDOW = 8
 
 

@@ -24,7 +24,7 @@ from swapper.config import ALIGNMENT
 from swapper.errors import ArgumentError
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
-from swapper.measure.io_setting import OPERATION_BYTES, IOSetting, WindowSize, Workload
+from swapper.measure.io_setting import OPERATION_BYTES, STEP_READ_SHARE, IOSetting, WindowSize, Workload
 from swapper.measure.pattern import CheckedPattern
 from swapper.measure.window import RequestWindow, Track
 from swapper.scheduling.scheduler import IOScheduler
@@ -36,8 +36,6 @@ __all__ = ["STEP_READ_SHARE", "DriveTest", "IOSetting", "Progress", "Sample", "W
 
 logger = logging.getLogger(__name__)
 
-STEP_READ_SHARE = 14 / 26
-"""Of the bytes that an optimizer step moves, so many are read: 14 per parameter, while 12 are written."""
 
 Progress = Callable[[int, int], None]
 """``progress(done_bytes, total_bytes)``"""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Program:
 
 def build_model(workload: Workload) -> torch.nn.Module:
     """The model with random weights on the CPU, built directly in its training dtype: no fp32 copy ever exists."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     size = workload.size
@@ -132,6 +134,8 @@ def build_model(workload: Workload) -> torch.nn.Module:
 
 def micro_batches(workload: Workload, device: torch.device | str = "cpu") -> Iterator[dict[str, torch.Tensor]]:
     """Endless micro-batches of random tokens, the same sequence for every participant."""
+    import torch
+
     generator = torch.Generator().manual_seed(1)
     shape = (workload.batch_size, workload.seq_len)
     while True:
