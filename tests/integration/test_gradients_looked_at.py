@@ -859,7 +859,7 @@ def test_own_clipping_at_the_end_of_each_step_of_engine_step(num_micro_batches: 
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-        "infinity": {"host_memory_budget": "64MB"},
+        "infinity": {"host_memory_budget": "64MB", "keep_in_memory": False},
     }
     engine, optimizer, *_ = infinity.initialize(model=model, config=config)
     assert engine.plan.update == "in_backward"

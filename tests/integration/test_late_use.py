@@ -41,7 +41,7 @@ def _config(directory: Path, **own: Any) -> dict[str, Any]:
         "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
-        "infinity": {"host_memory_budget": "64MB", **own},
+        "infinity": {"host_memory_budget": "64MB", "keep_in_memory": False, **own},
     }
 
 

@@ -529,7 +529,7 @@ def internals(test: Module, modules: dict[str, Module]) -> set[str]:
     """Modules that users do not import, but a test does: by imports, in code for other processes, in names it replaces."""
     texts = [node.value for node in test.nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     code = "\n".join(line for text in texts for line in _IMPORTS_IN_TEXT.findall(text))
-    found = dependencies(test, modules) | dependencies(Module.parse(test.path, code), modules)
+    found = dependencies(test, modules) | (dependencies(Module.parse(test.path, code), modules) if code else set())
     for node in test.nodes:
         if isinstance(node, ast.Call) and dotted(node.func).endswith(("setattr", "patch")) and node.args:
             name = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
