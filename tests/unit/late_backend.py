@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 from unittest import mock
 
+from infinity.threads.frames import is_in
 from swapper.backend import IOBackend, IORequest
 from swapper.scheduling.waiting import WaitingRoom
 from swapper.wrappers.base import BackendWrapper
@@ -82,20 +81,12 @@ _LONG_TICKS = 1000
 """More than a deadline has."""
 
 
-def _is_in(thread: int, code: CodeType) -> bool:
-    """Whether a thread runs a function, or something that it has called."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
-
-
 def await_hand_over(scheduler: Any) -> None:
     """Return when all that the main thread has asked for is with the backend, if that takes so much."""
     if threading.current_thread().name != HAND_OVER:
         wait_until(lambda: not any(queue.has_room for queue in scheduler.queues), "the hand-over")
         thread = scheduler._hander._thread.ident or 0
-        wait_until(lambda: not _is_in(thread, type(scheduler)._hand_ready_over.__code__), "the hand-over")
+        wait_until(lambda: not is_in(thread, type(scheduler)._hand_ready_over.__code__), "the hand-over")
 
 
 def stall(scheduler: Any, hangs: Callable[[Any], bool] = lambda transfer: True) -> None:
