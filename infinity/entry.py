@@ -31,7 +31,7 @@ from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, ConfigValueError, UnsupportedModelError
 from infinity.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
-from infinity.optim.facade.passed_optimizer import PassedOptimizer, let_go
+from infinity.optim.facade.passed_optimizer import PassedOptimizer, begin_anew
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
@@ -74,7 +74,8 @@ def initialize(
             there is no optimizer, since it evaluates, too (Lightning asks for that after training). And one that only
             evaluates is closed for one that trains (TRL asks for that before training).
         optimizer: a ``torch.optim.Optimizer`` over the model's parameters, a class, or a callable that takes parameters
-            or groups and returns one. None: the config's. Without either, or with nothing to train, the engine
+            or groups and returns one. An instance becomes the engine's optimizer, and is returned, until ``engine.close()``.
+            None: the config's. Without either, or with nothing to train, the engine
             evaluates only, and the second result is None.
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
         training_data: a data set; the third result is then its loader, see ``engine.deepspeed_io``: shuffled as DeepSpeed
@@ -173,15 +174,18 @@ def initialize(
                 "offload_optimizer)",
             ) from error
         engine.build_by(make_parts)
+        is_passed = isinstance(optimizer, torch.optim.Optimizer)
+        if is_passed and isinstance(engine.optimizer, PagedOptimizer):
+            begin_anew(optimizer)
+            passed = PassedOptimizer(optimizer, template.optimizer, engine.optimizer)
+            undo.callback(passed.give_back, had_states=False)
+            engine.note_passed(passed)
         if engine.optimizer is not None:
             for parameter, gradient in originals.gradients():  # torch would add to them
                 parameter.grad = gradient.cpu()
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
         tiling.show()
-        engine.note_untiling(functools.partial(_restore, tiling, parts, optimizer))
-        if isinstance(optimizer, torch.optim.Optimizer) and isinstance(engine.optimizer, PagedOptimizer):
-            let_go(optimizer)
-            engine.note_passed(PassedOptimizer(optimizer, engine.optimizer))
+        engine.note_untiling(functools.partial(_restore, tiling, parts, template.optimizer if is_passed else None))
         engine.note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data)

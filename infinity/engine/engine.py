@@ -64,8 +64,8 @@ class Engine(Relayout):
     optimizer at every gradient accumulation boundary. It is a context manager; leaving it closes it. It is an
     ``nn.Module``, too, with the parameters, names and attributes of the model (see `infinity.engine.module_facade`).
 
-    The plain loop works too: ``loss.backward(); optimizer.step(); optimizer.zero_grad()`` on the model and the optimizer
-    that came back. There, ``step`` is the boundary, nothing is divided, and gradients stay until ``zero_grad``.
+    The plain loop works too: ``loss.backward(); optimizer.step(); optimizer.zero_grad()`` on the model and its optimizer.
+    There, ``step`` is the boundary, nothing is divided, and gradients stay until ``zero_grad``.
     """
 
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
@@ -144,8 +144,9 @@ class Engine(Relayout):
         self._untile = untile
 
     def note_passed(self, passed: PassedOptimizer) -> None:
-        """The script has this optimizer, too."""
+        """The script's own instance is the engine's optimizer until `close`."""
         self._passed = passed
+        self.optimizer = passed.optimizer
 
     def begin_notes(self, notes: RunNotes, monitors: Monitors) -> None:
         """The engine is complete: what happens is written down from now on."""
@@ -682,7 +683,7 @@ class Engine(Relayout):
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             if self._passed is not None:
-                rest.callback(self._passed.forget_engine)
+                rest.callback(self._give_back, self._passed, had_states=self._has_states())
             rest.callback(self._guard.move_to, Phase.CLOSED)
             rest.callback(self.monitor.close)
             rest.callback(self._notes.close, self)
@@ -705,6 +706,17 @@ class Engine(Relayout):
             else:
                 rest.callback(self._shutdown.hurry)
                 rest.callback(self._finish_saving)  # before it gets no page any more
+
+    def _has_states(self) -> bool:
+        """Whether the optimizer has any; after an error, whether it has made a step."""
+        try:
+            return any(self._paged.has_state(parameter) for parameter in self._parts.template.params())
+        except Exception:
+            return self.global_steps > 0
+
+    def _give_back(self, passed: PassedOptimizer, *, had_states: bool) -> None:
+        self.optimizer = self._paged
+        passed.give_back(had_states=had_states)
 
     def _restore(self, *, on_drives: bool = False) -> None:
         self._parts.access.restore(on_drives=on_drives)

@@ -228,7 +228,7 @@ def build_template(
     fqns = _names_of(named_params)
     device = torch.device(device)
     if isinstance(source, Optimizer):
-        optimizer = source
+        optimizer = _same(source)
     else:
         groups = _GroupSpec.read(model_parameters, fqns)
         _check_groups(groups.members(), fqns)
@@ -246,6 +246,14 @@ def build_template(
                 cure="Leave `differentiable` out",
             )
     return Template(optimizer, fqns, device, tiled)
+
+
+def _same(optimizer: Optimizer) -> Optimizer:
+    """Another instance with the very attributes of this one: it remains when the script's is made the engine's."""
+    cls = type(optimizer)
+    same = cls.__new__(cls)
+    object.__setattr__(same, "__dict__", vars(optimizer))
+    return same
 
 
 class _Absent(Optimizer):

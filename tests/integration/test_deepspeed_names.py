@@ -91,7 +91,7 @@ def test_what_was_passed_to_initialize(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     with engine:
         assert engine.client_optimizer is optimizer and engine.client_lr_scheduler is None
-        assert engine.optimizer.optimizer in [optimizer] and engine.optimizer not in [optimizer]
+        assert engine.optimizer is optimizer and engine.optimizer.optimizer in [optimizer]
         assert engine.training_data is None and engine.collate_fn is None
 
 

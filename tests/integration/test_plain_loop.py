@@ -7,6 +7,7 @@ and no update happens earlier.
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -273,47 +274,158 @@ def _passed(directory: Path, changes: dict[str, Any]) -> tuple[nn.Module, torch.
     return model, optimizer, infinity.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
+def _loss(model: nn.Module, number: int) -> torch.Tensor:
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+    return model(inputs.to(next(model.parameters()).dtype)).float().square().mean()
+
+
 def _step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
-    loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(number))).square().mean()
+    loss = _loss(model, number)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
 
 
+@pytest.mark.parametrize("makes_scheduler_first", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"infinity": {"tile_above": "1KiB"}}])
-def test_state_dicts_of_the_optimizer_that_was_passed_are_those_of_the_returned_one(
+def test_the_passed_optimizer_trains_as_in_plain_torch(
+    changes: dict[str, Any], makes_scheduler_first: bool, tmp_path: Path
+) -> None:
+    """Torch warns, which is an error here, if a scheduler does not see the optimizer's step come first."""
+
+    def train(model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[list[torch.Tensor], list[float]]:
+        losses = []
+        for number in range(4):
+            if number == 2:
+                extra = nn.Parameter(torch.ones(3))
+                optimizer.add_param_group({"params": [extra], "lr": 0.5})
+                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            if number == 3:
+                extra.grad = torch.ones(3)
+            optimizer.zero_grad()
+            losses.append(optimizer.step(lambda n=number: _closure(model, n)).detach())
+            scheduler.step()
+        return [*losses, extra.detach()], [group["lr"] for group in optimizer.param_groups]
+
+    def _closure(model: nn.Module, number: int) -> torch.Tensor:
+        loss = _loss(model, number)
+        loss.backward()
+        return loss
+
+    def make(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
+    twin = copy.deepcopy(model)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    expected, expected_rates = train(twin, plain, make(plain))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    groups = optimizer.param_groups
+    early = make(optimizer) if makes_scheduler_first else None
+    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
+    engine, returned, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
+    with engine:
+        assert returned is optimizer is engine.optimizer and optimizer.param_groups is groups
+        found, rates = train(model, optimizer, early or make(optimizer))
+        assert engine.global_steps == 4
+        assert all(map(torch.equal, found, expected)) and rates == expected_rates
+        for (name, value), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+            assert torch.equal(value, other), name
+    assert optimizer.param_groups is groups and type(optimizer) is torch.optim.AdamW
+
+
+@pytest.mark.parametrize("changes", [BF16, {"fp16": {"enabled": True}}, {"gradient_accumulation_steps": 2}])
+def test_the_passed_optimizer_makes_the_engines_steps_in_every_precision(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
+    def train(directory: Path, *, is_passed: bool) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
+        mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = everything_on_nvme(directory, {"optimizer": None, **changes})
+        source: Any = mine if is_passed else functools.partial(torch.optim.AdamW, lr=1e-2)
+        engine, returned, *_ = infinity.initialize(model=model, optimizer=source, config=config)
+        optimizer = mine if is_passed else returned
+        with engine:
+            for number in range(0 if "fp16" in changes else 3):  # whose loss scale wants the engine's step
+                _step(model, optimizer, number)
+            for number in range(3, 7):
+                engine.backward(_loss(model, number))
+                engine.step()
+            return list(model.state_dict().values()), copy.deepcopy(optimizer.state_dict())
+
+    (weights, states), (expected, expected_states) = (
+        train(tmp_path / "mine", is_passed=True),
+        train(tmp_path / "returned", is_passed=False),
+    )
+    assert all(map(torch.equal, weights, expected))
+    assert states["state"].keys() == expected_states["state"].keys() != set()
+    for key, entry in states["state"].items():
+        assert set(entry) == set(expected_states["state"][key])
+        for name, value in entry.items():
+            other = expected_states["state"][key][name]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+def test_the_passed_optimizer_with_a_gradient_scaler_and_hooks(tmp_path: Path) -> None:
+    model, optimizer, engine = _passed(tmp_path, {})
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(model.state_dict())
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    seen: list[Any] = []
+    with engine:
+        for each in (optimizer, plain):
+            each.register_step_pre_hook(lambda *_: seen.append("step"))
+            each.register_state_dict_post_hook(lambda *_: seen.append("state_dict"))
+        for net, each in ((model, optimizer), (twin, plain)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for number in range(3):
+                scaler.scale(_loss(net, number)).backward()
+                scaler.unscale_(each)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+                scaler.step(each)
+                scaler.update()
+                each.zero_grad()
+            each.state_dict()
+        assert seen == ["step", "step", "step", "state_dict"] * 2
+        for value, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+            assert torch.equal(value, other)
+
+
+@pytest.mark.parametrize("changes", [{}, {"infinity": {"tile_above": "1KiB"}}])
+def test_state_dicts_of_the_passed_optimizer(changes: dict[str, Any], tmp_path: Path) -> None:
     model, optimizer, engine = _passed(tmp_path, changes)
     with engine:
-        _step(model, engine.optimizer, 0)
+        _step(model, optimizer, 0)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         saved = copy.deepcopy(optimizer.state_dict())
-        mine = engine.optimizer.state_dict()
-        assert saved["state"].keys() == mine["state"].keys() == set(range(4))
-        for key, entry in saved["state"].items():
-            assert all(torch.equal(value, mine["state"][key][name]) for name, value in entry.items())
-        expected = [_step(model, engine.optimizer, number) for number in (1, 2)]
+        assert saved["state"].keys() == set(range(4))
+        expected = [_step(model, optimizer, number) for number in (1, 2)]
     model, optimizer, engine = _passed(tmp_path, changes)
     with engine:
         model.load_state_dict(weights)
         optimizer.load_state_dict(saved)
-        assert [_step(model, engine.optimizer, number) for number in (1, 2)] == expected
-        with pytest.raises(StepOrderError, match=r"has no states.*the one that was returned"):
-            _step(model, optimizer, 3)
+        assert [_step(model, optimizer, number) for number in (1, 2)] == expected
 
 
-def test_the_optimizer_that_was_passed_does_not_begin_anew_unnoticed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("loads_checkpoint", [False, True])
+def test_the_passed_optimizer_does_not_begin_anew_unnoticed(
+    loads_checkpoint: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer, engine = _passed(tmp_path, {})
-    _step(model, engine.optimizer, 0)
+    _step(model, optimizer, 0)
     saved = copy.deepcopy(optimizer.state_dict())
+    if loads_checkpoint:
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        engine.close()
+        model, optimizer, engine = _passed(tmp_path, {})
+        engine.load_checkpoint(str(tmp_path / "saved"))
     engine.close()
     with pytest.raises(StepOrderError, match="went with its engine"):
         optimizer.state_dict()
-    with pytest.raises(StepOrderError, match="load what its state_dict"):
+    with pytest.raises(StepOrderError, match="Load into it what its state_dict"):
         _step(model, optimizer, 1)
     config = everything_on_nvme(tmp_path, {"optimizer": None})
     infinity.initialize(model=model, optimizer=optimizer, config=config)[0].close()
@@ -324,13 +436,41 @@ def test_the_optimizer_that_was_passed_does_not_begin_anew_unnoticed(
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
-def test_one_that_nobody_else_steps_is_an_ordinary_optimizer(tmp_path: Path) -> None:
+def test_a_passed_optimizer_that_made_no_step_is_an_ordinary_one_again(tmp_path: Path) -> None:
     model, optimizer, engine = _passed(tmp_path, {})
     twin = copy.deepcopy(model)
+    twin.load_state_dict(model.state_dict())
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    with engine:
-        assert [_step(model, optimizer, n) for n in range(3)] == [_step(twin, plain, n) for n in range(3)]
-        assert len(optimizer.state_dict()["state"]) == 4
+    engine.close()
+    assert [_step(model, optimizer, n) for n in range(3)] == [_step(twin, plain, n) for n in range(3)]
+    assert len(optimizer.state_dict()["state"]) == 4
+
+
+def test_a_passed_optimizer_survives_an_initialize_that_fails(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    assert _step(model, optimizer, 0) == _step(twin, plain, 0)
+
+    def no_loader(_: Any) -> Any:
+        raise RuntimeError("no scheduler")
+
+    config = everything_on_nvme(tmp_path, {"optimizer": None})
+    with pytest.raises(RuntimeError, match="no scheduler"):
+        infinity.initialize(model=model, optimizer=optimizer, lr_scheduler=no_loader, config=config)
+    assert type(optimizer) is torch.optim.AdamW
+    assert [_step(model, optimizer, n) for n in (1, 2)] == [_step(twin, plain, n) for n in (1, 2)]
+
+
+def test_two_passed_optimizers_with_an_engine_each(tmp_path: Path) -> None:
+    (one, first, first_engine), (other, second, second_engine) = (
+        _passed(tmp_path / name, {}) for name in ("one", "other")
+    )
+    with first_engine, second_engine:
+        assert [_step(one, first, n) for n in range(3)] == [_step(other, second, n) for n in range(3)]
+        assert (first_engine.global_steps, second_engine.global_steps) == (3, 3)
 
 
 def test_gradients_that_are_added_to_clipped_ones_are_warned_of_once(

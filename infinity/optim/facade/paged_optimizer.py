@@ -113,7 +113,12 @@ class PagedOptimizer(Optimizer):
             # The very dictionaries: hooks registered before `initialize` run, and their handles still remove them.
             | {name: hooks for name, hooks in vars(source).items() if name.endswith("_hooks")}
         )
+        self._passed: Optimizer | None = None
         self._template = template
+
+    def note_passed(self, passed: Optimizer) -> None:
+        """The script's own instance is this optimizer from now on: see `infinity.optim.facade.passed_optimizer`."""
+        self._passed = passed
 
     def __getattr__(self, name: str) -> Any:
         """What else the user's class has: attributes, and methods, which then work on these groups and states."""
@@ -186,8 +191,8 @@ class PagedOptimizer(Optimizer):
             self._backend.optimizer_step()
             if not self._backend.was_step_skipped():
                 self._shown.expire()
-        # A scheduler made on the user's own instance looks there for whether a step came before its own.
-        self._template.optimizer._opt_called = True  # type: ignore[attr-defined]
+        for each in (self, self._template.optimizer):  # where a scheduler looks for whether a step came before its own
+            vars(each)["_opt_called"] = True
         return loss
 
     @property
@@ -394,10 +399,14 @@ class _Unwrapped(PagedOptimizer):
 
     def __eq__(self, other: object) -> bool:
         """In DeepSpeed it is the very one that was passed, in which schedulers are looked for."""
-        return other is self._template.optimizer or (isinstance(other, _Unwrapped) and vars(other) is vars(self))
+        return other is self._counterpart or (isinstance(other, _Unwrapped) and vars(other) is vars(self))
 
     def __hash__(self) -> int:
-        return hash(self._template.optimizer)
+        return hash(self._counterpart)
+
+    @property
+    def _counterpart(self) -> Optimizer:
+        return self._passed or self._template.optimizer
 
     @property
     def optimizer(self) -> Optimizer:

@@ -1,105 +1,121 @@
-"""The optimizer that a script passed to `initialize`, and may go on calling in place of the one that it got.
+"""The optimizer that a script passed to `initialize`: while the engine lives, it is the engine's optimizer.
 
-It has the same groups, but no states: those lie with the paged one. So a state dict of either is that of the paged one, a
-state dict that is loaded into either goes there, and a step of the passed one, which would begin anew, is refused. As long as
-nobody steps the paged one and loads nothing, the passed one is an ordinary optimizer with states of its own in memory.
+Its class and attributes are exchanged for those of the paged optimizer, so that every reference to it works: the script's, a
+scheduler's, a trainer's. At the end of the engine it gets its own back. The states are gone then: they may be larger than
+memory, so nothing is copied. Whoever goes on without them is stopped.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 from torch.optim import Optimizer
 
-from infinity.errors import StepOrderError
+from infinity.errors import OptimizerNotPageableError, StepOrderError
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 
 logger = logging.getLogger(__name__)
-_WHAT = "the optimizer that was passed to infinity.initialize"
 
 
 class PassedOptimizer:
-    """Hooks on it. Torch calls hooks of either for both, since their dictionaries are shared: each looks whose call it is."""
+    """Turns a script's optimizer into a paged one, and back."""
 
-    def __init__(self, passed: Optimizer, paged: PagedOptimizer) -> None:
-        """Both are the caller's; neither is kept alive."""
-        self._passed = weakref.ref(passed)
-        self._paged: Callable[[], PagedOptimizer | None] = weakref.ref(paged)
-        self._is_used = False
-        """Whether the paged one has had states."""
-        self._handles = [
-            passed.register_step_pre_hook(self._before_step),
-            passed.register_step_post_hook(self._note_use),
-            passed.register_state_dict_post_hook(self._after_state_dict),
-            passed.register_load_state_dict_pre_hook(self._before_load),
-            passed.register_load_state_dict_post_hook(self._note_use),
-        ]
-        _known[passed] = self
+    def __init__(self, passed: Optimizer, own: Optimizer, paged: PagedOptimizer) -> None:
+        """
+        Args:
+            passed: what the script has.
+            own: has the class and the very attributes of ``passed``, and keeps them meanwhile.
+            paged: the engine's, whose attributes both have from now on.
 
-    def remove(self) -> None:
-        """Another engine gets it."""
-        for handle in self._handles:
-            handle.remove()
-        self.forget_engine()
-
-    def forget_engine(self) -> None:
-        """The engine ends: what is loaded from now on is the passed optimizer's own."""
-        self._paged = lambda: None
+        Raises:
+            OptimizerNotPageableError: Python cannot exchange the class.
+        """
+        self._passed = passed
+        self._own = own
+        name = type(own).__name__  # loggers show it
+        try:
+            object.__setattr__(passed, "__class__", type(name, (PagedOptimizer,), {}))
+        except TypeError as error:
+            raise OptimizerNotPageableError(
+                name,
+                f"Python cannot turn the instance into the one that makes the engine's steps ({error})",
+                cure="Pass the class, or a functools.partial of it: initialize(optimizer=functools.partial(cls, lr=...))",
+            ) from error
+        object.__setattr__(passed, "__dict__", vars(paged))
+        if hasattr(
+            vars(own).get("step"), "_wrapped_by_lr_sched"
+        ):  # a scheduler looks for the mark that it has put there
+            step: Any = functools.partial(PagedOptimizer.step, passed)  # type: ignore[arg-type]  # it is one now
+            step._wrapped_by_lr_sched = True
+            vars(paged)["step"] = step
+        paged.note_passed(passed)
 
     @property
-    def lacks_states(self) -> bool:
-        """Whether the states that it would have in plain torch lie, or lay, with the paged one."""
-        passed = self._passed()
-        return self._is_used and passed is not None and not passed.state
+    def optimizer(self) -> Any:
+        """The script's, which is a `PagedOptimizer` until `give_back`."""
+        return self._passed
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer is self._passed() and self.lacks_states:
-            raise StepOrderError(
-                "step()",
-                f"{_WHAT} has no states: they lie with the one that it returned, and go with the engine",
-                cure="Call step() of the one that was returned. After engine.close(), load what its state_dict() gave before",
-            )
+    def give_back(self, *, had_states: bool) -> None:
+        """The script's optimizer is what it was, but for what was changed in its groups. May be called again.
 
-    def _note_use(self, optimizer: Optimizer, *_: Any) -> None:
-        self._is_used = self._is_used or isinstance(optimizer, PagedOptimizer)
-
-    def _after_state_dict(self, optimizer: Optimizer, _: dict[str, Any]) -> dict[str, Any] | None:
-        if optimizer is not self._passed() or not self.lacks_states:
-            return None
-        paged = self._paged()
-        if paged is None:
-            raise StepOrderError(
-                "state_dict()",
-                f"the states of {_WHAT} went with its engine",
-                cure="Call it before engine.close()",
-            )
-        return paged.state_dict()
-
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        paged = self._paged()
-        if optimizer is not self._passed() or paged is None or optimizer.state:
-            return None
-        paged.load_state_dict(state_dict)
-        numbers = count()
-        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
-        return {"state": {}, "param_groups": groups}
+        Args:
+            had_states: it would have states in plain torch.
+        """
+        if not isinstance(self._passed, PagedOptimizer):
+            return
+        object.__setattr__(self._passed, "__dict__", vars(self._own))
+        object.__setattr__(self._passed, "__class__", type(self._own))
+        if had_states and not self._passed.state:
+            _without_states[self._passed] = _Refusal(self._passed)
 
 
-_known: weakref.WeakKeyDictionary[Optimizer, PassedOptimizer] = weakref.WeakKeyDictionary()
+class _Refusal:
+    """Of steps and state dicts of an optimizer whose states went with its engine, until it gets others."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._refuse_step),
+            optimizer.register_state_dict_pre_hook(self._refuse_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._end),
+        ]
+
+    def _refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._refuse(optimizer, "step()", "Load into it what its state_dict() gave before engine.close(), to go on")
+
+    def _refuse_state_dict(self, optimizer: Optimizer) -> None:
+        self._refuse(optimizer, "state_dict()", "Call it before engine.close()")
+
+    def _refuse(self, optimizer: Optimizer, what: str, cure: str) -> None:
+        # The engine's optimizer has the same hooks.
+        if optimizer is self._optimizer() and not optimizer.state:
+            problem = "the states of the optimizer that was passed to infinity.initialize went with its engine, which is closed"
+            raise StepOrderError(what, problem, cure=cure)
+
+    def _end(self, optimizer: Optimizer) -> None:
+        if optimizer is self._optimizer():
+            self.remove()
+
+    def remove(self) -> None:
+        """Refuse nothing any more."""
+        for handle in self._handles:
+            handle.remove()
 
 
-def let_go(optimizer: Optimizer) -> None:
+_without_states: weakref.WeakKeyDictionary[Optimizer, _Refusal] = weakref.WeakKeyDictionary()
+
+
+def begin_anew(optimizer: Optimizer) -> None:
     """An optimizer is passed that may have been passed before."""
-    before = _known.pop(optimizer, None)
-    if before is None:
+    refusal = _without_states.pop(optimizer, None)
+    if refusal is None:
         return
-    if before.lacks_states:
+    refusal.remove()
+    if not optimizer.state:
         logger.warning(
             "the states of the optimizer went with the engine that it was passed to before: it begins anew. Load what "
             "optimizer.state_dict() gave before engine.close() to go on"
         )
-    before.remove()
