@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.adapters import is_adapted
+from infinity.checkpoint.adapters import is_base
 from infinity.engine.checkpoint_calls import CheckpointCalls
 from infinity.engine.parts import Parts
 from infinity.errors import StepOrderError, UnpreparedParameterError
@@ -85,10 +85,11 @@ class Relayout(CheckpointCalls):
     def _without_room(self) -> list[nn.Parameter]:
         """Parameters in the groups that are held without room for states, and would get it now."""
         parts = self._parts
+        is_left_out = is_base(self.module)
         return [
             parameter
             for parameter in parts.template.params()
-            if (parameter.requires_grad or not is_adapted(self.module))
+            if not is_left_out(parameter)
             and parts.module_hooks.holds(parameter)
             and not parts.access.has_place(parameter)
             and parts.module_hooks.locate(parameter)[1].spec.dtype == self.config.compute_dtype

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from infinity.checkpoint.adapters import is_adapted
+from infinity.checkpoint.adapters import is_base
 from infinity.config import InfinityConfig
 from infinity.device.host_memory import FreeShare
 from infinity.errors import BudgetTooSmallError, ConfigValueError
@@ -188,6 +188,6 @@ class Draft:
 
 
 def _with_room(model: nn.Module, template: Template) -> Sequence[nn.Parameter]:
-    """What gets room for states. Adapters' base weights only if they require a gradient: with ``AdamW(model.parameters())``
-    they all are in a group, and nobody thaws them."""
-    return [p for p in template.with_room() if p.requires_grad or not is_adapted(model)]
+    """What gets room for states: all but the weights under adapters, unless these have it already."""
+    is_left_out = is_base(model)
+    return [p for p in template.with_room() if template.keeps_room(p) or not is_left_out(p)]

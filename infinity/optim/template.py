@@ -63,7 +63,7 @@ class Template:
         }
         """States that the constructor made: what they are filled with. Each is what the parameter has until its first step."""
         self._fqns = dict(fqns)
-        self._keeps_room: list[Parameter] = []
+        self._keeps_room: dict[Parameter, None] = {}
 
     @property
     def name(self) -> str:
@@ -82,7 +82,11 @@ class Template:
 
     def keep_room(self, parameters: Iterable[Parameter]) -> None:
         """These have room and keep it where all is laid out anew, though they may have left their groups meanwhile."""
-        self._keeps_room = list(parameters)
+        self._keeps_room = dict.fromkeys(parameters)
+
+    def keeps_room(self, parameter: Parameter) -> bool:
+        """Whether `keep_room` has named it."""
+        return parameter in self._keeps_room
 
     def with_room(self) -> list[Parameter]:
         """What gets room for main weights and states: what is in a group, and what has it already."""

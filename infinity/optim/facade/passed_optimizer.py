@@ -45,10 +45,8 @@ class PassedOptimizer:
                 cure="Pass the class, or a functools.partial of it: initialize(optimizer=functools.partial(cls, lr=...))",
             ) from error
         object.__setattr__(passed, "__dict__", vars(paged))
-        if hasattr(
-            vars(own).get("step"), "_wrapped_by_lr_sched"
-        ):  # a scheduler looks for the mark that it has put there
-            step: Any = functools.partial(PagedOptimizer.step, passed)  # type: ignore[arg-type]  # it is one now
+        if hasattr(vars(own).get("step"), "_wrapped_by_lr_sched"):  # the mark by which a scheduler knows its own
+            step: Any = functools.partial(PagedOptimizer.step, passed)  # it is one now
             step._wrapped_by_lr_sched = True
             vars(paged)["step"] = step
         paged.note_passed(passed)

@@ -83,10 +83,15 @@ class StateLoader:
                     )
 
     def load_into(self, keeper: StateKeeper, mains: MainWeightKeeper | None) -> None:
-        """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts."""
-        for param, lazy, pending in self._entries:
-            if not keeper.has_place(param):
-                continue  # it is never updated
+        """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts.
+
+        Raises:
+            ValueError: a parameter has a state in the dict, and no place for it here; nothing has been changed.
+        """
+        placed = [each for each in self._entries if keeper.has_place(each[0])]
+        if len(placed) < len(self._entries):
+            self._refuse_lost(keeper)
+        for param, lazy, pending in placed:
             entry, main = without_main_weight(_plain(lazy))
             if main is None:
                 _, main = without_main_weight(_plain(pending))
@@ -100,6 +105,14 @@ class StateLoader:
             params = group["params"]
             group.clear()
             group.update({**loaded, "params": params})
+
+    def _refuse_lost(self, keeper: StateKeeper) -> None:
+        for param, entry, _ in self._entries:
+            if not keeper.has_place(param) and entry and without_main_weight(_plain(entry))[0]:
+                raise ValueError(
+                    f"loaded state dict has a state of parameter '{self._template.fqn(param)}', which is frozen and has no place "
+                    "for it here: it would be lost. Call requires_grad_(True) on it before infinity.initialize"
+                )
 
     def _load_groups(self, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups as the class would load them, with stand-ins for parameters. Raises torch's errors."""

@@ -390,13 +390,14 @@ def test_a_passed_optimizer_brings_its_state_along() -> None:
     assert different_state(optimizer.state_dict(), plain.state_dict()) == []
 
 
-def test_state_of_frozen_parameters_is_passed_over() -> None:
+def test_state_of_a_parameter_without_a_place_is_refused() -> None:
     *_, plain, _ = _stepped()
     model = Mixed()
     model.matrix.requires_grad_(False)
     optimizer, _ = page(_KINDS["AdamW-fused"], model, _groups(model))
-    optimizer.load_state_dict(plain.state_dict())
-    assert list(optimizer.state_dict()["state"]) == [1, 3]
+    with pytest.raises(ValueError, match=r"state of parameter 'matrix'.*would be lost"):
+        optimizer.load_state_dict(plain.state_dict())
+    assert not optimizer.state_dict()["state"]
 
 
 def _break(saved: dict[str, Any], how: str) -> None:
