@@ -14,7 +14,7 @@
     │   ├── NoTrainableParameterError          no parameters at all
     │   ├── ModelInUseError                    another engine holds it
     │   ├── UnsupportedModelError              e.g. scripted, or compiled as a whole
-    │   ├── ParameterGroupError                a trainable parameter in no group or in two
+    │   ├── ParameterGroupError                a trainable parameter in two groups
     │   ├── UnpreparedParameterError           a parameter is to be trained in a way that `initialize` did not know of
     │   └── WeightsMismatchError               files hold other tensors than the model has
     ├── WeightFileError (ValueError)           a file with weights is missing, cut off or broken
@@ -245,19 +245,16 @@ class UnsupportedModelError(ModelError):
 
 
 class ParameterGroupError(ModelError):
-    """Parameter groups that don't cover every trainable parameter exactly once."""
+    """A trainable parameter is in two parameter groups, or twice in one."""
 
     def __init__(self, fqn: str, *, group_indices: Sequence[int], num_others: int = 0) -> None:
         self.group_indices = tuple(group_indices)
         others = f" (and {num_others} more)" if num_others else ""
-        if self.group_indices:
-            where = " and ".join(str(index) for index in self.group_indices)
-            problem = f"stands in parameter groups {where}"
-            cure = "Put each parameter into one group only"
-        else:
-            problem = "stands in no parameter group"
-            cure = "Add it to a group, or freeze it with requires_grad_(False)"
-        super().__init__(f"trainable parameter '{fqn}'{others} {problem}. {cure}", fqn=fqn)
+        where = " and ".join(str(index) for index in self.group_indices)
+        super().__init__(
+            f"trainable parameter '{fqn}'{others} stands in parameter groups {where}. Put each parameter into one group only",
+            fqn=fqn,
+        )
 
 
 class UnpreparedParameterError(ModelError):

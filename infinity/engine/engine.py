@@ -395,8 +395,8 @@ class Engine(Relayout):
         (self.optimizer or self.module).zero_grad(set_to_none)
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm of all gradients of the last step, before clipping; None before the first step."""
-        norm = self._stepper.grad_norm
+        """2-norm of all gradients of the last step that was not skipped, before clipping; None before the first one."""
+        norm = self._stepper.applied_norm
         return None if norm is None else float(norm)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
@@ -494,7 +494,7 @@ class Engine(Relayout):
         self.skipped_steps += is_skipped
         self.report = self._reporter.end_step(
             self.global_steps,
-            self.get_global_grad_norm(),
+            None if self._stepper.grad_norm is None else float(self._stepper.grad_norm),
             lr=tuple(self.get_lr()),
             loss_scale=self.loss_scale(),
             num_samples=self.train_batch_size(),

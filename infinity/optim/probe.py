@@ -131,10 +131,11 @@ def _first_steps(
     weight = _draw(shape, generator, device)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
-    with _keeping_random_state(device):
+    with _keeping_random_state(device) as has_drawn:
         for _ in range(_NUM_STEPS):
             (state,) = worker.run(dict(group), [weight], [_draw(shape, generator, device)], [state])
             names.append(tuple(state))
+        _refuse_random_numbers(worker, has_drawn)
     return names[0], state
 
 
@@ -255,9 +256,17 @@ def _probe(
         for trial in seldom_trials(generator):
             small.run(trial)
         compare(usable, cases.large).run(Trial("", usual, usual, 1))
-        if has_drawn():
-            raise OptimizerNotPageableError(worker.name, "it draws random numbers in step()")
+        _refuse_random_numbers(worker, has_drawn)
     return has_moved
+
+
+def _refuse_random_numbers(worker: Worker, has_drawn: Callable[[], bool]) -> None:
+    if has_drawn():
+        raise OptimizerNotPageableError(
+            worker.name,
+            "it draws random numbers in step(), and parameters are updated in another order than in plain torch",
+            cure="Draw them in the training loop: add the noise, divided by -lr, to p.grad before the step of an SGD",
+        )
 
 
 @contextmanager
@@ -367,8 +376,10 @@ class _Comparison:
             changed = next(key for key in used | self._group if not same_values(used.get(key), self._group.get(key)))
             raise OptimizerNotPageableError(
                 self._worker.name,
-                f"its step() changes the parameter group it works on, the entry '{changed}'",
-                cure='Keep it for each parameter: a count of steps, say, as self.state[parameter]["step"]',
+                f"its step() changes the parameter group it works on, the entry '{changed}', and groups are fixed while "
+                "parameters are updated one after the other",
+                cure="Take AdamW with a schedule of the learning rate. In your own class, keep a count of steps for each "
+                'parameter: self.state[parameter]["step"]',
             )
         return states
 

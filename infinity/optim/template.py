@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from infinity.optim.groups import Groups, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
 from infinity.optim.registry import OptimizerSection, is_known, refuse_not_pageable, refuse_wrapper, resolve
 from infinity.optim.worker import Worker, hyperparameters, one_element, refuse_common
+
+logger = logging.getLogger(__name__)
 
 #: What `initialize(optimizer=...)` takes, or the config's block.
 OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
@@ -89,10 +92,11 @@ class Template:
         return parameter in self._keeps_room
 
     def with_room(self) -> list[Parameter]:
-        """What gets room for main weights and states: what is in a group, and what has it already."""
-        members = list(self.params())
-        known = set(members)
-        return members + [parameter for parameter in self._keeps_room if parameter not in known]
+        """What gets room for main weights and states: what is in a group, or may come into one, and what has it already."""
+        if not self.param_groups:
+            return []
+        trainable = (parameter for parameter in self._fqns if parameter.requires_grad)
+        return list(dict.fromkeys([*self.params(), *self._keeps_room, *trainable]))
 
     def read(self) -> Groups:
         """The groups as they are now, for updates that run later. Tensors are copied."""
@@ -226,7 +230,7 @@ def build_template(
     Raises:
         ConfigError: the source is none of these, or the constructor refuses its arguments.
         OptimizerNotPageableError: the class is known to mix elements.
-        ParameterGroupError: a trainable parameter is in no group or in two.
+        ParameterGroupError: a trainable parameter is in two groups, or twice in one.
         ModelError: a group holds a tensor that is no parameter of the model.
     """
     fqns = _names_of(named_params)
@@ -416,8 +420,13 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
     trainable = {param: fqn for param, fqn in fqns.items() if param.requires_grad}
     missing = [fqn for param, fqn in trainable.items() if param not in places]
     if missing:
-        raise ParameterGroupError(missing[0], group_indices=(), num_others=len(missing) - 1)
-    repeated = [param for param in trainable if len(places[param]) > 1]
+        logger.warning(
+            "%d trainable parameters are in no parameter group (the first is '%s'): as in torch, they get gradients and no "
+            "updates. Freeze them with requires_grad_(False), which saves the space and time for their gradients and states",
+            len(missing),
+            missing[0],
+        )
+    repeated = [param for param in trainable if len(places.get(param, [])) > 1]
     if repeated:
         raise ParameterGroupError(
             trainable[repeated[0]], group_indices=places[repeated[0]], num_others=len(repeated) - 1

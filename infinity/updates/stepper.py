@@ -144,6 +144,8 @@ class Stepper:
         """Of which this rank's share is updated in the present step's backward, as all ranks have agreed, in their order."""
         self.grad_norm: torch.Tensor | None = None
         """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
+        self.applied_norm: torch.Tensor | None = None
+        """The same of the last step that updated something."""
         self.is_skipped = False
         """Whether the last step updated nothing, because its gradients were not finite."""
 
@@ -164,7 +166,7 @@ class Stepper:
 
     def follow(self, before: Stepper) -> None:
         """The last step was made by ``before``."""
-        self.grad_norm, self.is_skipped = before.grad_norm, before.is_skipped
+        self.grad_norm, self.applied_norm, self.is_skipped = before.grad_norm, before.applied_norm, before.is_skipped
 
     def divide_by(self, divisor: int) -> None:
         """The gradients of the present step are divided by it before they are used; see `infinity.loop.style`."""
@@ -361,6 +363,7 @@ class Stepper:
             self.clear()
             self._residency.pump()
             return
+        self.applied_norm = self.grad_norm
         coefficient = None
         if self.rules.gradient_clipping > 0:
             coefficient = clip_coefficient(norm, self.rules.gradient_clipping)

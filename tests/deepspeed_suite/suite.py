@@ -112,7 +112,7 @@ _OF_MESSAGES = (
     ),
     (r"attribute name must be string, not '_Unusable'", "private: runtime.torch_autocast"),
     (r"BatchSizeError: train_batch_size = 2 .* = 1 \* 1 \* 1 = 1", "needs two processes"),
-    (r"ParameterGroupError: trainable parameter", "refused: trainable parameters in no group"),
+    (r"ParameterGroupError: trainable parameter", "refused: a parameter in two groups"),
     (r"UnsupportedConfigError: config key '([\w.]+)'", "refused by the config: {}"),
     (r"UnknownConfigKeyError: unknown config key '([\w.]+)'", "refused by the config: {} is no key"),
     (r"config key '(scheduler.params.warmup_type)' = 'not_a_warmup_type': unknown", "refused by the config: {}"),

@@ -342,25 +342,6 @@ def test_parameters_of_other_kinds(drive: Path) -> None:
 # ------------------------------------------------------------------------------------------- optimizer
 
 
-def _halves(model: nn.Module) -> list[nn.Parameter]:
-    return list(model.parameters())[1:]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        lambda model: {"model_parameters": _halves(model)},
-        lambda model: {"model_parameters": [{"params": _halves(model)}]},
-        lambda model: {"optimizer": torch.optim.SGD(_halves(model), lr=0.1)},
-        lambda model: {"optimizer": lambda params: torch.optim.SGD(list(params)[1:], lr=0.1)},
-    ],
-    ids=["parameters", "groups", "instance", "callable"],
-)
-def test_a_trainable_parameter_in_no_group(arguments: Callable[[Any], dict[str, Any]], drive: Path) -> None:
-    error = refused(ParameterGroupError, "embedding.weight", "no parameter group", drive=drive, arguments=arguments)
-    assert error.fqn == "embedding.weight"
-
-
 def test_a_trainable_parameter_in_two_groups(drive: Path) -> None:
     def arguments(model: nn.Module) -> dict[str, Any]:
         params = list(model.parameters())

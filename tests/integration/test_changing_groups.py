@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -494,3 +495,48 @@ def test_the_norm_goes_in_the_order_of_the_model(mode: str, tmp_path: Path) -> N
             engine.backward(engine())
             engine.step()
             assert engine.get_global_grad_norm() == float(norm)
+
+
+@pytest.mark.parametrize("changes", [{}, {"infinity": {"update": "in_backward"}}, {"gradient_clipping": 0.05}])
+@pytest.mark.parametrize("is_engine_loop", [False, True])
+def test_an_optimizer_over_a_part_of_the_trainable_parameters(
+    is_engine_loop: bool, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """As in torch, the rest gets gradients and no updates, and an empty group is one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    twin = copy.deepcopy(model)
+
+    def make(of: nn.Sequential) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [*of[2].parameters()]}, {"params": [], "lr": 0.5}], lr=1e-2)
+
+    optimizer, plain = make(model), make(twin)
+    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
+    engine, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
+    with engine:
+        for number in range(4):
+            if number == 2:
+                for of, each in ((model, optimizer), (twin, plain)):
+                    each.add_param_group({"params": [of[0].weight], "lr": 1e-3})
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+            expected = twin(inputs).square().mean()
+            expected.backward()
+            loss = model(inputs).square().mean()
+            assert torch.equal(loss, expected)
+            if is_engine_loop:
+                engine.backward(loss)
+                engine.step()
+            else:
+                loss.backward()
+                assert torch.equal(model[0].bias.grad, twin[0].bias.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            if "gradient_clipping" in changes:
+                torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
+            plain.step()
+            (twin if is_engine_loop else plain).zero_grad()
+            if "gradient_clipping" in changes and not is_engine_loop:
+                for each in (model[0].bias, twin[0].bias, model[0].weight, twin[0].weight):
+                    each.grad = None  # torch's was clipped in place
+        for (name, value), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+            assert torch.equal(value, other), name
