@@ -204,7 +204,12 @@ def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -
         what, cure = f"moved to {values.device}", "Pass device= to infinity.initialize"
     elif values.dtype != parameter.dtype:
         what = f"cast to {values.dtype}"
-        cure = 'The config says what is computed in: set "bf16" or "fp16" there, or none'
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        cure = (
+            'The config says what is computed in: set "bf16" or "fp16" there, or none. If the model\'s own forward casts it, as '
+            f"routers of Switch Transformers and NLLB-MoE do, build the model with router_dtype='{dtype}', which "
+            "from_pretrained takes too"
+        )
     elif tuple(values.shape) != slot.spec.shape:
         what = f"given the shape {tuple(values.shape)}, which is not its {slot.spec.shape}"
         cure = "Change the model before infinity.initialize, or after engine.close(restore_weights=True)"

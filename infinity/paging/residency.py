@@ -456,22 +456,37 @@ class Residency:
         self.store_changes(unit)
 
     def _no_room(self, unit: Unit) -> BudgetTooSmallError:
-        held = [
-            f"{u.name} ({u.num_bytes} bytes, {'in use' if u.num_active else 'views of it are still referenced'})"
-            for u in self.units
-            if u.flat is not None
+        inside = [each for each in self.units if each.flat is not None]
+        kept_by_user = [
+            each for each in inside if not each.num_active and each.flat is not None and each.flat.has_views
         ]
+        held = [
+            f"{u.name} ({u.num_bytes} bytes, {'kept by user code' if u in kept_by_user else 'in use'})" for u in inside
+        ]
+        lacking_bytes = self.pool.used_bytes + unit.num_bytes - self.pool.capacity_bytes
+        problem = (
+            f"Unit {unit.name} ({unit.num_bytes} bytes) is needed together with {'; '.join(held) or 'nothing else'}"
+        )
+        if not kept_by_user:
+            return self._too_small(lacking_bytes, problem)
+        # Code that keeps tensors of these units will keep those of others, too.
+        lacking_bytes = max(lacking_bytes, _moving_bytes_of(self.units) - self._moving_bytes)
         return self._too_small(
-            self.pool.used_bytes + unit.num_bytes - self.pool.capacity_bytes,
-            f"Unit {unit.name} ({unit.num_bytes} bytes) is needed together with {'; '.join(held) or 'nothing else'}",
+            lacking_bytes,
+            f"{problem}. User code keeps tensors over the weights of {len(kept_by_user)} units that no module uses: in a "
+            "list, or a custom autograd.Function keeps `weight.data` as an attribute of its context",
+            cure="Keep no such tensors: in an autograd.Function, call ctx.save_for_backward(weight). Otherwise all units have "
+            "to be in memory: set it to at least {minimum}",
         )
 
-    def _too_small(self, lacking_bytes: int, problem: str) -> BudgetTooSmallError:
+    def _too_small(self, lacking_bytes: int, problem: str, *, cure: str | None = None) -> BudgetTooSmallError:
+        minimum_bytes = self._budget_bytes + 2 * lacking_bytes  # up to half of more goes into staging
         return BudgetTooSmallError(
             self._budget_key,
             budget_bytes=self._budget_bytes,
-            minimum_bytes=self._budget_bytes + 2 * lacking_bytes,  # up to half of more goes into staging
+            minimum_bytes=minimum_bytes,
             reason=f"{format_bytes(self.pool.capacity_bytes)} of it are for weights. {problem}",
+            cure=None if cure is None else cure.format(minimum=format_bytes(minimum_bytes)),
         )
 
     def has_room(self, units: Collection[Unit]) -> bool:

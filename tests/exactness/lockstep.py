@@ -171,7 +171,7 @@ class Lockstep:
 
     def _end_step(self, step: int) -> None:
         norm = self.reference.step()
-        found = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
+        found = torch.as_tensor(self.engine.report.grad_norm, dtype=torch.float32)
         self.note(f"norm {step}", _comparable(norm), _comparable(found))
 
     def plain_backward(self, step: int, micro_batch: int = 0) -> None:

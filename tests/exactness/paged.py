@@ -96,7 +96,7 @@ class PagedTrainer:
         return loss
 
     def norm(self) -> torch.Tensor:
-        return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
+        return torch.as_tensor(self.engine.report.grad_norm, dtype=torch.float32)
 
     def snapshot(self) -> Snapshot:
         return paged_snapshot(self.engine, self.optimizer)

@@ -28,7 +28,6 @@ from infinity.errors import (
     ModelInUseError,
     NoTrainableParameterError,
     OptimizerNotPageableError,
-    ParameterGroupError,
     StorageError,
     UnknownConfigKeyError,
     UnsupportedConfigError,

@@ -239,17 +239,17 @@ class PagedSide:
     def step(self) -> Tensor:
         if self.setting.loop == "plain":
             self.optimizer.step()
-            norm = self.engine.get_global_grad_norm()
+            norm = self.engine.report.grad_norm
             self.model.zero_grad()
         else:
             self.engine.step()
-            norm = self.engine.get_global_grad_norm()
+            norm = self.engine.report.grad_norm
         return torch.as_tensor(norm, dtype=torch.float32)
 
     def whole_step(self, batches: list[Batch]) -> tuple[list[Tensor], Tensor]:
         if self.setting.loop == "batch":
             loss = self.engine.train_batch(iter(batches))
-            return [loss], torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32)
+            return [loss], torch.as_tensor(self.engine.report.grad_norm, dtype=torch.float32)
         return [self.micro_batch(batch) for batch in batches], self.step()
 
     def gradient(self, fqn: str) -> Tensor | None:
