@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which optimizers import at their first use: once here, not in each process
 
 _TIMEOUT = timedelta(seconds=500)
 """Nothing waits for as long, unless a test fails."""
@@ -32,13 +33,24 @@ class At(torch.autograd.Function):
         return gradient, None
 
 
-def run_ranks(num: int, function: Callable[[int], Any], directory: Path) -> list[str]:
+def run_ranks(
+    num: int, function: Callable[[int], Any], directory: Path, join: Callable[[int], None] | None = None
+) -> list[str]:
     """Call ``function`` with the rank in each of ``num`` processes.
+
+    ``join``: makes the process group, on the rank that it gets; None: by a file in ``directory``, on this machine.
 
     Returns:
         Of each process, the error that ended it, as text; empty without one.
     """
-    children = [_fork(rank, num, function, directory) for rank in range(num)]
+
+    def by_file(rank: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        place = f"file://{directory}/store"
+        torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=num, timeout=_TIMEOUT)
+        torch.distributed.barrier()  # or one that ends at once ends the joining of the others
+
+    children = [_fork(rank, num, function, directory, join or by_file) for rank in range(num)]
     try:
         for child in children.copy():
             os.waitpid(child, 0)
@@ -57,7 +69,7 @@ def require_ranks(num: int, function: Callable[[int], Any], directory: Path) -> 
     assert not any(errors), "\n".join(errors)
 
 
-def _fork(rank: int, num: int, function: Callable[[int], Any], directory: Path) -> int:
+def _fork(rank: int, num: int, function: Callable[[int], Any], directory: Path, join: Callable[[int], None]) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
         child = os.fork()
@@ -65,12 +77,9 @@ def _fork(rank: int, num: int, function: Callable[[int], Any], directory: Path) 
         return child
     error = "it was killed"
     try:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num), "GLOO_SOCKET_IFNAME": "lo"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num)}
         torch.set_num_threads(1)
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=num, timeout=_TIMEOUT
-        )
-        torch.distributed.barrier()  # or one that ends at once ends the joining of the others
+        join(rank)
         function(rank)
         error = ""
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
@@ -11,9 +12,11 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
+from infinity.optim.values import same_values
+
 
 class Access(Protocol):
-    """Reads and writes one parameter's state."""
+    """Reads one parameter's state."""
 
     def has_any(self) -> bool:
         """Whether it has any; reads nothing."""
@@ -26,6 +29,10 @@ class Access(Protocol):
     def copy(self) -> dict[str, Any]:
         """Copies of the values now."""
         ...
+
+
+class WriteAccess(Access, Protocol):
+    """Reads and writes one parameter's state."""
 
     def replace(self, values: Mapping[str, Any]) -> None:
         """Store others."""
@@ -60,10 +67,10 @@ class LazyEntry(dict[str, Any]):
     It is a dict so that torch takes it for one in `load_state_dict`; pickling (`torch.save`) and `copy.deepcopy` turn
     it into a plain mapping with values, and so does calling its class with a mapping, as code does that rebuilds
     containers. It is never filled. What is written into the tensors that it gives is stored before the next step (see
-    `ShownStates`); what is assigned to an entry of ``optimizer.state``, at once.
+    `ShownStates`). Assignments are those of the subclasses.
 
     Args:
-        access: reads and writes the parameter's state where it is kept.
+        access: reads the parameter's state where it is kept.
         name: the parameter's name, for messages.
     """
 
@@ -148,10 +155,8 @@ class LazyEntry(dict[str, Any]):
     # ---------------------------------------------------------------------------------------------------------- writing
 
     def _change(self, values: Mapping[str, Any]) -> None:
-        present = self._access.read()
-        # Else they are the tensors that were read: `ShownStates` sees what was written.
-        if present.keys() != values.keys() or any(present[key] is not value for key, value in values.items()):
-            self._access.replace(values)
+        """Something was assigned or removed: these are the values with it."""
+        raise NotImplementedError
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """``optimizer.state[param] = values``."""
@@ -187,6 +192,58 @@ class LazyEntry(dict[str, Any]):
     def popitem(self) -> tuple[str, Any]:
         key = next(reversed(self))
         return key, self.pop(key)
+
+
+class StateEntry(LazyEntry):
+    """An entry of ``optimizer.state``: what is assigned is stored at once."""
+
+    __slots__ = ()
+    _access: WriteAccess
+
+    def _change(self, values: Mapping[str, Any]) -> None:
+        present = self._access.read()
+        # Else they are the tensors that were read: `ShownStates` sees what was written.
+        if present.keys() != values.keys() or any(present[key] is not value for key, value in values.items()):
+            self._access.replace(values)
+
+
+class DictEntry(LazyEntry):
+    """An entry of a state dict.
+
+    If it is assigned what it has, it holds copies from then on and is an ordinary entry: torch's DCP does that with each value,
+    and then reads a checkpoint into the tensors. Any other assignment would change the optimizer in torch, and is an error.
+    """
+
+    __slots__ = ()
+
+    def _change(self, values: Mapping[str, Any]) -> None:
+        is_held = isinstance(self._access, _Held)
+        present = self._access.read() if is_held else self._access.copy()
+        if not is_held and not same_values(present, dict(values)):
+            raise TypeError(
+                "this entry of a state dict stands for what lies outside memory. Change optimizer.state[parameter], or a "
+                "copy.deepcopy of the state dict"
+            )
+        # A tensor that was read of the entry before is the optimizer's own: who writes to the copy must not write to it.
+        self._access = _Held(
+            {key: present[key] if same_values(present.get(key), value) else value for key, value in values.items()}
+        )
+
+
+class _Held:
+    """Values in memory, see `Access`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def has_any(self) -> bool:
+        return bool(self._values)
+
+    def read(self) -> dict[str, Any]:
+        return self._values
+
+    def copy(self) -> dict[str, Any]:
+        return copy.deepcopy(self._values)
 
 
 @dataclass(eq=False, repr=False)

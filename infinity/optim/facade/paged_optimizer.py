@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from infinity.optim.attributes import attribute_names, is_of_the_class
-from infinity.optim.facade.lazy_state import LazyEntry, LazyState, StateKeeper
+from infinity.optim.facade.lazy_state import DictEntry, LazyEntry, LazyState, StateEntry, StateKeeper
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.no_hooks import NoHooks
 from infinity.optim.facade.shown_states import ShownStates
@@ -286,7 +286,7 @@ class PagedOptimizer(Optimizer):
             if param in self._template and self.has_place(param):
                 is_pending = key not in found["state"]
                 fqn = self._template.fqn(param)
-                entry: LazyEntry = LazyEntry(_MainAccess(self, self._shown, param, mains, fqn), fqn)
+                entry: LazyEntry = DictEntry(_MainAccess(self, self._shown, param, mains, fqn), fqn)
                 (pending if is_pending else found["state"])[key] = entry
         if pending:
             found[PENDING] = pending
@@ -378,8 +378,10 @@ class PagedOptimizer(Optimizer):
             raise tiled.refusal("optimizer.state")
         if param not in self._template:
             return None
-        access = _DictAccess if self._gives_dict else _EntryAccess
-        return LazyEntry(access(self, self._shown, param), self._template.fqn(param))
+        fqn = self._template.fqn(param)
+        if self._gives_dict:
+            return DictEntry(_DictAccess(self, self._shown, param), fqn)
+        return StateEntry(_EntryAccess(self, self._shown, param), fqn)
 
     def __repr__(self) -> str:
         return f"Paged{self._template.optimizer!r}"
@@ -443,12 +445,6 @@ class _DictAccess(_EntryAccess):
     def read(self) -> dict[str, Any]:
         with self._optimizer.reading_states():
             return self._shown.read_anew(self._param)
-
-    def replace(self, values: Mapping[str, Any]) -> None:
-        raise TypeError(
-            "this entry of a state dict stands for what lies outside memory. Change optimizer.state[parameter], or a "
-            "copy.deepcopy of the state dict"
-        )
 
 
 class _MainAccess(_DictAccess):

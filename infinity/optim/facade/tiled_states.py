@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count
 from typing import Any
 
-from infinity.optim.facade.lazy_state import LazyEntry
+from infinity.optim.facade.lazy_state import DictEntry, LazyEntry
 from infinity.optim.groups import TiledParameter
 from infinity.optim.main_weights import PENDING
 from infinity.optim.template import Template
@@ -31,9 +31,6 @@ class _JoinedAccess:
 
     def copy(self) -> dict[str, Any]:
         return self._tiled.join_entries([entry.gather() for entry in self._entries])
-
-    def replace(self, values: Mapping[str, Any]) -> None:
-        raise TypeError("this entry of a state dict stands for what lies outside memory. Change a copy.deepcopy of it")
 
 
 def without_tiles(found: dict[str, Any], template: Template, lend: Lend) -> dict[str, Any]:
@@ -65,7 +62,7 @@ def _entry_of(param: Any, states: Mapping[Any, Any], key_of: Mapping[int, Any], 
     keys = [key_of.get(id(tile)) for tile in tiled.tiles]
     if not all(key in states for key in keys):
         return None
-    return LazyEntry(_JoinedAccess(tiled, [states[key] for key in keys], lend), tiled.fqn)
+    return DictEntry(_JoinedAccess(tiled, [states[key] for key in keys], lend), tiled.fqn)
 
 
 def with_tiles(given: Mapping[str, Any], template: Template) -> Mapping[str, Any]:
