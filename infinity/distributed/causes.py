@@ -5,7 +5,10 @@ Knows the store in which the ranks of a process group have found each other; mus
 [Note: how a rank ends] A rank that ends closes its connections, so whoever waits for it, or comes to wait for it, gets an
 error at once. What that error does not say is why:
   * An exception that nobody caught is written to the store before Python ends (`sys.excepthook`).
-  * A rank that was killed (kill -9, out of memory) writes nothing. Those on its machine see that its process is gone.
+  * A rank that was killed (kill -9, out of memory) or stopped writes nothing. The ranks on its machine look at its process.
+    They know all processes from the start, so this works without the store, which may have been in that process.
+  * The store itself may be out of reach: its process has ended, or the network is cut. torch's client then waits as long as TCP
+    does, a quarter of an hour and more. So each question to it has a limit, and after the first one that fails none is asked.
   * torchrun ends all others with SIGTERM within a tenth of a second, mostly before they have noticed anything. Where it is the
     launcher, and nobody else listens to that signal, this rank says first what is known, and ends as if it had not. (Python
     lets only the main thread listen: a script that calls `initialize` in another one goes without.) Where it is about to say
@@ -21,16 +24,22 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from infinity.distributed.bounded import within
 from infinity.errors import RankError
+from swapper.errors import LimitError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _PATIENCE_SECONDS = 2.0
 """How long to look for a cause: the system closes a process's connections a moment before the process is gone."""
+_STORE_SECONDS = 5.0
+"""How long the store may take for an answer."""
 _POLL_SECONDS = 0.05
 _MOST_CHARACTERS = 2000
 
@@ -42,23 +51,24 @@ class Causes:
         has_told: An error ends this one.
     """
 
-    def __init__(self, store: Any, prefix: str, index: int, num: int) -> None:
+    def __init__(self, store: Any, prefix: str, index: int, processes: Sequence[str]) -> None:
         """
         Args:
             store: torch's, of the process group.
             prefix: of the names in it.
-            index, num: this rank, and how many there are.
+            index: this rank.
+            processes: of each rank, its `own_process`.
         """
         self._store = store
         self._prefix = prefix
         self._index = index
-        self._num = num
+        self._processes = processes
         self._pid = os.getpid()
         self._found: str | None = None
+        self._is_store_lost = False
         self._is_printing = False  # the error that ends it
         self._is_to_end = False  # as soon as that is printed
         self.has_told = False
-        self._store.set(f"{self._prefix}/process/{index}", f"{self._pid} {_host()} {_started(self._pid)}")
 
     def listen(self) -> None:
         """From now on, tell the others what ends this rank, and say what ended them."""
@@ -87,48 +97,80 @@ class Causes:
         self.has_told = True
         text = self._found if isinstance(error, RankError) else None
         text = text or f"rank {self._index} failed with {type(error).__name__}: {error}"
-        try:
-            if self._store.add(f"{self._prefix}/num_causes", 1) == 1:
-                self._store.set(f"{self._prefix}/cause", text[:_MOST_CHARACTERS])
-        except RuntimeError:  # the store has ended with its process
-            logger.debug("the store of the process group takes nothing any more", exc_info=True)
+        self._ask(lambda: self._write(text[:_MOST_CHARACTERS]))
+
+    def _write(self, cause: str) -> None:
+        if self._store.add(f"{self._prefix}/num_causes", 1) == 1:
+            self._store.set(f"{self._prefix}/cause", cause)
 
     def first(self) -> str | None:
-        """What ended a rank first, a sentence without its full stop; None if nobody has said, nor can be seen to have ended."""
+        """What ended a rank first, a sentence without its full stop; None if nobody has said, nor can be seen to have ended.
+
+        It takes no longer than ten seconds, whatever has become of the other ranks and of the network.
+        """
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while self._found is None and time.monotonic() < deadline:
-            try:
-                self._found = self._told() or self._gone()
-            except (RuntimeError, ValueError):  # the store has ended
-                break
+        while self._found is None:
+            self._found = self._ask(self._told) or self.gone()
+            if self._found is None and time.monotonic() >= deadline:
+                return self._stopped()
             if self._found is None:
                 time.sleep(_POLL_SECONDS)
         return self._found
+
+    @property
+    def doubt(self) -> str:
+        """What to add to `first`: why another rank may have said more than came here; empty if it cannot."""
+        if not self._is_store_lost:
+            return ""
+        return (
+            ". The store in which the ranks have met does not answer: the network is cut, or the process that holds it (rank 0, "
+            "or the launcher) has ended or hangs"
+        )
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The store's answer; None if it gives none, and from then on."""
+        if self._is_store_lost:
+            return None
+        try:
+            return within(_STORE_SECONDS, question)
+        except (RuntimeError, ValueError, OSError, LimitError):  # its process has ended, or does not answer
+            logger.debug("the store of the process group is lost", exc_info=True)
+            self._is_store_lost = True
+            return None
 
     def _told(self) -> str | None:
         key = f"{self._prefix}/cause"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
 
-    def _gone(self) -> str | None:
-        """Which rank's process, on this machine, does not exist any more."""
-        for rank in range(self._num):
-            key = f"{self._prefix}/process/{rank}"
-            if rank == self._index or not self._store.check([key]):
-                continue
-            pid, host, started = self._store.get(key).decode().split(" ", 2)
-            if host == _host() and _started(int(pid)) != started:
+    def gone(self) -> str | None:
+        """Which rank's process, on this machine, does not exist any more; a sentence without its full stop."""
+        for rank, pid, started in self._neighbours():
+            if _state(pid)[1] != started:
                 return (
                     f"the process of rank {rank} ({pid}) is gone, and has not said why (see its output, or that of what "
                     "started it): an error, killed, out of memory, or at its end"
                 )
         return None
 
+    def _stopped(self) -> str | None:
+        for rank, pid, _ in self._neighbours():
+            if _state(pid)[0] in ("T", "t"):
+                return f"the process of rank {rank} ({pid}) is stopped, by a signal (SIGSTOP, SIGTSTP) or a debugger"
+        return None
+
+    def _neighbours(self) -> Iterator[tuple[int, int, str]]:
+        """Of each other rank on this machine: its number, its process and when that began."""
+        for rank, process in enumerate(self._processes):
+            pid, host, started = process.split(" ", 2)
+            if rank != self._index and host == _host():
+                yield rank, int(pid), started
+
     def _end(self, number: int, frame: FrameType | None) -> None:
         if self._is_printing:
             self._is_to_end = True
             return
         if os.getpid() == self._pid:
-            why = self.first() or "no rank has said why; the launcher may"
+            why = (self.first() or "no rank has said why; the launcher may") + self.doubt
             logger.error("rank %d is ended by its launcher (SIGTERM): %s", self._index, why)
         _end_by(number)
 
@@ -139,15 +181,20 @@ def _end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def own_process() -> str:
+    """This process, as other ranks know it: its number, its machine, and when it began."""
+    return f"{os.getpid()} {_host()} {_state(os.getpid())[1]}"
+
+
 def _host() -> str:
     """Of this machine, or of the container, in which numbers of processes mean something."""
     return f"{socket.gethostname()}:{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _started(pid: int) -> str:
-    """When a process began, in ticks since the machine did; empty if there is none, or it has ended."""
+def _state(pid: int) -> tuple[str, str]:
+    """The letter of a process's state, and when it began, in ticks since the machine did; empty if it has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]
+        return "", ""
+    return ("", "") if state in "ZX" else (state, fields[18])

@@ -159,6 +159,12 @@ class Ranks:
         """Errors name the first cause from now on."""
         self._causes = causes
 
+    def check_neighbours(self) -> None:
+        """Raise RankError if the process of a rank on this machine has ended."""
+        why = self._causes.gone() if self._causes is not None else None
+        if why is not None:
+            raise RankError("looking at the others", f"another rank has ended: {why}", rank=self.number, cure=_CURE)
+
     def meet(
         self, what: str, values: Sequence[int] = (), meanwhile: Callable[[], None] | None = None
     ) -> list[list[int]]:
@@ -495,6 +501,7 @@ class Ranks:
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: Exception) -> RankError:
-        why = self._causes.first() if self._causes is not None else None
-        problem = f"another rank has ended, or did not come in time: {why or str(error).splitlines()[0]}"
+        why = (self._causes.first() if self._causes is not None else None) or str(error).splitlines()[0]
+        doubt = self._causes.doubt if self._causes is not None else ""
+        problem = f"another rank has ended, or did not come in time: {why}{doubt}"
         return RankError(what, problem, rank=self.number, cure=_CURE)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
+import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from infinity.distributed.bounded import within
 from infinity.errors import ConfigError, RankError
 from infinity.torch_internals import group_store
 from infinity.torch_internals.current_gpu import take_gpu
@@ -31,6 +34,13 @@ isend: Any = getattr(torch.distributed, "isend", None)
 irecv: Any = getattr(torch.distributed, "irecv", None)
 """torch's own: its `P2POp` takes no other `isend` and `irecv`."""
 
+T = TypeVar("T")
+_DistError: Any = getattr(torch.distributed, "DistError", ())
+"""What torch raises where processes do not find each other."""
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""torch's own."""
+_GRACE_SECONDS = 10.0
+"""How much longer than torch to wait for processes that do not come: its own error says more."""
 _EXIT_SECONDS = 5.0
 """How long a group may take to end with the interpreter."""
 _LAUNCHERS_SIZES = {
@@ -125,7 +135,7 @@ def init_distributed(
                 "script with torchrun, or unset WORLD_SIZE for one process; or give init_distributed init_method, rank and "
                 "world_size"
             )
-        _begin_group(backend, timeout=timeout, store=_store_of_this_start(), rank=rank, world_size=num)
+        _begin_group(backend, timeout=timeout, store=_store_of_this_start(timeout), rank=rank, world_size=num)
         return
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
@@ -137,28 +147,46 @@ def init_distributed(
 def _begin_group(backend: str, **options: Any) -> None:
     if "nccl" in backend:
         take_gpu(local_rank())  # nccl would take that of the first for all
-    with _finding_each_other():
-        torch.distributed.init_process_group(backend, **options)
+    begin = functools.partial(torch.distributed.init_process_group, backend, **options)
+    _find_each_other(begin, options.get("timeout"), rank=options["rank"])
 
 
-@contextlib.contextmanager
-def _finding_each_other() -> Iterator[None]:
-    """What gloo raises where processes do not find each other becomes an error with its cure."""
+def _find_each_other(
+    function: Callable[[], T],
+    timeout: timedelta | None,
+    look: Callable[[], None] = lambda: None,
+    rank: int | None = None,
+) -> T:
+    """Call what waits until the other processes have come, for as long as ``timeout`` (None: torch's) and a little more.
+
+    torch keeps the time itself where the network works, and its error says more. Where a link is cut while it asks its store,
+    it would wait as long as TCP does.
+
+    Raises:
+        RankError: they do not find each other; or as ``look``, which is called now and then, has raised.
+    """
+    seconds = (timeout or _DEFAULT_TIMEOUT).total_seconds() + _GRACE_SECONDS
     try:
-        yield
-    except RuntimeError as error:
-        if "gloo" not in str(error).lower():
+        return within(seconds, function, look)
+    except RankError:
+        raise
+    except (RuntimeError, TimeoutError) as error:
+        text = str(error).splitlines()[0]
+        is_about_others = isinstance(error, (TimeoutError, _DistError)) or re.search("gloo|timeout", text.lower())
+        if not is_about_others:
             raise
         raise RankError(
             "making a process group",
-            f"the processes do not reach each other: {str(error).splitlines()[0]}",
-            rank=process_rank(),
-            cure="gloo takes the network interface of this machine's name, which the others may not reach: set "
-            "GLOO_SOCKET_IFNAME on all machines to the one that they share (`ip -br addr` names them; lo for one machine)",
+            f"the processes do not reach each other: {text}",
+            rank=process_rank() if rank is None else rank,
+            cure="Look at the output of the other processes: one may have ended or not been started. gloo takes the network "
+            "interface of this machine's name, which the others may not reach: set GLOO_SOCKET_IFNAME on all machines to the "
+            "one that they share (`ip -br addr` names them; lo for one machine). init_distributed(timeout=...) says how long "
+            "to wait",
         ) from error
 
 
-def _store_of_this_start() -> Any:
+def _store_of_this_start(timeout: timedelta | None) -> Any:
     """A part of torchrun's store for what it has started again with its static rendezvous; None where torch finds one.
 
     There the store is still that of the start before (torch 2.13), and gloo would look for processes that have ended. Other
@@ -168,7 +196,8 @@ def _store_of_this_start() -> Any:
     if settings[:2] != ["True", "none"] or settings[2] in (None, "0"):
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    wait = timeout or _DEFAULT_TIMEOUT
+    store = torch.distributed.TCPStore(address, port, is_master=False, timeout=wait)  # type: ignore[attr-defined]
     return torch.distributed.PrefixStore(f"start {settings[2]}", store)  # type: ignore[attr-defined]
 
 
@@ -250,11 +279,11 @@ def group_timeout() -> timedelta | None:
     return group_store.group_timeout(torch.distributed)
 
 
-def group_of(members: Sequence[int] | None, **kwargs: Any) -> Any:
-    """A group that takes tensors on the CPU, and waits as long as the default one."""
-    ranks = None if members is None else list(members)
-    with _finding_each_other():
-        return torch.distributed.new_group(ranks, backend="gloo", timeout=group_timeout(), **kwargs)
+def group_of(members: Sequence[int] | None, look: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
+    """A group that takes tensors on the CPU, and waits as long as the default one. ``look``: called now and then meanwhile."""
+    ranks, timeout = None if members is None else list(members), group_timeout()
+    make = functools.partial(torch.distributed.new_group, ranks, backend="gloo", timeout=timeout, **kwargs)
+    return _find_each_other(make, timeout, look)
 
 
 def members_of(group: Any) -> tuple[int, ...]:

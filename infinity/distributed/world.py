@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from infinity.distributed.causes import Causes
+from infinity.distributed.causes import Causes, own_process
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.process_groups import (
     call_torch,
@@ -45,7 +45,8 @@ def world() -> Ranks:
         number = ranks.meet("beginning", [secrets.randbits(62)])[0][0]
         store = default_store()
         if store is not None:
-            causes = Causes(store, f"infinity/{number}", index, num)
+            processes = ranks.gather("telling of processes", own_process().encode())
+            causes = Causes(store, f"infinity/{number}", index, [each.decode() for each in processes])
             causes.listen()
             ranks.ask(causes)
         met.append(num)
@@ -81,7 +82,7 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
     for members, is_mine, *lack in zip(several, mine, *everyone.meet("making process groups", lacking), strict=True):
         if not any(lack):
             continue
-        group = group_of(members) if len(members) > 1 else None
+        group = group_of(members, everyone.check_neighbours) if len(members) > 1 else None
         if is_mine:
             same = everyone if members == everyone.members else known.get(("", members))
             made = Ranks(members.index(everyone.number), len(members), group, everyone.causes, members, same)

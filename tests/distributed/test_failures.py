@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,58 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert second == "killed"
     for error in (first, third):
         assert re.search(r"the process of rank 1 \(\d+\) is gone, and has not said why .*: an error, killed", error)
+
+
+def test_a_killed_rank_that_held_the_store_is_named(tmp_path: Path) -> None:
+    def join(rank: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        if rank == 0:
+            store = torch.distributed.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+            (tmp_path / "part").write_text(str(store.port))
+            (tmp_path / "part").rename(tmp_path / "port")
+        else:
+            wait_until((tmp_path / "port").exists)
+            port = int((tmp_path / "port").read_text())
+            store = torch.distributed.TCPStore("127.0.0.1", port, 3, is_master=False)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=3)
+
+    def train(rank: int) -> None:
+        engine = _engine()
+        _step(engine)
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _step(engine)
+
+    (tmp_path / "rank0").write_text("killed")
+    first, *others = run_ranks(3, train, tmp_path, join)
+    assert first == "killed"
+    for error in others:
+        assert re.search(r"the process of rank 0 \(\d+\) is gone, and has not said why .*: an error, killed", error)
+
+
+def test_a_rank_that_is_killed_while_groups_are_made_is_named(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        from infinity.distributed import world
+
+        world.world()
+        if rank == 1:
+            world.group_of = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        world.subsets([(0, 1)])
+
+    (tmp_path / "rank1").write_text("killed")
+    first, second, third = run_ranks(3, train, tmp_path)
+    assert second == "killed"
+    assert re.search(r"the process of rank 1 \(\d+\) is gone", first)
+    assert third
+
+
+def test_who_does_not_come_to_the_rendezvous_is_waited_for_as_long_as_said(tmp_path: Path) -> None:
+    def join(rank: int) -> None:
+        place = f"file://{tmp_path}/store"
+        with pytest.raises(RankError, match=r"making a process group: the processes do not reach each other.*timeout="):
+            infinity.init_distributed(timeout=timedelta(seconds=1), init_method=place, rank=0, world_size=2)
+
+    assert run_ranks(1, lambda rank: None, tmp_path, join) == [""]
 
 
 def test_what_followed_is_no_cause(tmp_path: Path) -> None:

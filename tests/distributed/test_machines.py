@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
-import torch._dynamo  # which optimizers import at their first use: once here, not in each process
 
+import infinity
+from infinity.errors import RankError
 from tests.ranks import run_ranks
 from tests.waiting import wait_until
 
@@ -147,3 +152,129 @@ def test_one_machine_is_lost_and_the_other_goes_on(
         assert began == 3
         for name, value in torch.load(whole / f"end {rank}")[1].items():
             assert torch.equal(weights[name], value), name
+
+
+# ------------------------------------------------------------------------------------- nobody waits longer than the timeout
+
+_TIMEOUT = timedelta(seconds=30)
+_FAR_LONGER_SECONDS = 300
+"""Than the timeout and what telling of the error may take; without an end, TCP alone waits for 900 seconds."""
+
+
+def _enter(machine: str) -> None:
+    """This process is in that namespace from now on."""
+    with open(f"/run/netns/{machine}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _joined_at(machines: tuple[str, str]) -> Callable[[int], None]:
+    """Rank 0, which holds the store, is on the first machine; ranks 1 and 2 are on the second one."""
+
+    def join(rank: int) -> None:
+        _enter(machines[min(rank, 1)])
+        os.environ["GLOO_SOCKET_IFNAME"] = "net0"
+        infinity.init_distributed(timeout=_TIMEOUT, init_method=f"tcp://{_ADDRESSES[0]}:29578", rank=rank, world_size=3)
+
+    return join
+
+
+def _steps_until_error(ready: Path, rank: int, event: Callable[[], None], lost: int | None = None) -> RankError:
+    """Train, and after the first steps let rank 2 bring about the event. Returns what this rank gets then.
+
+    It returns when all have theirs but rank ``lost``, which is killed then.
+    """
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+    }
+    engine = infinity.initialize(model=torch.nn.Linear(8, 8), config=config)[0]
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+
+    step()
+    (ready / f"{rank} {os.getpid()}").touch()
+    wait_until(lambda: len([*ready.iterdir()]) >= 3)
+    if rank == 2:
+        event()
+        (ready / "over").touch()
+    wait_until((ready / "over").exists)
+    signal.alarm(_FAR_LONGER_SECONDS)  # ends the process, which `run_ranks` tells of
+    with pytest.raises(RankError) as error:
+        step()
+    sys.excepthook(type(error.value), error.value, None)  # as Python does, which asks the store again
+    signal.alarm(0)
+    (ready / f"done {rank}").touch()
+    wait_until(lambda: all((ready / f"done {other}").exists() for other in range(3) if other != lost))
+    if lost is not None and rank == 2:
+        os.kill(_process_of(ready, lost), signal.SIGKILL)
+    return error.value
+
+
+def _process_of(ready: Path, rank: int) -> int:
+    return next(int(name.name.split()[1]) for name in ready.iterdir() if name.name.startswith(f"{rank} "))
+
+
+def test_a_cut_link_leaves_nobody_waiting(machines: tuple[str, str], tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.mkdir()
+
+    def train(rank: int) -> None:
+        error = _steps_until_error(ready, rank, lambda: _ip("-n", machines[1], "link", "set", "net0", "down"))
+        if rank:
+            assert "The store in which the ranks have met does not answer: the network is cut" in str(error)
+
+    assert run_ranks(3, train, tmp_path, _joined_at(machines)) == ["", "", ""]
+
+
+def test_a_stopped_rank_is_named_by_its_machine(machines: tuple[str, str], tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.mkdir()
+
+    def train(rank: int) -> None:
+        error = _steps_until_error(ready, rank, lambda: os.kill(_process_of(ready, 1), signal.SIGSTOP), lost=1)
+        if rank == 2:
+            assert re.search(r"the process of rank 1 \(\d+\) is stopped, by a signal", str(error))
+
+    assert run_ranks(3, train, tmp_path, _joined_at(machines)) == ["", "it was killed", ""]
+
+
+def test_a_stopped_rank_that_holds_the_store_leaves_nobody_waiting(machines: tuple[str, str], tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    ready.mkdir()
+
+    def train(rank: int) -> None:
+        error = _steps_until_error(ready, rank, lambda: os.kill(_process_of(ready, 0), signal.SIGSTOP), lost=0)
+        assert "The store in which the ranks have met does not answer" in str(error)
+
+    assert run_ranks(3, train, tmp_path, _joined_at(machines)) == ["it was killed", "", ""]
+
+
+def test_a_link_that_is_cut_in_the_rendezvous_leaves_nobody_waiting(machines: tuple[str, str], tmp_path: Path) -> None:
+    def join(rank: int) -> None:
+        _enter(machines[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = "net0"
+        if rank == 0:
+            store = torch.distributed.TCPStore(_ADDRESSES[0], 29579, 2, is_master=True, wait_for_workers=False)
+            wait_until(lambda: store.check(["here"]))
+            _ip("-n", machines[1], "link", "set", "net0", "down")
+            wait_until((tmp_path / "over").exists)
+            return
+        store = torch.distributed.TCPStore(_ADDRESSES[0], 29579, 2, is_master=False)
+        store.set("here", "")
+        signal.alarm(_FAR_LONGER_SECONDS)
+        try:
+            with pytest.raises(RankError, match="the processes do not reach each other"):
+                infinity.init_distributed(
+                    timeout=timedelta(seconds=5),
+                    init_method=f"tcp://{_ADDRESSES[0]}:29579",
+                    rank=rank,
+                    world_size=2,
+                )
+        finally:
+            (tmp_path / "over").touch()
+
+    assert run_ranks(2, lambda rank: None, tmp_path, join) == ["", ""]

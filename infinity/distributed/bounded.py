@@ -1,0 +1,59 @@
+"""Calls of torch that may never return, with an end: torch's clients of a store wait for a dead network as long as TCP does.
+
+Knows threads; must not know what is called.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from swapper.sync.limits import start_threads
+
+T = TypeVar("T")
+_LOOK_SECONDS = 0.25
+
+
+class _Call(Generic[T]):
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._found.append(self._function())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.is_over.set()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._found[0]
+
+
+def within(seconds: float, function: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
+    """Call ``function`` in a thread of its own, and return what it returns or raise what it raises.
+
+    Args:
+        seconds: how long to wait. A call that takes longer is left to itself: its thread ends with the process.
+        function: Releases Python's lock while it waits.
+        look: called now and then meanwhile; what it raises ends the waiting.
+
+    Raises:
+        TimeoutError: the time is over.
+        LimitError: the system gives no thread.
+    """
+    call = _Call(function)
+    start_threads(threading.Thread(target=call.run, name="infinity-bounded", daemon=True))
+    deadline = time.monotonic() + seconds
+    while not call.is_over.wait(max(min(deadline - time.monotonic(), _LOOK_SECONDS), 0.0)):
+        look()
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"no answer in {seconds:.0f} s")
+    return call.result()
