@@ -97,3 +97,17 @@ class DeepSpeedCPUAdagrad(_Named):
 
     _name = "Adagrad"
     _arguments = "model_params lr eps weight_decay amsgrad fp32_optimizer_states"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
+        made = super().__new__(cls, *args, **kwargs)
+        made.register_step_pre_hook(_unfuse_sparse)
+        return made
+
+
+def _unfuse_sparse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Groups with sparse gradients go without torch's fused kernel, which takes none; DeepSpeed's optimizer does."""
+    if type(optimizer) is not torch.optim.Adagrad:  # an engine's: it makes gradients dense
+        return
+    for group in optimizer.param_groups:
+        if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
+            group["fused"] = False
