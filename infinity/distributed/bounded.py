@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from swapper import Latch
 from swapper.sync.limits import start_threads
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ class _Call(Generic[T]):
         self._function = function
         self._found: list[T] = []
         self._error: BaseException | None = None
-        self.is_over = threading.Event()
+        self.is_over = Latch()
 
     def run(self) -> None:
         try:

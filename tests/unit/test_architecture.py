@@ -215,6 +215,7 @@ def streams_in_device(module: Module) -> Iterator[str]:
 _NOT_FOR_THE_DEVICE = (
     "infinity/vertical/baton.py",
     "infinity/distributed/agreement.py",
+    "infinity/distributed/bounded.py",
     "infinity/distributed/pulls.py",
     "infinity/distributed/process_groups.py",
 )
