@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from infinity.compat.process_counts import check_accelerate
 from infinity.compat.scheduler_steps import needs_samples
+from infinity.compat.tracked_dtypes import note_dtype
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
@@ -196,6 +197,8 @@ def initialize(
         logger.info("config:\n%s", resolved.describe())
         logger.info("plan:\n%s", engine.plan)
         undo.pop_all()
+    if resolved.compute_dtype is not torch.float32:
+        note_dtype(model, resolved.compute_dtype)
     originals.forget()
     template.forget_untouched()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import inspect
 import os
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -629,6 +631,34 @@ def test_narrow_weights_by_name(tmp_path: Path) -> None:
     assert module.first.weight.dtype is torch.bfloat16
     with pytest.raises(ConfigError, match="64-true"):
         trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="64-true").fit(module_for(pytorch), data())
+
+
+@pytest.mark.parametrize(("block", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
+def test_the_dtype_of_a_module(block: str | None, dtype: torch.dtype, package: str, tmp_path: Path) -> None:
+    """`LightningModule.dtype`, by which scripts make tensors, in fit, and of the modules within as well."""
+    pytorch, strategy = parts(package)
+    module = module_for(pytorch)
+    module.inner = module_for(pytorch)
+    found: list[Any] = []
+    module.on_train_start = lambda: found.append((module.dtype, module.inner.dtype))
+    config = {"zero_optimization": {"stage": 3}} | ({block: {"enabled": True}} if block else {})
+    trainer_for(pytorch, tmp_path, strategy(config=config), max_epochs=1).fit(module, data())
+    assert found == [(dtype, dtype)]
+
+
+def test_no_thread_of_the_engine_outlives_fit(package: str, tmp_path: Path) -> None:
+    pytorch, strategy = parts(package)
+    inside: list[set[threading.Thread]] = []
+    module = module_for(pytorch)
+    module.on_train_epoch_end = lambda: inside.append({*threading.enumerate()})
+    before = {*threading.enumerate()}
+    gc.disable()
+    try:
+        trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme"))).fit(module, data())
+        assert inside[-1] - before
+        assert {*threading.enumerate()} <= before
+    finally:
+        gc.enable()
 
 
 def test_bf16_weights(tmp_path: Path) -> None:
