@@ -21,7 +21,7 @@ from infinity.errors import CheckpointError, format_bytes
 from swapper.wrappers.checksum import crc32c
 
 MANIFEST = "manifest.json"
-VERSION = 2
+VERSION = 3
 _FORMAT = "infinity-checkpoint"
 _TIME = re.compile(rb'\{"format":"[^"]*","version":\d+,"time":(\d{1,19})[,}]')
 _MOST_BYTES = 1 << 30

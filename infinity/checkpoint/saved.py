@@ -29,8 +29,9 @@ from infinity.checkpoint.manifest import (
     read_checked,
     read_manifest,
 )
-from infinity.checkpoint.values import decode, encode, pickled, unpickled
 from infinity.errors import CheckpointError, StorageError, format_bytes
+from infinity.loop.random_states import check_random_states
+from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
 from swapper import SwapperError
 from swapper.errors import limit_cure
 from swapper.volumes.block_files import BlockThreads, free_bytes
@@ -41,7 +42,11 @@ logger = logging.getLogger(__name__)
 _FILE_BYTES = 12 << 10
 """What the small files and directories of a tensor take."""
 
-LATEST, REST, OBJECTS = "latest", "training.json", "objects.pt"
+LATEST, REST, RAW = "latest", "training.json", "training.bin"
+_PLAIN_DATA = (
+    "Give client_state (and schedulers and modules as their state) numbers, texts, bytes, tensors, NumPy arrays, lists, tuples, "
+    "sets and dicts of these, without references to themselves. For an object, give its state_dict() or vars()"
+)
 T = TypeVar("T")
 _MOST_READS = 5
 _MOST_TAG_BYTES = 255 - 26
@@ -136,36 +141,24 @@ class Checkpoint:
     def _names(self, key: str, read: Callable[[Any], T]) -> T:
         try:
             return read(json.loads(read_checked(self.folder, self._files, REST)).get(key))
-        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise CheckpointError(self.folder / REST, "it is not what a checkpoint has") from error
 
     def rest(self) -> dict[str, Any]:
         """All that is no large tensor: counters, groups, scalars, scheduler, random states, what the script added.
 
         Raises:
-            CheckpointError: it is damaged, or holds objects of classes that torch does not load unasked.
+            CheckpointError: it is damaged.
         """
-        objects: list[Any] = []
-        if OBJECTS in self._files:
-            objects = unpickled(self.folder / OBJECTS, read_checked(self.folder, self._files, OBJECTS))
+        text = read_checked(self.folder, self._files, REST)
+        raw = read_checked(self.folder, self._files, RAW) if RAW in self._files else b""
         try:
-            found = decode(json.loads(read_checked(self.folder, self._files, REST)), objects)
-        except CheckpointError:
-            raise
-        except (
-            LookupError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            ArithmeticError,
-            RuntimeError,
-            MemoryError,
-        ) as error:
+            found = from_json(text, raw)
+            _check_rest(found)
+        except UNREADABLE as error:
             problem = f"it is not what a checkpoint has: {str(error)[:200] or type(error).__name__}"
             raise CheckpointError(self.folder / REST, problem) from error
-        if not isinstance(found, dict) or not isinstance(found.get("counters"), dict) or "client_state" not in found:
-            raise CheckpointError(self.folder / REST, "it is not what a checkpoint has")
-        return found
+        return found  # type: ignore[no-any-return]
 
     def verify_small_files(self) -> int:
         """As `verify`, of all files but those of large tensors, which are checked as they are read."""
@@ -184,6 +177,41 @@ class Checkpoint:
                     pass
                 num_bytes += tensor.file_bytes
         return num_bytes
+
+
+def _check_rest(found: Any) -> None:
+    """Raise a ValueError or TypeError unless what is no large tensor has the types that the rest of the package expects."""
+    kinds = {
+        "client_state": dict,
+        "counters": dict,
+        "param_groups": list,
+        "states": list,
+        "others": dict,
+        "names": dict,
+    }
+    kinds |= {"random": dict, "ranks": list, "extra_states": dict, "lr_scheduler": dict}
+    for name, kind in kinds.items():
+        if name not in found and name in ("client_state", "counters"):
+            raise ValueError(f"there is no '{name}'")
+        if name in found and not (isinstance(found[name], kind) or (name == "lr_scheduler" and found[name] is None)):
+            raise TypeError(f"'{name}' is a {type(found[name]).__name__}")
+    scale = found["counters"]["loss_scale"]
+    numbers = [found["counters"][name] for name in ("global_steps", "micro_steps", "skipped_steps", "global_samples")]
+    if not all(type(each) is int and each >= 0 for each in numbers):
+        raise ValueError(f"'counters' are {numbers}")
+    if not all(isinstance(scale[name], int | float) for name in ("scale", "patience", "num_finite")):
+        raise TypeError("'loss_scale' holds something else than numbers")
+    for group in found.get("param_groups", ()):
+        if not all(type(key) is int for key in group["params"]):
+            raise TypeError("'param_groups' hold something else than numbers of parameters")
+    for key, fqn, scalars in found.get("states", ()):
+        if (type(key), type(fqn)) != (int, str) or not isinstance(scalars, dict):
+            raise TypeError("'states' hold something else than states")
+    if not all(isinstance(each, dict) for each in (*found.get("others", {}).values(), *found.get("ranks", ()))):
+        raise TypeError("'others' or 'ranks' hold something else than states")
+    for each in (found, *found.get("ranks", ())):
+        if "random" in each:
+            check_random_states(each["random"])
 
 
 def find(directory: Path, tag: str | None) -> Path | None:
@@ -278,22 +306,15 @@ class CheckpointFiles:
 
     def write_rest(self, rest: Mapping[str, Any]) -> None:
         """All that is no large tensor: "counters", "client_state", "param_groups", ... Once."""
-        objects: list[Any] = []
+        raw = RawBytes()
         try:
-            text = json.dumps(encode(dict(rest), objects), allow_nan=False, separators=(",", ":"))
-            data = pickled(objects) if objects else b""
+            text, data = to_json(dict(rest), raw, "the checkpoint"), raw.joined()
         except Exception as error:  # whatever the objects' classes raise
-            problem = f"what it is to hold beside tensors cannot be written: {str(error) or type(error).__name__}"
-            kinds = "functions, locks, open files and references to itself"
-            cure = f"Leave {kinds} out of client_state (and of the scheduler's state)"
-            raise CheckpointError(self._folder, problem, cure=cure) from error
+            reason = str(error) or type(error).__name__
+            raise CheckpointError(self._folder, f"its values cannot be written: {reason}", cure=_PLAIN_DATA) from error
         (self._folder / REST).write_text(text)
-        if objects:
-            (self._folder / OBJECTS).write_bytes(data)
-            try:
-                unpickled(Path(OBJECTS), data)
-            except CheckpointError as error:
-                logger.warning("engine.save_checkpoint: load_checkpoint will refuse this one as it is. %s", error)
+        if data:
+            (self._folder / RAW).write_bytes(data)
 
     def finish(self, time: int) -> None:
         """All has come: wait until it is written, and add the manifest. ``time``: now, in nanoseconds.
@@ -442,7 +463,7 @@ __all__ = [
     "EXCLUDED",
     "EXCLUDED_CHECKSUMS",
     "LATEST",
-    "OBJECTS",
+    "RAW",
     "REST",
     "TIED",
     "WEIGHT",

@@ -3,18 +3,24 @@
 Knows ranks; must not know what is done. `Ranks.meet` says when ranks are elsewhere; this is for what fails on some of them.
 All ranks call each function here with the same words, in the same order. Only exceptions are told: who is interrupted, or
 ends, is missed by the others at their next meeting.
+
+[Note: only data between ranks] Anybody in the network may connect to gloo, so what ranks send is plain data and is never
+unpickled. An error is sent as the name of its class and what it holds. Only Python's and this package's classes are made again.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
-import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import swapper.errors
+from infinity import errors
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
+from infinity.numerics.plain_data import UNREADABLE, pack, unpack
 from swapper import Latch
 from swapper.sync.limits import start_threads
 
@@ -27,14 +33,14 @@ def agree(ranks: Ranks, what: str, error: Exception | None = None) -> None:
     """Raise if this rank comes with an error, or another one does: the same error on all, that of the first rank which has one.
 
     Raises:
-        Exception: as it was on that rank, if it can be pickled.
-        RankError: it cannot be; or another rank has ended, does not come, or is elsewhere.
+        Exception: as it was on that rank, if its class is Python's or this package's.
+        RankError: it is of another class; or another rank has ended, does not come, or is elsewhere.
     """
     together(ranks, what, lambda: _raise(error))
 
 
 def together(ranks: Ranks, what: str, function: Callable[[], T]) -> list[T]:
-    """Call ``function`` on each rank, and return what it returned on each, which is pickled.
+    """Call ``function`` on each rank, and return what it returned on each: plain data, see `infinity.numerics.plain_data`.
 
     Raises:
         Exception: what it raised on the first rank on which it failed, on all of them; see `agree`.
@@ -53,19 +59,19 @@ def together(ranks: Ranks, what: str, function: Callable[[], T]) -> list[T]:
         if error is not None:  # what went wrong first
             raise error from problem
         raise
-    for rank, (is_error, data, text) in enumerate(map(pickle.loads, of_ranks)):
-        if not is_error:
+    answers = [_unpacked(what, ranks, rank, data) for rank, data in enumerate(of_ranks)]
+    for rank, (_, failure) in enumerate(answers):
+        if failure is None:
             continue
         if rank == ranks.index and error is not None:
             raise error
-        cause, name = _unpacked(data), ranks.members[rank]
-        if not isinstance(cause, Exception):
-            cause = RankError(
-                what, f"rank {name} failed: {text}", rank=ranks.number, cure="See the output of that rank"
-            )
+        cause, name = _made_again(failure), ranks.members[rank]
+        if cause is None:
+            text = f"rank {name} failed: {failure['text']}"
+            cause = RankError(what, text, rank=ranks.number, cure="See the output of that rank")
         cause.add_note(f"It failed on rank {name}, and this is rank {ranks.number}.")
         raise cause from error
-    return [_unpacked(data) for _, data, _ in map(pickle.loads, of_ranks)]
+    return [value for value, _ in answers]
 
 
 def on_first(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
@@ -130,17 +136,44 @@ def _raise(error: Exception | None) -> None:
 
 def _packed(found: Any, error: Exception | None) -> bytes:
     if error is None:
-        return pickle.dumps((False, pickle.dumps(found), ""))
+        return pack([found, None], "the value that ranks exchange")
+    cls, text = type(error), f"{type(error).__name__}: {error}"
+    arguments = error.args
+    if isinstance(error, OSError) and error.filename is not None:
+        arguments = (*arguments[:2], error.filename)
+    told = {"text": text, "module": cls.__module__, "name": cls.__name__, "args": [*arguments], "state": vars(error)}
     try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:  # whatever classes of others raise
-        data = b""
-    return pickle.dumps((True, data, f"{type(error).__name__}: {error}"))
+        return pack([None, told], "the error")
+    except Exception:  # whatever classes of others hold
+        return pack([None, {"text": text}], "the error")
 
 
-def _unpacked(data: bytes) -> Any:
+def _unpacked(what: str, ranks: Ranks, rank: int, data: bytes) -> tuple[Any, dict[str, Any] | None]:
+    """What a rank returned, and what it told of its error."""
     try:
-        return pickle.loads(data) if data else None
-    except Exception:  # a class that is not known here
+        value, failure = unpack(data)
+        return value, None if failure is None else {"text": "", **failure}
+    except UNREADABLE as error:
+        problem = f"rank {ranks.members[rank]} sent what no rank of this version sends"
+        cure = "Start all ranks with the same version, in a network that only they use"
+        raise RankError(what, problem, rank=ranks.number, cure=cure) from error
+
+
+def _made_again(told: dict[str, Any]) -> Exception | None:
+    """The error; None if its class is neither Python's nor this package's."""
+    room = {"builtins": builtins, "infinity.errors": errors, "swapper.errors": swapper.errors}.get(
+        told.get("module", "")
+    )
+    cls = getattr(room, str(told.get("name")), None)
+    if not (isinstance(cls, type) and issubclass(cls, Exception)):
         return None
+    try:
+        # The constructors of this package's classes take facts, and not the message that they make of them.
+        made: Exception = cls(*told["args"]) if room is builtins else cls.__new__(cls, *told["args"])
+        for name, value in told["state"].items():
+            if not hasattr(cls, name):
+                setattr(made, name, value)
+        str(made)
+    except Exception:  # of arguments that the class does not take
+        return None
+    return made

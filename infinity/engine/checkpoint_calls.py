@@ -211,8 +211,6 @@ class CheckpointCalls(ExportCalls):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from what `save_checkpoint` wrote, under whatever budget, tiers and precision this engine has.
 
-        Objects in the client state whose classes torch does not know are refused, see ``torch.serialization.add_safe_globals``.
-
         Args:
             load_dir: where checkpoints are.
             tag: which one; None: the latest.

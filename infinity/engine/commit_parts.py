@@ -5,7 +5,6 @@ Pure data: knows layouts, scalars and generators of random numbers; must not kno
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import nn
 
 from infinity.errors import UnsupportedModelError, listed
 from infinity.numerics.chunk_format import ChunkFormat
+from infinity.numerics.plain_data import pack
 from infinity.units.buffers import write_buffer
 from infinity.units.unit import Unit
 
@@ -92,27 +92,19 @@ def header(layout: Mapping[str, Any], step: int, page_bytes: int, places: Mappin
     return json.dumps(content).encode()
 
 
-def pack(rest: Mapping[str, Any]) -> bytes:
+def packed(rest: Mapping[str, Any]) -> bytes:
     """Scalars and small tensors as bytes.
 
     Raises:
-        UnsupportedModelError: something of it cannot be pickled.
+        UnsupportedModelError: something of it is no plain data.
     """
-    buffer = io.BytesIO()
     try:
-        torch.save(dict(rest), buffer)
+        return pack(dict(rest), "the commit")
     except Exception as error:  # whatever the objects' classes raise
         raise UnsupportedModelError(
-            f"a durable run cannot keep what stands in the optimizer's groups, the scheduler or a module's extra state: {error}",
-            cure="Leave functions, locks and open files out of them, or set infinity.durable to false",
+            f"a durable run cannot keep the optimizer's groups, the scheduler or a module's extra state: {error}",
+            cure="Let them hold numbers, texts, tensors, and lists and dicts of these, or set infinity.durable to false",
         ) from error
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> dict[str, Any]:
-    """What `pack` was given. It is unpickled: a run directory is to be trusted like a script."""
-    found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-    return found
 
 
 def buffers_of(model: nn.Module) -> dict[str, Buffer]:

@@ -19,12 +19,13 @@ nobody goes back from one line to another.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,8 +37,9 @@ from infinity.distributed.agreement import agree, together
 from infinity.distributed.collectives import Ranks
 from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
-from infinity.errors import CommitError, StepOrderError, StorageError, UnsupportedModelError
-from infinity.loop.random_states import set_random_states
+from infinity.errors import CommitError, InfinityError, StepOrderError, StorageError, UnsupportedModelError
+from infinity.loop.random_states import check_random_states, set_random_states
+from infinity.numerics.plain_data import UNREADABLE, unpack
 from infinity.optim.scheduler_state import scheduler_with
 from infinity.paging.pager import Pager
 from infinity.tiers.state_store import PagedStateStore
@@ -122,9 +124,10 @@ class DurableRun:
         self._header: dict[str, Any] | None = None
         if found is not None:
             self._number = found[0]
-            self._header = json.loads(found[1][1])
         self._page_bytes = config.infinity.page_bytes
         try:
+            with self._reading():
+                self._header = None if found is None else _header_of(found[1][1])
             self._common = self._agreed()
         except BaseException:
             self.directory.close()
@@ -187,26 +190,31 @@ class DurableRun:
         """
         self._layout = {**layout, "processes": self._ranks.num, "share": list(share)}
         self._page_bytes = page_bytes
-        if self._header is None:
-            return
-        num_before = self._header["layout"]["processes"]
+        if self._header is not None:
+            with self._reading():
+                self._check_header(self._header, layout, page_bytes, share)
+
+    def _check_header(
+        self, header: Mapping[str, Any], layout: Mapping[str, Any], page_bytes: int, share: tuple[int, int]
+    ) -> None:
+        num_before = header["layout"]["processes"]
         if num_before != self._ranks.num:
             raise UnsupportedModelError(
                 f"the durable run in '{self._path.parent}' is of {num_before} processes, not {self._ranks.num}",
                 cure=f"Start {num_before}, or name another infinity.durable_path and load a checkpoint there: any number can",
             )
-        before = self._header["layout"].get("share", [*share])
+        before = header["layout"].get("share", [*share])
         if before != [*share]:
             raise UnsupportedModelError(
                 f"the durable run in '{self._path.parent}' divides states among {before[1]} processes, not {share[1]}",
                 cure="Set zero_optimization.stage, mics_shard_size and the mesh as they were, or name another "
                 "infinity.durable_path and load a checkpoint there",
             )
-        commit_parts.check_layout(self._header["layout"], layout, str(self._path))
-        if self._header["page_bytes"] != page_bytes:
+        commit_parts.check_layout(header["layout"], layout, str(self._path))
+        if header["page_bytes"] != page_bytes:
             raise UnsupportedModelError(
-                f"the durable run in '{self._path}' has pages of {self._header['page_bytes']} bytes, not {page_bytes}",
-                cure=f"Set infinity.page_bytes to {self._header['page_bytes']}, or leave it out",
+                f"the durable run in '{self._path}' has pages of {header['page_bytes']} bytes, not {page_bytes}",
+                cure=f"Set infinity.page_bytes to {header['page_bytes']}, or leave it out",
             )
 
     def connect(
@@ -237,14 +245,12 @@ class DurableRun:
                     cure="Make the config as it was, but for budgets, keep_last and keep_every, or name another "
                     "infinity.durable_path",
                 )
-            try:
+            with self._reading():
                 self._versions.recover(self._number)
                 *_, inside = self._versions.go_to(self._number)
                 for number in self._versions.kept:
                     self._note(number, self.directory.read(number)[1])
-                storage.records.set_valid_bytes(commit_parts.unpack(inside)["valid_bytes"])
-            except (VolumeError, SwapperError) as error:
-                raise self._damaged(error) from error
+                storage.records.set_valid_bytes(unpack(inside)["valid_bytes"])
 
     # ---------------------------------------------------------------------------------------------------------- commits
 
@@ -268,7 +274,7 @@ class DurableRun:
             unit.note_changes()
         if any(unit.dirty for unit in self._units):  # what others have written belongs to the step
             training.flush()
-        outside, step = commit_parts.pack(self._outside(training)), training.global_steps
+        outside, step = commit_parts.packed(self._outside(training)), training.global_steps
         updates, line = self._stream.pending(), self._line
 
         def ready() -> None:
@@ -277,7 +283,7 @@ class DurableRun:
 
         def parts() -> list[bytes]:
             head = commit_parts.header(self._layout, step, self._page_bytes or 0, self._places(), line)
-            return [head, outside, commit_parts.pack(self._inside())]
+            return [head, outside, commit_parts.packed(self._inside())]
 
         self._number += 1
         self._steps[self._number], self._lines[self._number] = step, line
@@ -415,11 +421,34 @@ class DurableRun:
                 self._pager.residency.evict(unit)
                 unit.outdate()
             together(self._ranks, what, go)
-        head, outside, inside = found
-        self._number = as_number or number
-        self._note(self._number, head)
-        self._line = self._lines[self._number]
-        rest = commit_parts.unpack(outside) | commit_parts.unpack(inside)
+        with self._reading():
+            rest = self._restore(training, as_number or number, *found)
+        # From here on, classes of the script are called, whose errors are their own.
+        set_extra_states(training.module, rest[EXTRA_STATES])
+        with scheduler_with(training.lr_scheduler, rest, otherwise="name another infinity.durable_path"):
+            pass
+        if "loader" in rest and hasattr(training.training_dataloader, "load_state_dict"):
+            training.training_dataloader.load_state_dict(rest["loader"])
+        with self._reading():
+            training.count_on(rest["counters"])
+            set_random_states(rest["random"])
+            given: list[dict[str, Any]] = rest["given"]
+        return given
+
+    def _restore(self, training: Training, number: int, head: bytes, outside: bytes, inside: bytes) -> dict[str, Any]:
+        """What else the commit holds."""
+        self._number = number
+        self._note(number, head)
+        self._line = self._lines[number]
+        rest: dict[str, Any] = unpack(outside) | unpack(inside)
+        lacking = [
+            name
+            for name in ("given", EXTRA_STATES, "counters", "random")
+            if not isinstance(rest.get(name), dict | list)
+        ]
+        if lacking:
+            raise ValueError(f"it has no {', '.join(lacking)}")
+        check_random_states(rest["random"])
         self._records.set_valid_bytes(rest["valid_bytes"])
         for unit in self._units:
             for slot in unit.layout.slots:
@@ -430,22 +459,14 @@ class DurableRun:
         for group, values in zip(training.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)
         commit_parts.set_buffers(training.module, rest["buffers"], training.device)
-        set_extra_states(training.module, rest[EXTRA_STATES])
-        with scheduler_with(training.lr_scheduler, rest, otherwise="name another infinity.durable_path"):
-            pass
-        if "loader" in rest and hasattr(training.training_dataloader, "load_state_dict"):
-            training.training_dataloader.load_state_dict(rest["loader"])
-        training.count_on(rest["counters"])
-        set_random_states(rest["random"])
-        given: list[dict[str, Any]] = rest.get("given", [])  # earlier versions committed none
-        return given
+        return rest
 
     def begin_line(self) -> None:
         """Weights and states are those of a checkpoint from now on, on all ranks: see [Note: lines of commits]."""
         self._line = 1 + max(number for (number,) in self._ranks.meet("a new line of commits", [self._number]))
 
     def _note(self, number: int, head: bytes) -> None:
-        header = json.loads(head)
+        header = _header_of(head)
         self._steps[number], self._lines[number] = header["step"], _line_of(header)
 
     def _outside(self, training: Training) -> dict[str, Any]:
@@ -471,6 +492,16 @@ class DurableRun:
         weights = {unit.name: unit.extent.start for unit in self._units if unit.extent is not None}
         return {"weights": weights, "records": {str(k): v for k, v in self._records.places().items()}}
 
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What a commit's contents bring about in code that expects others is a `StorageError`."""
+        try:
+            yield
+        except InfinityError:
+            raise
+        except (SwapperError, *UNREADABLE) as error:
+            raise self._damaged(error) from error
+
     def _damaged(self, error: Exception) -> StorageError:
         problem, cure = "that cannot be gone on from", "Name another directory, and load a checkpoint there"
         if isinstance(error, NewerFormatError):
@@ -479,6 +510,13 @@ class DurableRun:
         return StorageError(
             self._path, f"holds a durable run {problem}: {error}", cure=cure, key="infinity.durable_path"
         )
+
+
+def _header_of(head: bytes) -> dict[str, Any]:
+    found = json.loads(head)
+    if not isinstance(found, dict) or any(type(found.get(name)) is not int for name in ("step", "line", "page_bytes")):
+        raise ValueError("its header is not that of a commit")
+    return found
 
 
 def _line_of(header: Mapping[str, Any] | None) -> int:

@@ -1,8 +1,8 @@
 """Files with weights, as Hugging Face and torch lay them out: found, checked, and looked at without being read.
 
 Knows names of files and the format's rules; must not know models. Nothing in a file is trusted: names in an index cannot
-lead out of the directory, lengths and offsets are checked by the library before a byte is looked at, and pickles are loaded
-with ``weights_only=True``.
+lead out of the directory, lengths and offsets are checked by the library before a byte is looked at, and nothing in a pickle
+is run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from infinity.errors import WeightFileError, listed
-from infinity.torch_internals.zip_files import load_over
+from infinity.torch_internals.pickles import DamagedPickleError, read_pickle
 from swapper.volumes.mapped import map_file
 
 _SAFETENSORS, _PICKLES = "model.safetensors", "pytorch_model.bin"
@@ -163,14 +163,10 @@ def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
     try:
-        loaded: Any = load_over(file, torch.from_numpy(map_file(file)))
-    except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise WeightFileError(
-            file,
-            f"cannot be looked at: {first}",
-            cure="It must be what torch.save(model.state_dict(), ...) writes, with tensors only",
-        ) from error
+        loaded = read_pickle(file, map_file(file), lambda name: False)
+    except DamagedPickleError as error:
+        cure = "It must be what torch.save(model.state_dict(), ...) writes, with tensors only"
+        raise WeightFileError(file, f"cannot be looked at: {error}", cure=cure) from error
     with contextlib.suppress(AttributeError):
         if all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
             return dict(loaded)

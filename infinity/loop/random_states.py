@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+_NUMPY_WORDS = 624
+"""Of the state of its Mersenne Twister."""
+
 
 def random_states() -> dict[str, Any]:
     """Copies of their states."""
@@ -22,6 +25,22 @@ def random_states() -> dict[str, Any]:
         states["cuda"] = torch.cuda.get_rng_state_all()
         states["cuda_index"] = torch.cuda.current_device()
     return states
+
+
+def check_random_states(states: Mapping[str, Any]) -> None:
+    """See that they are such: generators take some others, and then read memory that is not theirs.
+
+    Raises:
+        ValueError, TypeError, LookupError: they are not.
+    """
+    random.Random().setstate(states["python"])
+    _kind, words, position, *_ = states["numpy"]
+    if words.shape != (_NUMPY_WORDS,) or type(position) is not int or not 0 <= position <= _NUMPY_WORDS:
+        raise ValueError("the state of NumPy's generator is none")
+    np.random.RandomState().set_state(states["numpy"])
+    torch.Generator(device="cpu").set_state(states["torch"])
+    if not all(isinstance(each, torch.Tensor) for each in states.get("cuda", ())):
+        raise TypeError("the state of a GPU's generator is no tensor")
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import gc
 import json
@@ -11,6 +12,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,13 +229,13 @@ def _instead_of(kind: str, name: str = "c") -> Callable[[Path], None]:
 
 def _flip_version(folder: Path) -> None:
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"version":2', '"version":3'))
+    path.write_text(path.read_text().replace('"version":3', '"version":7'))
 
 
 _HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "newer": (_changed(lambda c: c.update(version=3)), "format version 3"),
+    "newer": (_changed(lambda c: c.update(version=4)), "format version 4"),
     "older": (_changed(lambda c: c.update(version=1)), "of format version 1.*export"),
-    "a flipped bit of the version": (_flip_version, "it is damaged, or of format version 3"),
+    "a flipped bit of the version": (_flip_version, "it is damaged, or of format version 7"),
     "a pipe": (_instead_of("pipe"), "is no file"),
     "a device": (_instead_of("device"), "is no file"),
     "another format": (_changed(lambda c: c.update(format="other")), "no manifest"),
@@ -309,15 +312,69 @@ class _Foreign:
     pass
 
 
-def test_objects_of_unknown_classes_are_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_plain_data_is_refused_by_its_place_before_anything_is_replaced(saved: Path) -> None:
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    with (
+        _engine(saved.parents[1] / "drive") as engine,
+        pytest.raises(CheckpointError, match=r"\['client_state'\]\['it'\]\[1\] is a \S+\._Foreign.*state_dict\(\)"),
+    ):
+        engine.save_checkpoint(saved.parent, tag=saved.name, client_state={"it": [1, _Foreign()]})
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
+class _Number(enum.IntEnum):
+    SEVEN = 7
+
+
+def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
+    large = torch.arange(40_000.0).view(200, 200)
+    state: dict[str, Any] = {
+        "numbers": [1, -2.5, float("inf"), 1 + 2j, True, None, 1 << 70, np.float32(2.5), np.bool_(True), _Number.SEVEN],
+        "texts": ["a", "ä", b"bytes", bytearray(b"more"), "x" * 100_000, b"y" * 100_000, Path("/a/b")],
+        "containers": [(1, (2, [3])), {1, 2}, frozenset("ab"), {(1, "a"): 2, None: 3}, {"__is__": "float"}, {}, ()],
+        "ordered": OrderedDict(b=1, a=2),
+        "arrays": [
+            np.arange(6.0).reshape(2, 3).T,
+            np.zeros((0, 3)),
+            np.array(["a", "bc"]),
+            np.ones(2, ">i4"),
+            np.ones(100_000),
+        ],
+        "tensors": [large, large.t(), large[:, 3], torch.ones((), dtype=torch.bfloat16), nn.Parameter(torch.ones(2))],
+        "further tensors": [
+            torch.ones(3).to(torch.float8_e5m2),
+            torch.tensor([True, False]),
+            torch.ones(2) * 1j,
+            large[:0],
+        ],
+        "torch": [torch.float16, torch.device("cpu"), torch.Size([1, 2])],
+    }
     with _engine(tmp_path / "drive") as engine:
-        engine.save_checkpoint(tmp_path / "saved", client_state={"it": _Foreign()})
-        assert "add_safe_globals" in caplog.text
-        with pytest.raises(CheckpointError, match="_Foreign"):
-            engine.load_checkpoint(tmp_path / "saved")
-        with torch.serialization.safe_globals([_Foreign]):
-            _, client_state = engine.load_checkpoint(tmp_path / "saved")
-        assert isinstance(client_state["it"], _Foreign)
+        engine.save_checkpoint(tmp_path / "saved", client_state=state)
+        _, found = engine.load_checkpoint(tmp_path / "saved")
+    assert found is not None
+    assert found["ordered"] == state["ordered"] and type(found["ordered"]) is OrderedDict
+    for name in ("numbers", "texts", "containers", "torch"):
+        assert found[name] == state[name]
+        assert [type(each) for each in found[name][:4]] == [type(each) for each in state[name][:4]] or name == "torch"
+    for one, other in zip(found["arrays"], state["arrays"], strict=True):
+        assert one.dtype == other.dtype and np.array_equal(one, other)
+    for name in ("tensors", "further tensors"):
+        for one, other in zip(found[name], state[name], strict=True):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert one.tolist() == other.tolist()
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path, tmp_path: Path) -> None:
+    with _engine(tmp_path / "drive") as engine:
+        _step(engine)
+        engine.save_checkpoint(
+            tmp_path / "saved", tag="one", client_state={"large": torch.ones(100_000), "all": {1, 2}}
+        )
+    files = {path.name for path in (tmp_path / "saved" / "one").iterdir()}
+    assert files == {"manifest.json", "training.json", "training.bin", "tensors.zarr"}
+    for path in (tmp_path / "saved" / "one").rglob("*"):
+        assert not path.is_file() or not zipfile.is_zipfile(path)
 
 
 def test_too_little_room_is_told_before_anything_is_written(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +417,15 @@ _REST: dict[str, str] = {
     "an array of objects": '{"client_state":{"__is__":"array","dtype":"O","shape":[1],"value":"AAAAAAAAAAA="}}',
     "no dtype": '{"client_state":{"__is__":"tensor","dtype":"load","shape":[1],"value":"AAAA"}}',
     "no counters": '{"client_state":{}}',
-    "an object that is not there": '{"client_state":{"__is__":"object","value":7}}',
+    "no type": '{"client_state":{"__is__":"object","value":7}}',
+    "bytes that are not there": '{"client_state":{"__is__":"bytes","at":0,"bytes":7}}',
+    "bytes before the file": '{"client_state":{"__is__":"bytes","at":-7,"bytes":7}}',
+    "text that is none": '{"client_state":{"__is__":"array","dtype":"<U1","shape":[1],"value":"/////w=="}}',
+    "many empty texts": '{"client_state":{"__is__":"array","dtype":"<U0","shape":[9223372036854775807],"value":""}}',
+    "a huge tensor": '{"client_state":{"__is__":"tensor","dtype":"int8","shape":[0,4611686018427387904,8],"value":""}}',
+    "a negative shape": '{"client_state":{"__is__":"tensor","dtype":"uint8","shape":[-1],"value":"AAAA"}}',
+    "a list as a key": '{"client_state":{"__is__":"dict","value":[[[1],2]]}}',
+    "no loss scale": '{"client_state":{},"counters":{"global_steps":1,"micro_steps":1,"skipped_steps":0,"global_samples":1}}',
 }
 
 

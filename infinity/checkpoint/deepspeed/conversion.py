@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.deepspeed.files import find
+from infinity.checkpoint.deepspeed.contents import FoundTensor
+from infinity.checkpoint.deepspeed.files import Files, find
 from infinity.checkpoint.deepspeed.model_states import ModelStates
 from infinity.checkpoint.deepspeed.optimizer_states import OptimizerStates, loss_scale_of
 from infinity.checkpoint.deepspeed.pickles import check
 from infinity.checkpoint.deepspeed.universal import UniversalStates
 from infinity.checkpoint.saved import TIED, writing
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, InfinityError
 
 _PART_NUMEL = 1 << 20
+_OTHER_CONTENTS = (
+    *(LookupError, TypeError, ValueError, AttributeError),
+    *(ArithmeticError, RuntimeError, MemoryError, StopIteration),
+)
+"""What code raises that meets values of other types and sizes than it was written for."""
 
 Progress = Callable[[str, int, int], None]
 """Told of what is being done, of bytes that have been done since the last call, and of how many there are in all."""
@@ -70,23 +76,13 @@ def convert(
     total = sum(path.stat().st_size for path in files.all)
     for path in files.all:
         check(path, lambda done: progress("Checking", done, total))
-    model = ModelStates(files.model, skips_unknown=skips_unknown)
-    states: OptimizerStates | UniversalStates
-    if files.universal is not None:
-        states = UniversalStates(files.universal, files.optimizer_state, model, skips_unknown=skips_unknown)
-    else:
-        states = OptimizerStates(files.optimizer, model, skips_unknown=skips_unknown)
-    trained, scalars = states.tensors()
-    client_state, left_out = model.client_state()
-    rest = {
-        "client_state": client_state,
-        "counters": {**model.counters(), "loss_scale": loss_scale_of(states.scaler)},
-        TIED: model.tied,
-        **_of_optimizer(states.groups(), scalars),
-    }
-    if model.lr_scheduler is not None:
-        rest["lr_scheduler"] = dict(model.lr_scheduler)
-    tensors = [*trained, *model.fixed_tensors()]
+    try:
+        model, tensors, rest, left_out = _contents(files, skips_unknown=skips_unknown)
+    except InfinityError:
+        raise
+    except _OTHER_CONTENTS as error:
+        reason = str(error)[:200] or type(error).__name__
+        raise CheckpointError(files.folder, f"its files hold something else than DeepSpeed writes: {reason}") from error
     target, name = Path(target), files.folder.resolve().name
     if (target / name).exists():
         raise CheckpointError(
@@ -104,6 +100,27 @@ def convert(
                     progress("Writing", part.nbytes, num_bytes)
         saved.write_rest(rest)
     return Converted(files.folder, target / name, len(specs), num_bytes, model.version, model.num_steps, left_out)
+
+
+def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[FoundTensor], dict[str, Any], list[str]]:
+    """The model's states, all tensors, everything else, and what is left out."""
+    model = ModelStates(files.model, skips_unknown=skips_unknown)
+    states: OptimizerStates | UniversalStates
+    if files.universal is not None:
+        states = UniversalStates(files.universal, files.optimizer_state, model, skips_unknown=skips_unknown)
+    else:
+        states = OptimizerStates(files.optimizer, model, skips_unknown=skips_unknown)
+    trained, scalars = states.tensors()
+    client_state, left_out = model.client_state()
+    rest = {
+        "client_state": client_state,
+        "counters": {**model.counters(), "loss_scale": loss_scale_of(states.scaler)},
+        TIED: model.tied,
+        **_of_optimizer(states.groups(), scalars),
+    }
+    if model.lr_scheduler is not None:
+        rest["lr_scheduler"] = dict(model.lr_scheduler)
+    return model, [*trained, *model.fixed_tensors()], rest, left_out
 
 
 def _of_optimizer(groups: Sequence[Mapping[str, Any]], scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class ModelStates:
         self._ranks: list[dict[str, Any]] = [_read(path, skips_unknown=skips_unknown) for path in paths]
         self._first = first = self._ranks[0]
         shapes: Sequence[Mapping[str, Sequence[int]]] = first["param_shapes"]
-        self.shapes = [{fqn: tuple(shape) for fqn, shape in each.items()} for each in shapes]
+        self.shapes = [{str(fqn): _sizes(shape) for fqn, shape in each.items()} for each in shapes]
         self.ds_config: Mapping[str, Any] = first.get("ds_config") or {}
         self.version = str(first.get("ds_version"))
         self.num_ranks = len(paths)
@@ -116,7 +116,7 @@ class ModelStates:
         trained = {fqn for each in self.shapes for fqn in each}
         found = [FoundTensor.whole("buffers", fqn, WEIGHT, value) for fqn, value in module.items() if fqn in buffers]
         frozen: Mapping[str, Sequence[int]] = first.get("frozen_param_shapes") or {}
-        found += [self._frozen(fqn, tuple(shape)) for fqn, shape in frozen.items()]
+        found += [self._frozen(fqn, _sizes(shape)) for fqn, shape in frozen.items()]
         known = {*buffers, *self.tied, *trained, *frozen}
         for fqn, value in module.items():
             if fqn not in known and isinstance(value, torch.Tensor) and self.num_ranks == 1 and value.numel():
@@ -139,6 +139,12 @@ class ModelStates:
                 self._paths[-1], f"the parts of the frozen parameter '{fqn}' have {left} elements less than {shape}"
             )
         return FoundTensor(ArraySpec.of("parameters", fqn, WEIGHT, shape, pieces[0].dtype), pieces)
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r} is no shape")
+    return tuple(shape)
 
 
 def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:

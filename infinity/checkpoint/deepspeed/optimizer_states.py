@@ -19,8 +19,9 @@ import torch
 from infinity.checkpoint.arrays import WEIGHT, ArraySpec
 from infinity.checkpoint.deepspeed.contents import COPY_ALL, OF_DEEPSPEED, OF_ONE_SAVE, ONLY_WEIGHTS, FoundTensor
 from infinity.checkpoint.deepspeed.model_states import ModelStates
-from infinity.checkpoint.deepspeed.pickles import Record, read
+from infinity.checkpoint.deepspeed.pickles import read
 from infinity.errors import CheckpointError
+from infinity.torch_internals.pickles import Record
 
 _MECHANICS = frozenset(["params", "step", "foreach", "fused", "capturable", "differentiable", "bias_correction"])
 """Of a group: what it consists of, and how a device is to compute; no hyperparameters."""
@@ -167,7 +168,7 @@ class OptimizerStates:
                     cure="Load it with a newer DeepSpeed, and save it again",
                 )
             for fqn, address in mappings[index].items():
-                yield fqn, int(address.start), int(address.numel)
+                yield fqn, int(address.state["start"]), int(address.state["numel"])
             return
         start = 0
         for fqn, shape in self._model.shapes[index].items():
@@ -214,7 +215,7 @@ def loss_scale_of(scaler: Any) -> dict[str, float]:
     """What our rule of the loss scale goes on from. ``scaler``: DeepSpeed's, or None."""
     if not isinstance(scaler, Record):
         return {"dynamic": False, "scale": 1.0, "patience": 1, "num_finite": 0}
-    facts = vars(scaler)
+    facts = scaler.state
     num_finite = int(facts.get("cur_iter", 0)) - int(facts.get("last_overflow_iter", -1)) - 1
     patience = int(facts.get("cur_hysteresis", 1))
     scale, is_dynamic = float(facts["cur_scale"]), bool(facts.get("dynamic", True))
@@ -229,7 +230,7 @@ def stage_of(path: Path, states: Mapping[str, Any], ds_config: Mapping[str, Any]
     """
     stage = states.get("zero_stage", (ds_config.get("zero_optimization") or {}).get("stage"))
     if isinstance(stage, Record):
-        stage = stage.arguments[0]
+        (stage,) = stage.arguments or (None,)
     if stage not in (1, 2, 3):
         raise CheckpointError(path, f"its ZeRO stage is {stage!r}", cure="Give a checkpoint of stage 1, 2 or 3")
     return int(stage)

@@ -25,10 +25,11 @@ import torch
 
 import infinity
 from infinity.checkpoint.deepspeed.conversion import convert
-from infinity.checkpoint.deepspeed.pickles import Record, read
+from infinity.checkpoint.deepspeed.pickles import read
 from infinity.checkpoint.saved import Checkpoint
 from infinity.cli.main import main
 from infinity.errors import CheckpointError
+from infinity.torch_internals.pickles import Record
 from tests.deepspeed_checkpoints.write import (
     KEPT,
     NUM_STEPS_AFTER,

@@ -1,0 +1,200 @@
+"""Plain data as JSON and raw bytes: what checkpoints, commits and messages between processes hold beside large tensors.
+
+Nothing that is read back has code of its own. JSON has no form for some values; these are ``{"__is__": TYPE, ...}``. A subclass
+of a type here (a named tuple, an enumeration of integers, a dict of a library) is read back as that type.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import sys
+from collections import OrderedDict
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.numerics.raw_bytes import raw_bytes
+
+_LARGEST_IN_JSON = 1 << 16
+"""Bytes of a value that is written into the JSON text."""
+_TAG = "__is__"
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufcSU][1-9]\d{0,6}")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64),
+        *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
+        *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.float8_e8m0fnu),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    )
+}
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
+"""What `unpack` and `decode` raise for bytes that `pack` and `encode` did not write."""
+
+
+class RawBytes:
+    """Bytes of large values, one behind the other."""
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+        self._size = 0
+
+    def add(self, data: Any) -> int:
+        """Append bytes; returns where they begin."""
+        start = self._size
+        self._parts.append(data)
+        self._size += len(data)
+        return start
+
+    def joined(self) -> bytes:
+        """All of them."""
+        return b"".join(self._parts)
+
+
+def pack(value: Any, where: str) -> bytes:
+    """A value as bytes. ``where``: what the value is called in errors.
+
+    Raises:
+        TypeError: it holds something else than plain data; the message says where.
+    """
+    raw = RawBytes()
+    text = to_json(value, raw, where).encode()
+    return len(text).to_bytes(8, "little") + text + raw.joined()
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` was given.
+
+    Raises:
+        Exception: one of `UNREADABLE`: these are other bytes.
+    """
+    end = 8 + int.from_bytes(data[:8], "little")
+    return from_json(data[8:end], data[end:])
+
+
+def to_json(value: Any, raw: RawBytes, where: str) -> str:
+    """A value as JSON, and the bytes of its large parts in ``raw``; see `pack`."""
+    return json.dumps(_encoded(value, raw, where), allow_nan=False, separators=(",", ":"))
+
+
+def from_json(text: bytes | str, raw: bytes) -> Any:
+    """What `to_json` was given; see `unpack`."""
+    return _decoded(json.loads(text), memoryview(raw))
+
+
+def _encoded(value: Any, raw: RawBytes, where: str) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
+        kind = "array" if isinstance(value, np.ndarray) else "number"
+        return {_TAG: kind, "dtype": value.dtype.str, "shape": list(value.shape), **_stored(value.tobytes(), raw)}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_TAG: "float", "value": repr(float(value))}
+    if isinstance(value, list):
+        return [_encoded(each, raw, f"{where}[{index}]") for index, each in enumerate(value)]
+    if isinstance(value, dict):
+        return _encoded_dict(value, raw, where)
+    if isinstance(value, torch.Tensor):
+        return _encoded_tensor(value, raw, where)
+    for kind, base in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+        if isinstance(value, base):
+            return {_TAG: kind, "value": [_encoded(each, raw, f"{where}[...]") for each in value]}
+    if isinstance(value, bytes | bytearray):
+        return {_TAG: "bytes" if isinstance(value, bytes) else "bytearray", **_stored(bytes(value), raw)}
+    if isinstance(value, int | str):
+        return int(value) if isinstance(value, int) else str.__str__(value)
+    if isinstance(value, complex):
+        return {_TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
+    if isinstance(value, torch.dtype | torch.device | PurePath):
+        kind = "path" if isinstance(value, PurePath) else type(value).__name__
+        return {_TAG: kind, "value": str(value).removeprefix("torch.") if kind == "dtype" else str(value)}
+    raise TypeError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is no plain data")
+
+
+def _encoded_dict(value: dict[Any, Any], raw: RawBytes, where: str) -> Any:
+    if not isinstance(value, OrderedDict) and all(type(key) is str for key in value) and _TAG not in value:
+        return {key: _encoded(each, raw, f"{where}[{key!r}]") for key, each in value.items()}
+    pairs = [
+        [_encoded(key, raw, f"a key of {where}"), _encoded(each, raw, f"{where}[{key!r}]")]
+        for key, each in value.items()
+    ]
+    return {_TAG: "ordered dict" if isinstance(value, OrderedDict) else "dict", "value": pairs}
+
+
+def _encoded_tensor(value: torch.Tensor, raw: RawBytes, where: str) -> Any:
+    name = str(value.dtype).removeprefix("torch.")
+    if name not in _DTYPES or value.layout is not torch.strided or value.is_nested or value.is_meta:
+        raise TypeError(f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}: it is no plain data")
+    whole = value.detach().cpu().resolve_conj().resolve_neg()
+    return {
+        _TAG: "tensor",
+        "dtype": name,
+        "shape": list(value.shape),
+        **_stored(raw_bytes(whole).numpy().tobytes(), raw),
+    }
+
+
+def _stored(data: bytes, raw: RawBytes) -> dict[str, Any]:
+    if len(data) <= _LARGEST_IN_JSON:
+        return {"value": base64.b64encode(data).decode()}
+    return {"at": raw.add(data), "bytes": len(data)}
+
+
+def _decoded(value: Any, raw: memoryview) -> Any:
+    if isinstance(value, list):
+        return [_decoded(each, raw) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind, inner = value.get(_TAG), value.get("value")
+    if kind is None:
+        return {key: _decoded(each, raw) for key, each in value.items()}
+    if kind in ("tuple", "set", "frozenset"):
+        parts = [_decoded(each, raw) for each in inner or ()]
+        return tuple(parts) if kind == "tuple" else set(parts) if kind == "set" else frozenset(parts)
+    if kind in ("dict", "ordered dict"):
+        pairs = ((_decoded(key, raw), _decoded(each, raw)) for key, each in inner or ())
+        return OrderedDict(pairs) if kind == "ordered dict" else dict(pairs)
+    if kind == "complex":
+        return complex(*(float(str(each)) for each in inner or ()))
+    if kind == "dtype":
+        return _DTYPES[str(inner)]
+    if kind in ("float", "device", "path"):
+        return {"float": float, "device": torch.device, "path": Path}[kind](str(inner))
+    return _of_bytes(str(kind), value, _fetched(value, raw))
+
+
+def _of_bytes(kind: str, value: dict[str, Any], data: bytearray) -> Any:
+    if kind in ("bytes", "bytearray"):
+        return bytes(data) if kind == "bytes" else data
+    shape = value["shape"]
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"{shape!r} is no shape")
+    if kind in ("array", "number"):
+        if not _NUMPY_DTYPE.fullmatch(value["dtype"]):
+            raise ValueError(f"{value['dtype']!r} is no dtype of plain numbers")
+        dtype = np.dtype(value["dtype"])
+        if len(data) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"an array of shape {shape} has {len(data)} bytes")
+        if dtype.kind == "U" and data and int(np.frombuffer(data, f"{dtype.str[0]}u4").max()) > sys.maxunicode:
+            raise ValueError("text in an array is none")
+        array = (np.frombuffer(data, dtype) if data else np.zeros(math.prod(shape), dtype)).reshape(shape)
+        return array if kind == "array" else array[()]
+    if kind != "tensor":
+        raise ValueError(f"{kind!r} is no type of plain data")
+    of_torch = _DTYPES[value["dtype"]]
+    flat = torch.frombuffer(data, dtype=of_torch) if data else torch.empty(0, dtype=of_torch, device="cpu")
+    return flat.reshape(shape)
+
+
+def _fetched(value: dict[str, Any], raw: memoryview) -> bytearray:
+    if "at" not in value:
+        return bytearray(base64.b64decode(str(value["value"]), validate=True))
+    start, size = value["at"], value["bytes"]
+    if type(start) is not int or type(size) is not int or start < 0 or size < 0 or start + size > len(raw):
+        raise ValueError("a value lies outside of the bytes that there are")
+    return bytearray(raw[start : start + size])
