@@ -22,16 +22,21 @@ from infinity.errors import WeightFileError
 from tests.forked import require_in_child
 
 _DTYPE = b"cnumpy\ndtype\n(X\2\0\0\0%b\x89\x88tR"
-_RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\0tC\1btR"
+_RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\0tX\1\0\0\0btR"
 
 
 def _text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def _bytes(data: bytes) -> bytes:
+    """As protocol 2 has them."""
+    return b"c_codecs\nencode\n(" + _text(data.decode("latin1")) + _text("latin1") + b"tR"
 
 
 def _array(dtype: bytes, shape: bytes, data: bytes) -> bytes:
     """An array as NumPy pickles it, of a dtype, of a shape (both pickled) and of bytes."""
-    return _RECONSTRUCT + b"(K\1" + shape + dtype + b"\x89B" + struct.pack("<I", len(data)) + data + b"tb"
+    return _RECONSTRUCT + b"(K\1" + shape + dtype + b"\x89" + _bytes(data) + b"tb"
 
 
 def _nested(begin: bytes, end: bytes, depth: int) -> bytes:
@@ -52,10 +57,10 @@ _ALLOCATING = {
     "array with too few bytes": _array(_DTYPE % b"f8", b"J\xff\xff\xff\x7f\x85", b"A" * 8),
     "array of a negative shape": _array(_DTYPE % b"f8", b"J\xff\xff\xff\xffK\2\x86", b"A" * 8),
     "text that is none": _array(_DTYPE % b"U1", b"K\1\x85", b"\xff" * 4),
-    "scalar of an object": b"cnumpy.core.multiarray\nscalar\n(" + _OBJECT + b"C\x08AAAAAAAAtR",
-    "scalar with too few bytes": b"cnumpy.core.multiarray\nscalar\n(" + _DTYPE % b"f8" + b"C\1AtR",
+    "scalar of an object": b"cnumpy.core.multiarray\nscalar\n(" + _OBJECT + _bytes(b"AAAAAAAA") + b"tR",
+    "scalar with too few bytes": b"cnumpy.core.multiarray\nscalar\n(" + _DTYPE % b"f8" + _bytes(b"A") + b"tR",
     "array without values": _RECONSTRUCT,
-    "huge dtype": b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n(" + _text("S9999999999") + b"\x89\x88tRC\1AtR",
+    "huge dtype": b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n(" + _text("S9999999999") + b"\x89\x88tR" + _bytes(b"A") + b"tR",
     "huge bytes": b"\x8e" + struct.pack("<Q", 1 << 40) + b"A",
     "huge text": b"\x8d" + struct.pack("<Q", 1 << 62) + b"A",
     "huge bytearray": b"\x96" + struct.pack("<Q", 1 << 63) + b"A",
@@ -95,6 +100,7 @@ def _file(path: Path, value: bytes) -> None:
     content = b"\x80\2}" + _text("weight") + value + b"s."
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", "3\n")
         archive.writestr("archive/byteorder", "little")
         archive.writestr("archive/data/0", bytes(64))
 
