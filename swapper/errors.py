@@ -9,6 +9,7 @@
     │   ├── NotDirectoryError
     │   ├── UnwritableDirectoryError
     │   ├── VolumeTooSmallError         what is needed and what there is are attributes
+    │   ├── NotOwnFileError             a file or directory is not this user's alone
     │   ├── RunInUseError               another process uses the directory of a durable run
     │   ├── DamagedCommitError          a commit of a durable run is not what was written
     │   └── NewerFormatError            another version wrote it
@@ -158,6 +159,17 @@ class VolumeTooSmallError(VolumeError):
                 f"{free_bytes} are free"
             )
         super().__init__(directory, f"{what}; free some space, add a directory on another drive, or ask for less")
+
+
+class NotOwnFileError(VolumeError):
+    """A file or directory with a name that others can guess is not this user's alone."""
+
+    def __init__(self, path: Path, problem: str, *, cure: str = "") -> None:
+        """``cure``: what may be done besides using another directory."""
+        more = f", or {cure}" if cure else ""
+        super().__init__(
+            path, f"{str(path)!r} {problem}, so it is not used; name a directory that only you can write to{more}"
+        )
 
 
 class RunInUseError(VolumeError):

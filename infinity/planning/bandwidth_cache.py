@@ -141,6 +141,8 @@ def _read() -> Mapping[str, Any]:
         path = cache_path()
         if not path.exists():
             return {}
+        if not path.is_file():
+            raise ValueError("it is no regular file")
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -25,6 +25,8 @@ from typing import Any
 from infinity.errors import ConfigValueError
 from infinity.run_log.loss_spikes import LossSpikes
 from infinity.telemetry.report import StepReport
+from swapper import NotOwnFileError
+from swapper.volumes.own_files import open_own
 from swapper.volumes.publish import make_directory
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,11 @@ class RunLog:
         self._is_new_directory = not directory.exists()
         try:
             make_directory(directory)
-            self._file = self.path.open("ab", buffering=0)
+            self._file = os.fdopen(
+                open_own(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666), "ab", buffering=0
+            )
+        except NotOwnFileError as error:
+            raise ConfigValueError(KEY, str(directory), str(error), cure="Remove it if it is not yours") from error
         except OSError as error:
             cure = "Name a directory that may be written to, or set it to null"
             problem = f"it cannot be written: {error.strerror or error}"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swapper.config import ALIGNMENT
-from swapper.errors import RunInUseError
+from swapper.errors import NotOwnFileError, RunInUseError
+from swapper.volumes.own_files import open_own, require_own_directory
 from swapper.volumes.publish import remove_abandoned
 from swapper.volumes.run_directory import MAGIC, RunDirectory
 
@@ -72,7 +73,7 @@ def left_runs(directory: Path) -> list[LeftRun]:
     """
     found = []
     for path in _folders(directory, _DEPTH):
-        files = list(_files(path))
+        files = list(_files(path)) if _is_own(path) else []
         if files:
             found.append(_run(path, files))
     return found
@@ -109,11 +110,11 @@ def left_saves(directory: Path) -> list[LeftSave]:
 
 def _is_being_written(save: Path) -> bool:
     try:
-        with (save / _SAVE_LOCK).open("rb") as file:
+        with os.fdopen(open_own(save / _SAVE_LOCK, os.O_RDONLY), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except OSError:
+    except (OSError, NotOwnFileError):
         return True
     return False
 
@@ -125,6 +126,14 @@ def _bytes_below(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(place, name)).st_blocks * 512
     return total
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        require_own_directory(path)
+    except (NotOwnFileError, OSError):
+        return False
+    return True
 
 
 def _run(path: Path, files: list[Path]) -> LeftRun:

@@ -7,6 +7,7 @@ import os
 from swapper.errors import UnwritableDirectoryError, VolumeError
 from swapper.uncopyable import closed_unless_made
 from swapper.volumes.file_system import Drive
+from swapper.volumes.own_files import open_own
 from swapper.volumes.publish import sync_directory
 from swapper.volumes.scratch_file import ScratchFile
 
@@ -20,6 +21,7 @@ class NamedFile(ScratchFile):
         is_there: It must be there already; else it is made, and its name is on the drive from then on.
 
     Raises:
+        NotOwnFileError: The file is not this user's alone.
         VolumeError: A subclass says what is wrong with the directory, or it is not there.
     """
 
@@ -47,8 +49,8 @@ class NamedFile(ScratchFile):
                     "directories in the same order, or remove the run's directories to begin anew",
                 )
             if self.is_there:
-                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                return open_own(path, os.O_RDWR)
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
             with closed_unless_made(os.close, descriptor):
                 sync_directory(self.directory)
             return descriptor

@@ -211,9 +211,11 @@ def remove(path: Path) -> None:
 
 
 def make_directory(directory: Path, mode: int = 0o777) -> None:
-    """Make it, with ``mode``, and its parents, so that it is still there after a crash."""
+    """Make it and its parents, each with ``mode``, so that it is still there after a crash."""
     missing = _missing(directory)
-    directory.mkdir(mode, parents=True, exist_ok=True)
+    for path in reversed(missing):
+        path.mkdir(mode, exist_ok=True)
+    directory.mkdir(mode, exist_ok=True)  # an error where it is a file
     for path in missing:
         sync_directory(path.parent)
 

@@ -28,6 +28,7 @@ from swapper.errors import (
 )
 from swapper.sync.lifetimes import Roll
 from swapper.uncopyable import Uncopyable, closed_unless_made
+from swapper.volumes.own_files import open_own, read_own, require_own_directory
 from swapper.volumes.publish import make_directory, replacing, sync_directory
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class RunDirectory(Uncopyable):
 
     Raises:
         RunInUseError: Another process, or somebody else in this one, uses it.
+        NotOwnFileError: Others can write to it, or own it.
         UnwritableDirectoryError: It cannot be used.
         VolumeError: Its file system has no locks.
     """
@@ -72,6 +74,7 @@ class RunDirectory(Uncopyable):
 
         Raises:
             RunInUseError: Somebody else uses it.
+            NotOwnFileError: Others can write to it, or own it.
             UnwritableDirectoryError: It cannot be used.
             VolumeError: Its file system has no locks.
         """
@@ -79,7 +82,8 @@ class RunDirectory(Uncopyable):
             return
         try:
             make_directory(directory, 0o700)
-            descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            require_own_directory(directory)
+            descriptor = open_own(directory / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise UnwritableDirectoryError(directory, error) from error
         try:
@@ -147,7 +151,7 @@ class RunDirectory(Uncopyable):
         """
         path = self._path(number)
         try:
-            data = path.read_bytes()
+            data = read_own(path)
         except OSError as error:
             raise DamagedCommitError(path, error_words(error)) from error
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:

@@ -1,0 +1,69 @@
+"""Files and directories with names that others can guess.
+
+Another user of the machine can make them first: to read or change what a run keeps there, or to have this process write to a
+file of its own behind a link. So they are used only if this user owns them and nobody else can write to the directory.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from swapper.errors import NotOwnFileError
+from swapper.uncopyable import closed_unless_made
+
+
+def require_own_directory(directory: Path) -> None:
+    """See that this user owns a directory, and that nobody else can make or replace files in it.
+
+    Raises:
+        NotOwnFileError: Somebody else owns it or a link to it, or others can write to it.
+        OSError: It cannot be looked at.
+    """
+    link = os.lstat(directory)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid != os.geteuid():
+        raise NotOwnFileError(directory, f"is a symbolic link of user {link.st_uid}")
+    found = os.stat(directory)
+    if found.st_uid != os.geteuid():
+        raise NotOwnFileError(
+            directory, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"can be written to by other users (mode {stat.S_IMODE(found.st_mode):o})"
+        raise NotOwnFileError(directory, problem, cure=f"run `chmod go-w {directory}` if only you have used it")
+
+
+def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open or make a file, which no link leads to or from, and return its descriptor. Never waits.
+
+    Args:
+        path: Of the file.
+        flags: As `os.open` takes them.
+        mode: Of a new file.
+
+    Raises:
+        NotOwnFileError: It is a link, a pipe or a device, has a second name, or somebody else owns it.
+        OSError: It cannot be opened.
+    """
+    if path.is_symlink():
+        raise NotOwnFileError(path, "is a symbolic link")
+    # A pipe would be waited for. The flag is taken back, for io_uring reads it as "do not wait for the drive".
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+    with closed_unless_made(os.close, descriptor):
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotOwnFileError(path, "is no regular file")
+        if found.st_uid != os.geteuid():
+            problem = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+            raise NotOwnFileError(path, problem)
+        if found.st_nlink > 1:
+            raise NotOwnFileError(path, "has a second name elsewhere (a hard link)")
+        os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def read_own(path: Path) -> bytes:
+    """The contents of a file that `open_own` opens; raises as that does."""
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
