@@ -60,7 +60,11 @@ _ALLOCATING = {
     "scalar of an object": b"cnumpy.core.multiarray\nscalar\n(" + _OBJECT + _bytes(b"AAAAAAAA") + b"tR",
     "scalar with too few bytes": b"cnumpy.core.multiarray\nscalar\n(" + _DTYPE % b"f8" + _bytes(b"A") + b"tR",
     "array without values": _RECONSTRUCT,
-    "huge dtype": b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n(" + _text("S9999999999") + b"\x89\x88tR" + _bytes(b"A") + b"tR",
+    "huge dtype": b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n("
+    + _text("S9999999999")
+    + b"\x89\x88tR"
+    + _bytes(b"A")
+    + b"tR",
     "huge bytes": b"\x8e" + struct.pack("<Q", 1 << 40) + b"A",
     "huge text": b"\x8d" + struct.pack("<Q", 1 << 62) + b"A",
     "huge bytearray": b"\x96" + struct.pack("<Q", 1 << 63) + b"A",

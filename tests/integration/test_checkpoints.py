@@ -424,7 +424,7 @@ def _itself() -> list[Any]:
 def test_what_cannot_be_written_is_told_and_leaves_nothing(value: Any, tmp_path: Path) -> None:
     with training(tmp_path / "drive", {}) as engine:
         with pytest.raises(
-            CheckpointError, match="its values cannot be written: .* For an object, give its state_dict"
+            CheckpointError, match=r"its values cannot be written: .* For an object, give its state_dict"
         ):
             engine.save_checkpoint(tmp_path / "saved", client_state={"mine": value})
         assert not (tmp_path / "saved").exists()
