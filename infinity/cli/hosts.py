@@ -7,6 +7,9 @@ from pathlib import Path
 
 from infinity.errors import ConfigError
 
+_HOST = re.compile(r"([A-Za-z0-9_][\w.+-]*@)?(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9_][\w.:%-]*)", re.ASCII)
+"""A name or address, with a user before it or without. One that begins with a dash would be an option of ssh."""
+
 Hosts = dict[str, list[int]]
 """Host -> its slots (GPUs) that take part, in order."""
 
@@ -15,7 +18,7 @@ def read_hostfile(path: Path) -> Hosts:
     """Lines like ``worker-1 slots=8``; what follows a ``#`` is a comment.
 
     Raises:
-        ConfigError: it is no text, a line is none of these, a host stands there twice, or there is no host.
+        ConfigError: it is no text, a line is none of these, a host appears twice or is no host's name, or there is no host.
     """
     found: Hosts = {}
     try:
@@ -29,6 +32,10 @@ def read_hostfile(path: Path) -> Hosts:
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
         if match is None:
             raise ConfigError(f"{path}, line {number}: '{text}' is no host. Write it as: worker-1 slots=8")
+        if _HOST.fullmatch(match[1]) is None:
+            raise ConfigError(
+                f"{path}, line {number}: {match[1]!r} is no name or address of a host. Write user@host or host"
+            )
         if match[1] in found:
             raise ConfigError(f"{path}, line {number}: {match[1]} stands there twice. Add its slots up in one line")
         found[match[1]] = list(range(int(match[2])))

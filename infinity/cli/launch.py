@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shlex
 import signal
@@ -22,9 +23,13 @@ from infinity.cli import rank_script
 from infinity.cli.hosts import Hosts, chosen, largest_slot, read_hostfile
 from infinity.cli.output import PathType, print_json
 from infinity.errors import ConfigError, InfinityError
+from infinity.secret_names import is_secret
+
+logger = logging.getLogger(__name__)
 
 _PASSED_ON = ("PYTHONPATH", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "HF_")
-"""Environment variables that other hosts get: these, or all that begin so."""
+"""Environment variables that other hosts get: these, or all that begin so. Secrets are not passed on: every user of a host
+can read the command lines there."""
 _POLL_SECONDS = 0.2
 _STDERR = 2
 _LOCALHOST = "localhost"
@@ -59,6 +64,7 @@ def launch(**options: Any) -> None:
     Without a hostfile, torchrun starts one process for each GPU of this host (--num_gpus for another number). With a hostfile,
     torchrun starts on each host over ssh, in the present directory and with the same Python. Each process runs SCRIPT with its
     ARGUMENTS. When one process ends with an error, the others are ended. SIGTERM and Ctrl-C end all of them.
+    Other hosts get PYTHONPATH, OMP_NUM_THREADS and all NCCL_, GLOO_ and HF_ variables, but no secrets such as HF_TOKEN.
     """
     arguments = SimpleNamespace(**options)
     hosts = _hosts(arguments)
@@ -122,6 +128,14 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
     is_alone = len(hosts) == 1 and next(iter(hosts)) in _LOCAL_NAMES
     master = arguments.master_addr or ("127.0.0.1" if is_alone else next(iter(hosts)).rpartition("@")[2])
     found: dict[str, list[str]] = {}
+    named = {name: value for name, value in environment.items() if name.startswith(_PASSED_ON)}
+    secrets = sorted(name for name, value in named.items() if is_secret(name, value))
+    if secrets and not is_alone:
+        logger.warning(
+            "%s: not passed to other hosts, where every user could read it in the command line. Set it there in the shell's "
+            "startup file, or store it in a file (hf auth login)",
+            ", ".join(secrets),
+        )
     for rank, (host, slots) in enumerate(hosts.items()):
         torchrun = [sys.executable, "-m", "torch.distributed.run"]
         torchrun += [f"--nnodes={len(hosts)}", f"--node-rank={rank}", f"--nproc-per-node={len(slots)}"]
@@ -133,13 +147,13 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
                 ["env", *(f"{name}={value}" for name, value in added.items()), *torchrun] if added else torchrun
             )
             continue
-        exported = {name: value for name, value in sorted(environment.items()) if name.startswith(_PASSED_ON)}
+        exported = {name: value for name, value in sorted(named.items()) if name not in secrets}
         exported["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
         assignments = [f"{name}={value}" for name, value in exported.items()]
         there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(['env', *assignments, *torchrun])}"
         port = ["-p", str(arguments.ssh_port)] if arguments.ssh_port else []
         # With a terminal of its own, what runs there ends with ssh.
-        found[host] = ["ssh", "-tt", "-o", "BatchMode=yes", *port, host, there]
+        found[host] = ["ssh", "-tt", "-o", "BatchMode=yes", *port, "--", host, there]
     return found
 
 

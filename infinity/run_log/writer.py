@@ -24,6 +24,7 @@ from typing import Any
 
 from infinity.errors import ConfigValueError
 from infinity.run_log.loss_spikes import LossSpikes
+from infinity.secret_names import is_secret
 from infinity.telemetry.report import StepReport
 from swapper import NotOwnFileError
 from swapper.volumes.own_files import open_own
@@ -36,8 +37,6 @@ FILE_NAME = "log.jsonl"
 FORMAT = 1
 _LOCK_ATTEMPTS = 20
 _BETWEEN_SECONDS = 0.05
-_SECRET = ("api_key", "password", "secret", "token")
-"""Ends of names whose values are nobody's business."""
 _DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(StepReport) if each.default is not MISSING}
 
 
@@ -194,7 +193,7 @@ def _finite(value: Any) -> Any:
 def _without_secrets(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            str(key): "(left out)" if item and str(key).endswith(_SECRET) else _without_secrets(item)
+            str(key): "(left out)" if item and is_secret(str(key), item) else _without_secrets(item)
             for key, item in value.items()
         }
     return [_without_secrets(item) for item in value] if isinstance(value, list | tuple) else value

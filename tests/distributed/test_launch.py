@@ -41,6 +41,32 @@ def _fake_ssh(directory: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> No
     monkeypatch.setenv("PATH", str(directory), prepend=":")
 
 
+_SECRETS = {
+    "HF_TOKEN": "hf_secret",
+    "HF_HUB_TOKEN": "hf_secret",
+    "HF_API_KEY": "hf_secret",
+    "NCCL_SECRET": "hf_secret",
+    "HF_PASSWORD": "hf_secret",
+    "HF_ENDPOINT": "https://me:hf_secret@hub",
+    "WANDB_API_KEY": "hf_secret",
+}
+
+
+def test_secrets_are_not_in_command_lines(
+    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _fake_ssh(tmp_path, monkeypatch, f"tr '\\0' '\\n' < /proc/$$/cmdline > {tmp_path}/$host.line; env > {tmp_path}/env")
+    for name, value in _SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HOME", "/data/my hub; true")
+    assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 0
+    for host in _HOSTS:
+        line = (tmp_path / f"{host}.line").read_text()
+        assert "BatchMode" in line and "hf_secret" not in line
+        assert "HF_HOME=/data/my hub; true" in shlex.split((tmp_path / host).read_text().splitlines()[-1])
+    assert "HF_TOKEN" in caplog.text and "WANDB" not in caplog.text and "hf_secret" not in caplog.text
+
+
 def test_torchrun_on_each_host(hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_ssh(tmp_path, monkeypatch, "exit 0")
     monkeypatch.setenv("NCCL_DEBUG", "a b")
@@ -48,7 +74,7 @@ def test_torchrun_on_each_host(hostfile: Path, tmp_path: Path, monkeypatch: pyte
     assert main(["launch", *options, "train.py", "--lr", "it's 1"]) == 0
     for rank, (host, slots) in enumerate({"worker-1": "1,2", "worker-2": "0,1"}.items()):
         *before, there = (tmp_path / host).read_text().splitlines()
-        assert before == ["-tt", "-o", "BatchMode=yes", "-p", "2222", host]
+        assert before == ["-tt", "-o", "BatchMode=yes", "-p", "2222", "--", host]
         words = shlex.split(there)
         assert words[:3] == ["cd", str(Path.cwd()), "&&"]
         assert {f"CUDA_VISIBLE_DEVICES={slots}", "NCCL_DEBUG=a b", f"--node-rank={rank}"} <= set(words)

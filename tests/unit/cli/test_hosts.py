@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.hosts import chosen, read_hostfile
+from infinity.cli.main import main
 from infinity.errors import ConfigError
 
 _HOSTS = {"worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
@@ -40,3 +41,21 @@ def test_hostfiles_that_are_refused(text: str, hostfile: Path) -> None:
 def test_choices_that_are_refused(include: str, exclude: str) -> None:
     with pytest.raises(ConfigError):
         chosen(_HOSTS, include, exclude)
+
+
+@pytest.mark.parametrize("host", ["me@worker-1", "10.0.0.1", "fe80::1%eth0", "[::1]", "node_1.local", "a.b-c@d"])
+def test_hosts_that_are_accepted(host: str, hostfile: Path) -> None:
+    hostfile.write_text(f"{host} slots=1")
+    assert read_hostfile(hostfile) == {host: [0]}
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["-oProxyCommand=touch$IFS/tmp/x", "me@-oProxyCommand=x", "-me@host", "a;b", "$(id)", "a'b", "a\x1b[2Jb", "a/b"],
+)
+def test_hosts_that_are_refused(host: str, hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostfile.write_text(f"{host} slots=1\n")
+    with pytest.raises(ConfigError, match=r"line 1: .* is no name or address of a host"):
+        read_hostfile(hostfile)
+    assert main(["launch", "--hostfile", str(hostfile), "train.py"]) == 1
+    assert "\x1b" not in capsys.readouterr().err
