@@ -89,13 +89,16 @@ class Versions:
         wanted = as_directories(directories)
         for directory in wanted:
             run.lock(directory.path)
-        is_there = [_exists(each.path, f"{_NAME}-{i}-of-{len(wanted)}") for i, each in enumerate(wanted, 1)]
+        names = [f"{_NAME}-{i}-of-{len(wanted)}" for i in range(1, len(wanted) + 1)]
+        is_there = [_exists(each.path, name) for each, name in zip(wanted, names, strict=True)]
         if any(is_there) and not is_there[0]:
             raise VolumeError(
                 wanted[0].path,
                 f"{str(wanted[is_there.index(True)].path)!r} holds a part of a run whose first directory is another one than "
                 f"{str(wanted[0].path)!r}: name the same directories in the same order, or remove them to begin anew",
             )
+        for directory, name in zip(wanted, names, strict=True):
+            run.claim(directory.path, name)
         with limits_in_words():
             volume = Volume(
                 directories,

@@ -10,11 +10,13 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from swapper.volumes.publish import mark
 from tests.states import state_of
 
 NEEDS_FORKS = pytest.mark.skipif(torch.cuda.is_available(), reason="a forked child cannot use CUDA")
@@ -56,6 +58,13 @@ def run_killed(run: Callable[[Callable[[], None]], None], num_ticks: int | None)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, -signal.SIGKILL), "the child failed by itself: see its output"
     return int(told) if code == 0 else None
+
+
+def left_by_a_killed_save(path: Path) -> Path:
+    """Make a hidden directory as a save that was killed leaves it; returns its path."""
+    path.mkdir(parents=True)
+    os.close(mark(path))
+    return path
 
 
 def ticking(real: Callable[..., Any], tick: Callable[[], None]) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from infinity.bench.summary import (
     remarks,
 )
 from infinity.cli.output import STDOUT, write_json
+from swapper.volumes.publish import is_marked, mark
 
 _SCRATCH = "bench_step_"
 _INTERRUPTED = 130
@@ -159,7 +160,7 @@ def remove_stale(directory: Path) -> None:
     """Removes what a benchmark that was killed outright could not: a peer's swap files among it."""
     for path in directory.glob(f"{_SCRATCH}*"):
         pid = path.name.removeprefix(_SCRATCH).split("_")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and is_marked(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -220,6 +221,7 @@ def run(asked: Asked, console: Console, json_file: Path) -> int:
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}_", dir=asked.nvme_path) as directory:
+            os.close(mark(Path(directory)))
             code = _run_cases(asked, Path(directory), results, console)
     finally:
         for number, handler in before.items():

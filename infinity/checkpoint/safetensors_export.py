@@ -222,13 +222,11 @@ def _publish(
             with staging.file("index") as file:
                 file.write(_index(shards, names))
         own = re.compile(rf"{re.escape(stem)}((-\d{{5}}-of-\d{{5}}(\.\d+)?)?\.safetensors|\.safetensors\.index\.json)")
-        pickled = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?")
         staging.publish(
             moves,
             [(name, Path(name).name) for name in configs],
             head,
-            # A reader would take a single file before an index; and pickles where it is told to.
-            lambda name: bool(own.fullmatch(name) or (stem == "model" and pickled.fullmatch(name))),
+            lambda name: bool(own.fullmatch(name)),  # a reader would take a single file before an index
         )
 
 

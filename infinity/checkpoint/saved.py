@@ -264,7 +264,10 @@ def _version_of(folder: Path) -> tuple[int, int] | None:
 
 def _is_foreign(folder: Path) -> bool:
     """Whether a directory holds something, but no checkpoint, whole or damaged."""
-    return folder.is_dir() and not (folder / MANIFEST).exists() and any(folder.iterdir())
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    manifest = folder / MANIFEST
+    return not manifest.is_file() or completed_at(manifest) is None
 
 
 def is_tag(tag: str) -> bool:

@@ -24,7 +24,7 @@ from infinity.distributed.process_groups import num_processes
 from infinity.distributed.world import world
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
-from infinity.errors import CheckpointError, ConfigError, StepError, UnsupportedModelError
+from infinity.errors import CheckpointError, ConfigError, StepError, StorageError, UnsupportedModelError
 from infinity.integrations.engine_files import (
     checkpoint_in,
     has_gone_on,
@@ -36,7 +36,7 @@ from infinity.integrations.engine_files import (
 from infinity.integrations.lightning_optimizer import EngineOptimizer
 from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed
 from infinity.loading.init import Init
-from swapper.volumes.publish import exchange, make_directory, put_back, remove_tree, sync_tree
+from swapper.volumes.publish import exchange, is_marked, make_directory, mark, put_back, remove_marked, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -379,16 +379,20 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         new = part / "new"
 
         def begin() -> None:
-            put_back(part, path)
-            remove_tree(part)
-            make_directory(new)
+            _check_replaceable(path, part)
+            if part.exists():  # a killed save has left it
+                put_back(part, path)
+                remove_marked(part)
+            make_directory(part)
+            os.close(mark(part))
+            new.mkdir()
 
         def publish() -> None:
             self.checkpoint_io.save_checkpoint(checkpoint, new / _REST)
             self.checkpoint_io.teardown()  # AsyncCheckpointIO has only begun to write
             sync_tree(new)
             exchange(new, path)
-            remove_tree(part)
+            remove_marked(part)
 
         is_interrupted = self.lightning_module.trainer.interrupted
         if is_interrupted:
@@ -403,7 +407,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             if not is_interrupted:
                 raise
             logger.warning("'%s' is not saved: %s", path, error)  # the exception itself is what is to be seen
-            on_first(world(), f"leaving out {path}", functools.partial(remove_tree, part))
+            on_first(world(), f"leaving out {path}", functools.partial(remove_marked, part))
             return
         on_first(world(), f"publishing {path}", publish)
 
@@ -411,7 +415,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         """What `save_checkpoint` wrote, without weights; or a file of Lightning's own."""
         path = Path(checkpoint_path)
         with contextlib.suppress(OSError):  # another process was faster
-            put_back(_part_of(path), path)
+            if is_marked(_part_of(path)):
+                put_back(_part_of(path), path)
         self._has_loaded = True
         self._directory = path if path.is_dir() else None
         if self._directory is not None:
@@ -466,3 +471,15 @@ def _load_for_module(load: Callable[..., Any], path: Any, *args: Any, **kwargs: 
 def _part_of(path: Path) -> Path:
     """Where a checkpoint lies while it is written."""
     return path.with_name(f".{path.name}.part")
+
+
+def _check_replaceable(path: Path, part: Path) -> None:
+    """See that a save replaces checkpoints and what saves have left, and no directories of others.
+
+    Raises:
+        StorageError: something else has one of the names.
+    """
+    for place, is_ours in ((path, (path / _REST).is_file()), (part, is_marked(part))):
+        if place.is_dir() and not is_ours and any(place.iterdir()):
+            problem = "is a directory that is no checkpoint, and is not replaced"
+            raise StorageError(place, problem, cure="Save elsewhere, or move it away")

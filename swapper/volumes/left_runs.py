@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.config import ALIGNMENT
-from swapper.errors import NotOwnFileError, RunInUseError
-from swapper.volumes.own_files import open_own, require_own_directory
-from swapper.volumes.publish import remove_abandoned
-from swapper.volumes.run_directory import MAGIC, RunDirectory
+from swapper.errors import NotOwnFileError
+from swapper.volumes.own_files import require_own_directory
+from swapper.volumes.publish import abandoned, is_locked, remove_abandoned
+from swapper.volumes.run_directory import MAGIC, PART_OF_COMMIT, RunDirectory, files_of_run
 
 _LOCK = "lock"
 _COMMIT = re.compile(r"commit-\d{10,}")
-_PART_OF_COMMIT = re.compile(r"\.commit-\d{10,}\.[0-9a-f]{16}")
-"""What a commit is called while it is written."""
 _STATES = re.compile(r"states-\d+-of-\d+")
-_SAVE = re.compile(r"\..+\.saving-[0-9a-f]{16}")
-_SAVE_LOCK = ".lock"
-"""See `swapper.volumes.publish`: whoever writes there keeps it locked."""
 _DEPTH = 3
 """A run lies in `durable` below a directory for states; with several processes, each has one of its own below that."""
 
@@ -53,14 +46,10 @@ class LeftRun:
             RunInUseError: A process has it. Nothing has been removed.
             OSError: Something cannot be removed.
         """
-        run = RunDirectory(self.path) if (self.path / _LOCK).exists() else None
-        try:
+        with contextlib.closing(RunDirectory(self.path)):
             # Commits first: where this is interrupted, what is left is no run.
             for file in _files(self.path):
                 file.unlink(missing_ok=True)
-        finally:
-            if run is not None:
-                run.close()
         if not any(self.path.iterdir()):
             self.path.rmdir()
 
@@ -103,20 +92,8 @@ def left_saves(directory: Path) -> list[LeftSave]:
     Raises:
         OSError: It cannot be looked into.
     """
-    below = [path for folder in _folders(directory, _DEPTH) for path in sorted(folder.glob(".*.saving-*"))]
-    found = [path for path in below if _SAVE.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
-    return [LeftSave(path, _bytes_below(path)) for path in found if not _is_being_written(path)]
-
-
-def _is_being_written(save: Path) -> bool:
-    try:
-        with os.fdopen(open_own(save / _SAVE_LOCK, os.O_RDONLY), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except (OSError, NotOwnFileError):
-        return True
-    return False
+    found = [path for folder in _folders(directory, _DEPTH) for path in abandoned(folder)]
+    return [LeftSave(path, _bytes_below(path)) for path in found]
 
 
 def _bytes_below(folder: Path) -> int:
@@ -138,35 +115,27 @@ def _is_own(path: Path) -> bool:
 
 def _run(path: Path, files: list[Path]) -> LeftRun:
     states = [file.stat() for file in files]
-    is_in_use = False
-    if (path / _LOCK).exists():
-        try:
-            RunDirectory(path).close()
-        except RunInUseError:
-            is_in_use = True
     return LeftRun(
         path=path,
         num_bytes=sum(each.st_blocks * 512 for each in states),
         num_commits=sum(_COMMIT.fullmatch(file.name) is not None for file in files),
         changed_at=max(each.st_mtime for each in states),
-        is_in_use=is_in_use,
+        is_in_use=is_locked(path / _LOCK),
     )
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """A run's files, commits first and the lock last. Others may have files of such names: each is looked at."""
-    found = [file for file in sorted(path.iterdir()) if file.is_file() and not file.is_symlink() and _is_ours(file)]
-    yield from (file for file in found if _STATES.fullmatch(file.name) is None)
-    yield from (file for file in found if _STATES.fullmatch(file.name) is not None)
-    if found and (path / _LOCK).is_file():
-        yield path / _LOCK
+    """A run's files, commits first and the lock last; none where no run has the directory."""
+    claimed = files_of_run(path)
+    if claimed is None:
+        return
+    found = [file for file in sorted(path.iterdir()) if file.is_file() and not file.is_symlink()]
+    yield from (file for file in found if PART_OF_COMMIT.fullmatch(file.name) or _is_commit(file))
+    yield from (file for file in found if file.name in claimed and _STATES.fullmatch(file.name))
+    yield path / _LOCK
 
 
-def _is_ours(file: Path) -> bool:
-    if _STATES.fullmatch(file.name):
-        return file.stat().st_size % ALIGNMENT == 0
-    if _PART_OF_COMMIT.fullmatch(file.name):
-        return True
+def _is_commit(file: Path) -> bool:
     if _COMMIT.fullmatch(file.name) is None or not os.access(file, os.R_OK):
         return False
     with file.open("rb") as commit:

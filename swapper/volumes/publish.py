@@ -4,11 +4,10 @@
 moved into place under names that nothing refers to, and the directory is synced. Then one rename makes the file that refers
 to them the present one, the directory is synced again, and only now are older files removed. Two processes that write to
 one directory take turns at that, by a lock on it.
-[Note: who lives] What a killed process left is told from what another one is writing by a file in each hidden directory,
-which whoever writes there keeps locked: of a lock on a directory, network file systems tell no other machine (of one on a file
-NFS does, and Lustre with -o flock). Whoever comes first makes the file; so what was left without one goes as well. Who gets
-the lock of what another one has just made removes it, and the file first: the other one finds that it is gone, and begins
-again with another directory.
+[Note: whose it is] Each hidden directory has a file that says so, and its writer keeps that file locked. (Network file systems
+do not pass on a lock of a directory. NFS passes on that of a file, and so does Lustre with -o flock.) The writer takes the lock
+first and then writes the mark. So a directory with the mark and without a lock was left by a killed process, and only such a
+directory is removed. A directory that merely has such a name is somebody else's.
 [Note: no exchange] Where two directories cannot change places in one step, the old one first goes into the hidden directory.
 Until the new one has its name, it is the only whole one: `put_back` gives it its own again before that directory goes.
 """
@@ -21,6 +20,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 _NUM_THREADS = 8
 _HIDDEN = ".*.saving-*"
 _LOCK, _REPLACED = ".lock", "replaced"
+_MARK = b"swapper: files that are being saved\n"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -76,21 +77,13 @@ class Staging:
             _remove_empty(self._missing)
 
     def _make(self) -> None:
-        """See [Note: who lives]. Where the file system has no locks, nobody is taken for dead."""
-        is_there = False
-        while not is_there:
-            self.path = self._directory / f".{self._prefix}.saving-{secrets.token_hex(8)}"
-            try:
-                self.path.mkdir()
-                with contextlib.suppress(FileNotFoundError):
-                    self._lock = _open_lock(self.path)
-                    with contextlib.suppress(OSError):
-                        fcntl.flock(self._lock, fcntl.LOCK_EX)
-                    is_there = (self.path / _LOCK).exists()
-            finally:
-                if not is_there:
-                    _remove_hidden(self.path, self._lock)
-                    self._lock = None
+        self.path = self._directory / f".{self._prefix}.saving-{secrets.token_hex(8)}"
+        self.path.mkdir()
+        try:
+            self._lock = mark(self.path)
+        except BaseException:
+            remove_tree(self.path)
+            raise
 
     @contextlib.contextmanager
     def file(self, name: str) -> Iterator[IO[bytes]]:
@@ -154,7 +147,7 @@ def remove_abandoned(directory: Path) -> None:
 
 def _remove_abandoned(directory: Path) -> None:
     for path in directory.glob(_HIDDEN):
-        lock = None if path.is_symlink() else _try_lock(path)  # where somebody lives who writes to it, he has its lock
+        lock = _try_lock(path)
         if lock is not None:
             _remove_hidden(path, lock)
 
@@ -162,14 +155,29 @@ def _remove_abandoned(directory: Path) -> None:
 def _remove_hidden(path: Path, lock: int | None) -> None:
     try:
         put_back(path, path.parent / path.name[1:].rpartition(".saving-")[0])
-        if lock is not None:
-            # First of all, and closed: NFS keeps an open file under another name, and then its directory as well.
-            with contextlib.suppress(OSError):
-                (path / _LOCK).unlink()
+        _empty(path)
     finally:
         if lock is not None:
             os.close(lock)
     remove_tree(path)
+
+
+def remove_marked(folder: Path) -> None:
+    """Remove a directory that `mark` was called for, as far as that can be done."""
+    _empty(folder)
+    remove_tree(folder)
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in a marked directory, and the mark last: what a kill leaves of it is still known as ours."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                remove_tree(Path(entry.path))
+            elif entry.name != _LOCK:
+                os.unlink(entry.path)
+        if os.listdir(folder) == [_LOCK]:
+            os.unlink(folder / _LOCK)  # of a file that is open, NFS keeps the directory until it is closed
 
 
 def _are_equal(source: Path, target: Path) -> bool:
@@ -252,11 +260,52 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _try_lock(path: Path) -> int | None:
-    """A descriptor that holds a hidden directory's lock; None if somebody else does, or there is none."""
+def mark(folder: Path) -> int:
+    """Say in a new directory that it is ours; returns a descriptor that holds its lock. See [Note: whose it is]."""
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        descriptor = _open_lock(path)
+        with contextlib.suppress(OSError):  # without locks, nobody can take them, and nothing is removed
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, _MARK)
+        os.fsync(lock)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether a directory (no link) is one that `mark` was called for."""
+    descriptor = _open_marked(folder, os.O_RDONLY)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
+
+
+def is_locked(file: Path) -> bool:
+    """Whether another process has a file locked, or nobody may look."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def abandoned(directory: Path) -> list[Path]:
+    """What `remove_abandoned` removes."""
+    return [path for path in sorted(directory.glob(_HIDDEN)) if is_marked(path) and not is_locked(path / _LOCK)]
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock of a marked directory; None if somebody else does, or it has no mark."""
+    descriptor = _open_marked(folder, os.O_RDWR)
+    if descriptor is None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,8 +315,21 @@ def _try_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _open_lock(path: Path) -> int:
-    return os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+def _open_marked(folder: Path, access: int) -> int | None:
+    if folder.is_symlink():
+        return None
+    try:
+        descriptor = os.open(folder / _LOCK, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        is_ours = stat.S_ISREG(os.fstat(descriptor).st_mode) and os.pread(descriptor, len(_MARK) + 1, 0) == _MARK
+    except OSError:
+        is_ours = False
+    if not is_ours:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def sync_tree(folder: Path) -> None:

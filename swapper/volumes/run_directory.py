@@ -1,17 +1,22 @@
 """The directory of a durable run: a lock, and small files that each say all about one commit.
 
-DIRECTORY/lock                  held by the process that uses the run, as long as it lives; one in each of its directories
+DIRECTORY/lock                  held by the process that uses the run, as long as it lives; one in each of its directories.
+                                Its first line is the mark of a run, and each further one the name of a file that the run made
 DIRECTORY/commit-0000000007     appears when it is whole and on the drive
-DIRECTORY/...                   whatever else the run has there
+DIRECTORY/...                   the files that the lock names
 
 a commit's file: magic, format | number of parts | length of each | parts | crc32c of all before it
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import logging
 import os
+import re
+import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +43,10 @@ MAGIC = b"INFRUN"
 """What the file of a commit begins with."""
 _HEAD = struct.Struct("<6sHQ")
 _PREFIX = "commit-"
+_MARK = "infinity durable run"
+_MOST_MARK_BYTES = 1 << 16
+PART_OF_COMMIT = re.compile(r"\.commit-\d{10,}\.[0-9a-f]{16}")
+"""What a commit is called while it is written."""
 
 
 class RunDirectory(Uncopyable):
@@ -62,7 +71,8 @@ class RunDirectory(Uncopyable):
         try:
             with closed_unless_made(self.close):
                 for left in directory.glob(f".{_PREFIX}*"):
-                    left.unlink(missing_ok=True)
+                    if PART_OF_COMMIT.fullmatch(left.name):
+                        left.unlink(missing_ok=True)
         except OSError as error:
             raise UnwritableDirectoryError(directory, error) from error
 
@@ -76,14 +86,14 @@ class RunDirectory(Uncopyable):
             RunInUseError: Somebody else uses it.
             NotOwnFileError: Others can write to it, or own it.
             UnwritableDirectoryError: It cannot be used.
-            VolumeError: Its file system has no locks.
+            VolumeError: Its file system has no locks, or it belongs to another program.
         """
         if directory in self._locks:
             return
         try:
             make_directory(directory, 0o700)
             require_own_directory(directory)
-            descriptor = open_own(directory / "lock", os.O_RDWR | os.O_CREAT)
+            descriptor, is_new = _open_lock(directory / "lock")
         except OSError as error:
             raise UnwritableDirectoryError(directory, error) from error
         try:
@@ -97,7 +107,30 @@ class RunDirectory(Uncopyable):
                 f"{str(directory / 'lock')!r} cannot be locked: {error_words(error)}; mount the file system with locks (Lustre: "
                 "-o flock), or name a directory on a local drive",
             ) from error
+        with closed_unless_made(os.close, descriptor):
+            _mark(directory, descriptor, is_new)
         self._locks[directory] = descriptor
+
+    def claim(self, directory: Path, name: str) -> None:
+        """Note in a directory that is locked that this file in it is the run's.
+
+        Raises:
+            UnwritableDirectoryError: It cannot be noted.
+            VolumeError: The file is there, and no run has made it.
+        """
+        names = files_of_run(directory)
+        if names is not None and name in names:
+            return
+        path = directory / name
+        if os.path.lexists(path):
+            raise VolumeError(
+                directory,
+                f"{str(path)!r} was not made by this run and would be overwritten; move it away, or name another directory",
+            )
+        try:
+            _append(self._locks[directory], name)
+        except OSError as error:
+            raise UnwritableDirectoryError(directory, error) from error
 
     def commits(self) -> list[int]:
         """Return the numbers of all commits, the newest first."""
@@ -183,6 +216,61 @@ class RunDirectory(Uncopyable):
 
     def _path(self, number: int) -> Path:
         return self.path / f"{_PREFIX}{number:010d}"
+
+
+def files_of_run(directory: Path) -> set[str] | None:
+    """The names of the files that a run has claimed in its directory; None if no run has this directory."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        lines = _lines(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return set(lines[1:]) if lines[0] == _MARK else None
+
+
+def _open_lock(path: Path) -> tuple[int, bool]:
+    """A descriptor of the file, and whether it is new."""
+    with contextlib.suppress(FileExistsError):
+        return open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), True
+    return open_own(path, os.O_RDWR), False
+
+
+def _mark(directory: Path, lock: int, is_new: bool) -> None:
+    """Write the mark of a run into its lock, unless it has it."""
+    try:
+        lines = _lines(lock)
+        if lines[0] == _MARK:
+            return
+        # Without a mark, only what a process has left that was killed before it could write it is ours.
+        if lines == [""] and (is_new or os.listdir(directory) == ["lock"]):
+            _append(lock, _MARK)
+            sync_directory(directory)
+            return
+    except OSError as error:
+        raise UnwritableDirectoryError(directory, error) from error
+    raise VolumeError(
+        directory,
+        f"{str(directory / 'lock')!r} is no lock of a durable run: another program uses {str(directory)!r}; name another "
+        "directory",
+    )
+
+
+def _lines(lock: int) -> list[str]:
+    """Of a lock; at least one. A line without its end was cut off, and is none."""
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        raise OSError(errno.EINVAL, "'lock' in it is no file")
+    text = os.pread(lock, _MOST_MARK_BYTES, 0).decode(errors="replace")
+    return text.split("\n")[:-1] or [text]
+
+
+def _append(lock: int, line: str) -> None:
+    os.pwrite(lock, f"{line}\n".encode(), os.fstat(lock).st_size)
+    os.fsync(lock)
 
 
 # A forked child that outlives its parent would otherwise hold the lock.

@@ -32,6 +32,7 @@ from tests.forked import require_in_child
 from tests.internals import BlockFile, Checkpoint, arrays, tags, writing
 from tests.internals import manifest as manifests
 from tests.internals import saved as saved_files
+from tests.killed import left_by_a_killed_save
 from tests.states import state_of
 
 
@@ -530,7 +531,7 @@ def test_links_and_files_in_the_way(saved: Path) -> None:
 def test_what_killed_saves_have_left_is_removed_unless_somebody_lives_who_writes_it(call: str, saved: Path) -> None:
     there = saved.parent
     for name in (".old.saving-0123", ".adapter.saving-4567", ".mine.saving-89ab"):
-        (there / name / "checkpoint").mkdir(parents=True)
+        (left_by_a_killed_save(there / name) / "checkpoint").mkdir()
         (there / name / "checkpoint" / "file").write_text("x")
     (there / ".link.saving-0").symlink_to(there.parent / "drive", target_is_directory=True)
     child = subprocess.Popen(
@@ -550,3 +551,19 @@ def test_what_killed_saves_have_left_is_removed_unless_somebody_lives_who_writes
         child.communicate()
         engine.load_checkpoint(there)
         assert not (there / ".mine.saving-89ab").exists()
+
+
+def test_saving_leaves_other_programs_files_alone(saved: Path) -> None:
+    there = saved.parent
+    theirs = [there / ".money.saving-plan" / "budget", there / ".two.saving-0123456789abcdef" / "notes"]
+    addon = there / "addon" / "manifest.json"
+    for file in (*theirs, addon):
+        file.parent.mkdir()
+        file.write_text('{"name": "mine"}')
+    with _engine(saved.parents[1] / "drive") as engine:
+        engine.save_checkpoint(there, tag="two", keep_last=1)
+        engine.load_checkpoint(there)
+        engine.save_16bit_model(there)
+        with pytest.raises(StorageError, match="'addon' that is no checkpoint"):
+            engine.save_checkpoint(there, tag="addon")
+    assert all(file.read_text() == '{"name": "mine"}' for file in (*theirs, addon))

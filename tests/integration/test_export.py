@@ -18,8 +18,9 @@ import infinity
 from infinity.errors import UnsupportedModelError
 from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import publish
+from tests.killed import left_by_a_killed_save
 
-_OLD_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin")
+_OLD_PICKLE = "pytorch_model.bin"
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
@@ -66,7 +67,7 @@ def _write_old(folder: Path, kind: str, values: dict[str, torch.Tensor]) -> None
     if kind == "single":
         save_file(values, folder / "model.safetensors")
     if kind == "pickled":
-        torch.save(values, folder / _OLD_PICKLES[0])
+        torch.save(values, folder / _OLD_PICKLE)
     if kind.startswith("sharded"):
         count = int(kind.removeprefix("sharded "))
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -118,7 +119,7 @@ def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
     syncs = {number for number, _ in moved}
     assert {num_shards, num_shards + 1, len(images)} <= syncs
     leftovers = {path.name for path in folder.iterdir()} - {path.name for path in folder.glob("model-*.safetensors")}
-    assert leftovers == {"model.safetensors.index.json"}
+    assert leftovers == {"model.safetensors.index.json", *([_OLD_PICKLE] if kind == "pickled" else [])}
 
 
 def test_saving_again_and_again_leaves_one_save(started: tuple[Any, nn.Module], tmp_path: Path) -> None:
@@ -196,8 +197,7 @@ def test_what_a_killed_saver_left_goes_and_what_a_running_one_writes_stays(
     engine, _ = started
     folder = tmp_path / "out"
     with publish.Staging(folder, "model") as running:
-        abandoned = folder / ".model.saving-0123456789abcdef"
-        abandoned.mkdir()
+        abandoned = left_by_a_killed_save(folder / ".model.saving-0123456789abcdef")
         (abandoned / "shard-1").write_bytes(b"old")
         engine.save_16bit_model(folder)
         assert not abandoned.exists() and running.path.exists()

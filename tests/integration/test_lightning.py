@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, StepOrderError, UnsupportedModelError
+from infinity.errors import ConfigError, StepOrderError, StorageError, UnsupportedModelError
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FOUND = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
@@ -411,6 +411,24 @@ def test_a_checkpoint_is_there_while_another_one_takes_its_place(
     assert not missing
     assert "lightning.ckpt" in synced
     assert [each.name for each in tmp_path.glob("*last.ckpt*")] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["photos", ".last.ckpt.part"])
+def test_a_checkpoint_replaces_no_directory_of_others(name: str, package: str, tmp_path: Path) -> None:
+    pytorch, strategy = parts(package)
+    theirs = tmp_path / name / "file"
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+
+    class Saves(pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / ("last.ckpt" if name.startswith(".") else name))
+
+    ours = strategy(config=on_nvme(tmp_path / "nvme"))
+    trainer = trainer_for(pytorch, tmp_path, ours, max_epochs=1, callbacks=[Saves()])
+    with pytest.raises(StorageError, match="is no checkpoint, and is not replaced"):
+        trainer.fit(module_for(pytorch), data())
+    assert theirs.read_text() == "mine"
 
 
 def test_a_checkpoint_that_is_written_by_a_thread(package: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.cli.main import main
+from tests.killed import left_by_a_killed_save
 
 clean_module = importlib.import_module("infinity.cli.clean")
 
@@ -81,9 +83,12 @@ def test_files_of_others_stay_whatever_they_are_called(left: Path, capsys: pytes
         left / "states-list-of-matter",
         left / "states-1-of-50",
         left / "lock",
+        left / "durable" / "states-1-of-50",
+        left / ".tag.saving-0123456789abcdef" / ".lock",
     ]
     for file in theirs:
-        file.write_text("mine")
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bytes(4096))
     assert [run["path"] for run in _told(left, capsys, "--yes")["runs"]] == [str(left / "durable")]
     assert _told(left, capsys)["runs"] == []
     assert [file for file in theirs if not file.exists()] == []
@@ -113,7 +118,7 @@ def test_what_is_in_use_stays_on_each_of_its_drives(tmp_path: Path, capsys: pyte
 
 
 def test_saves_of_processes_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / ".tag.saving-0123456789abcdef").mkdir()
+    left_by_a_killed_save(tmp_path / ".tag.saving-0123456789abcdef")
     assert len(_told(tmp_path, capsys)["saves"]) == 1
     assert main(["clean", str(tmp_path), "--yes"]) == 0
     assert list(tmp_path.glob(".tag*")) == []
@@ -122,15 +127,16 @@ def test_saves_of_processes_that_are_gone(tmp_path: Path, capsys: pytest.Capture
 def test_saves_below_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoints" / "part0-of-2"
     name, theirs = ".tag.saving-0123456789abcdef", tmp_path / ".notes.saving-mine"
-    for path in (folder / name, folder / name.replace("0", "f"), theirs):
-        path.mkdir(parents=True)
+    for path in (folder / name, folder / name.replace("0", "f")):
+        left_by_a_killed_save(path)
+    theirs.mkdir()
     (folder / name / "weights").write_bytes(bytes(10_000))
     living = folder / name.replace("0", "f") / ".lock"
-    with living.open("wb") as file:
+    with living.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert _told(tmp_path, capsys)["saves"] == [str(folder / name)]
         assert main(["clean", str(tmp_path), str(folder), "--yes"]) == 0
-        assert "Removed 1 killed save, 12,288 bytes." in capsys.readouterr().out
+        assert "Removed 1 killed save, 16,384 bytes." in capsys.readouterr().out
         assert living.exists() and theirs.exists() and not (folder / name).exists()
     assert _told(tmp_path, capsys, "--yes")["removed"] == [str(living.parent)]
 
@@ -140,7 +146,7 @@ def test_a_save_that_cannot_be_removed_is_a_failure(
     tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save = tmp_path / ".tag.saving-0123456789abcdef"
-    save.mkdir()
+    left_by_a_killed_save(save)
     monkeypatch.setattr(clean_module, "remove_abandoned", lambda parent: None)  # what it does where it has no rights
     assert main(["clean", str(tmp_path), "--yes", *more]) == 1
     assert capsys.readouterr().err == f"{save} cannot be removed: change its permissions, or remove it yourself.\n"
@@ -149,24 +155,22 @@ def test_a_save_that_cannot_be_removed_is_a_failure(
 def test_a_save_on_a_file_system_that_is_read_only_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lock = tmp_path / ".tag.saving-0123456789abcdef" / ".lock"
-    lock.parent.mkdir()
-    lock.touch()
-    opened = Path.open
+    save = left_by_a_killed_save(tmp_path / ".tag.saving-0123456789abcdef")
+    opened = os.open
 
-    def open_for_reading(path: Path, mode: str = "r", *more: Any, **named: Any) -> Any:
-        if path == lock and mode != "rb":
+    def open_for_reading(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if Path(path) == save / ".lock" and flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return opened(path, mode, *more, **named)
+        return opened(path, flags, *more, **named)
 
-    monkeypatch.setattr(Path, "open", open_for_reading)
-    assert _told(tmp_path, capsys)["saves"] == [str(lock.parent)]
+    monkeypatch.setattr(os, "open", open_for_reading)
+    assert _told(tmp_path, capsys)["saves"] == [str(save)]
 
 
 def test_a_closed_stdin_cannot_be_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / ".tag.saving-0123456789abcdef").mkdir()
+    left_by_a_killed_save(tmp_path / ".tag.saving-0123456789abcdef")
     monkeypatch.setattr("sys.stdin", None)  # as after `<&-`
     assert main(["clean", str(tmp_path)]) == 2
     assert "pass --yes" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from swapper.volumes import publish
+from tests.killed import left_by_a_killed_save
 from tests.open_files import open_files
 
 
@@ -94,35 +95,41 @@ def test_another_machine_leaves_alone_what_is_being_written(tmp_path: Path, monk
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("moment", ["made", "has its lock's file", "is locked"])
-def test_what_a_process_left_goes_whenever_it_was_killed(moment: str, tmp_path: Path) -> None:
-    left = _tree(tmp_path / ".name.saving-0123456789abcdef") if moment == "is locked" else tmp_path / ".name.saving-0"
-    left.mkdir(exist_ok=True)
-    if moment != "made":
-        (left / ".lock").touch()
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    _tree(left_by_a_killed_save(tmp_path / ".name.saving-0123456789abcdef"))
     publish.remove_abandoned(tmp_path)
     assert not any(tmp_path.iterdir())
 
 
-def test_who_is_taken_for_dead_before_he_has_his_lock_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = fcntl.flock
-    removed: list[Path] = []
+_NAMES = (".money.saving-plan", ".tag.saving-0123456789abcdef")
 
-    def flock(descriptor: int, operation: int) -> None:
-        if operation == fcntl.LOCK_EX and not stat.S_ISDIR(os.fstat(descriptor).st_mode) and len(removed) < 2:
-            removed.extend(tmp_path.iterdir())
-            publish._remove_abandoned(tmp_path)  # somebody else, on another machine
-            assert not any(tmp_path.iterdir())
-        real(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with publish.Staging(tmp_path, "name") as staging:
-        assert len({*removed, staging.path}) == 3
-        publish.remove_abandoned(tmp_path)
-        assert [path.name for path in staging.path.iterdir()] == [".lock"]
-    assert not any(tmp_path.iterdir())
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("lock", ["none", "empty", "other", "longer", "directory", "pipe", "link"])
+def test_a_directory_without_our_mark_stays(name: str, lock: str, tmp_path: Path) -> None:
+    theirs = _tree(tmp_path / "there" / name)
+    ours = left_by_a_killed_save(tmp_path / "ours") / ".lock"
+    place = theirs / ".lock"
+    if lock == "directory":
+        place.mkdir()
+    elif lock == "pipe":
+        os.mkfifo(place)
+    elif lock == "link":
+        place.symlink_to(ours)
+    elif lock != "none":
+        place.write_bytes({"empty": b"", "other": b"1234\n", "longer": ours.read_bytes() + b"\n"}[lock])
+    before = sorted(tmp_path.rglob("*"))
+    publish.remove_abandoned(tmp_path / "there")
+    with publish.Staging(tmp_path / "there", "tag"):
+        assert publish.abandoned(tmp_path / "there") == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_to_a_directory_with_our_mark_stays(tmp_path: Path) -> None:
+    _tree(left_by_a_killed_save(tmp_path / "ours"))
+    (tmp_path / ".tag.saving-0").symlink_to(tmp_path / "ours", target_is_directory=True)
+    publish.remove_abandoned(tmp_path)
+    assert (tmp_path / ".tag.saving-0").is_symlink() and (tmp_path / "ours" / "e" / "file").exists()
 
 
 def test_without_locks_nothing_is_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +181,7 @@ def test_without_exchange_the_old_or_the_new_one_has_the_name(
 
 
 def test_what_cannot_be_put_back_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = tmp_path / ".tag.saving-0"
+    left = left_by_a_killed_save(tmp_path / ".tag.saving-0")
     _tree(left / "replaced")
 
     def replace(path: Path, target: Path) -> Path:
@@ -212,7 +219,7 @@ def test_no_file_is_open_when_its_directory_is_removed(
         with publish.Staging(tmp_path, "name") as staging:
             assert _open_in(staging.path)
     else:
-        (tmp_path / ".name.saving-0").mkdir()
+        left_by_a_killed_save(tmp_path / ".name.saving-0")
         publish.remove_abandoned(tmp_path)
     assert removed and not any(tmp_path.iterdir())
 

@@ -83,3 +83,45 @@ def test_whatever_fails_while_a_run_is_opened_is_told_and_leaves_nothing_open(
         if num_calls < nth:
             break
     assert num_calls < nth and (nth > 1 or call == "ftruncate")
+
+
+def _opened(run: Path, states: Path) -> None:
+    with closing(RunDirectory(run)) as directory:
+        config = SwapperConfig(num_threads=1, backend="threads")
+        Versions.open(directory, [states], 1 << 20, 4 << 20, config).swapper.close()
+
+
+@pytest.mark.parametrize("name", ["lock", "states-1-of-1", "lock of a run", "pipe"])
+@pytest.mark.parametrize("place", ["run", "states"])
+def test_a_file_of_another_program_is_refused_and_stays(name: str, place: str, tmp_path: Path) -> None:
+    run, states = tmp_path / "run", tmp_path / "states"
+    for folder in (run, states):
+        folder.mkdir()
+    file = tmp_path / place / ("lock" if name != "states-1-of-1" else name)
+    if name == "pipe":
+        os.mkfifo(file)
+    else:
+        file.write_bytes(b"infinity durable run, it says" if name == "lock of a run" else b"mine")
+    if (name, place) == ("states-1-of-1", "run"):
+        return _opened(run, states)  # only where states are kept would it be overwritten
+    with pytest.raises(VolumeError, match=r"another program|would be overwritten|is no file"):
+        _opened(run, states)
+    assert name == "pipe" or file.read_bytes() in (b"mine", b"infinity durable run, it says")
+    return None
+
+
+def test_an_empty_lock_among_other_files_is_not_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    RunDirectory(tmp_path).close()  # what a killed process leaves
+    for name in ("lock", "notes"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(VolumeError, match="another program"):
+        RunDirectory(tmp_path)
+    (tmp_path / "lock").unlink()
+    RunDirectory(tmp_path).close()
+
+
+def test_a_run_goes_on_with_the_files_that_it_made(tmp_path: Path) -> None:
+    for _ in range(2):
+        _opened(tmp_path, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "states-1-of-1"]
