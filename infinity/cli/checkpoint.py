@@ -153,6 +153,8 @@ Examples:
 def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged."""
     from infinity.checkpoint.manifest import MANIFEST
+    from rich.text import Text
+
     from infinity.checkpoint.saved import Checkpoint
     from infinity.console import Console
 
@@ -162,7 +164,7 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
     results: list[dict[str, Any]] = []
     for folder in folders:
         try:
-            with console.status(f"reading {folder}"):
+            with console.status(Text(f"reading {folder}")):
                 results.append({"folder": str(folder), "num_bytes": Checkpoint(folder).verify(), "problem": None})
         except CheckpointError as error:
             results.append({"folder": str(folder), "num_bytes": None, "problem": str(error)})

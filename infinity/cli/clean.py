@@ -54,7 +54,8 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
     elif gone or ended:
         display(f"\nRemoved {_counted(gone, ended)}.", soft_wrap=True)
     for save in stuck:
-        click.echo(f"{save.path} cannot be removed: change its permissions, or remove it yourself.", err=True)
+        line = f"{save.path} cannot be removed: change its permissions, or remove it yourself."
+        display(line, stderr=True, soft_wrap=True)
     return 1 if stuck else 0
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from swapper.volumes.publish import opener
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
@@ -91,7 +93,8 @@ def write_json(value: Any, path: Path) -> None:
     if path == Path(STDOUT):
         print_json(value)
     else:
-        path.write_text(f"{_as_json(value)}\n")
+        with open(path, "w", opener=opener) as file:
+            file.write(f"{_as_json(value)}\n")
 
 
 def _as_json(value: Any) -> str:

@@ -383,7 +383,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             if part.exists():  # a killed save has left it
                 put_back(part, path)
                 remove_marked(part)
-            make_directory(part)
+            make_directory(part, 0o700)
             os.close(mark(part))
             new.mkdir()
 

@@ -42,7 +42,7 @@ from infinity.integrations.engine_files import (
 from infinity.integrations.micro_batches import MicroBatches
 from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, has_block
 from infinity.optim.lr_schedules import build_scheduler
-from swapper.volumes.publish import Staging, make_directory, remove, rename
+from swapper.volumes.publish import Staging, make_directory, opener, remove, rename
 
 _SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
 
@@ -255,7 +255,8 @@ class InfinityTrainerMixin:
             return
         save_engine(engine, output_dir)
         if self.lr_scheduler is not None and self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+            with open(Path(output_dir) / _SCHEDULER, "wb", opener=opener) as file:
+                torch.save(self.lr_scheduler.state_dict(), file)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not checkpoint_in(resume_from_checkpoint).exists():  # else the engine loads it, as soon as there is one

@@ -12,6 +12,7 @@ from infinity.config import FileMonitorSection, MonitorsSection, WandbSection
 from infinity.distributed.world import world
 from infinity.errors import ConfigValueError
 from infinity.telemetry.report import StepReport
+from swapper.volumes.publish import make_directory, opener
 
 logger = logging.getLogger(__name__)
 
@@ -146,12 +147,12 @@ class _CsvFiles:
     def __init__(self, section: FileMonitorSection) -> None:
         """Raises OSError if the directory cannot be made."""
         self._directory = section.directory
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self._directory)
 
     def write_events(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:
             path = self._directory / (name.replace("/", "_").replace(" ", "_") + ".csv")  # as DeepSpeed names it
-            with path.open("a", newline="", encoding="utf-8") as file:
+            with open(path, "a", newline="", encoding="utf-8", opener=opener) as file:
                 writer = csv.writer(file)
                 if not file.tell():  # a run that is resumed goes on
                     writer.writerow(["step", name.rpartition("/")[2]])

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from infinity.config import load_config
+from infinity.console import Console
 from infinity.errors import BudgetTooSmallError
 from infinity.planning.inputs import Request, UnitSize, make_units, needed_together
 from infinity.planning.placement import place

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from infinity.console import Console
 from infinity.deepspeed_path import PATH
 from infinity.errors import StepOrderError
 from infinity.profiling.numbers_as_text import (
@@ -31,6 +31,7 @@ from infinity.profiling.numbers_as_text import (
     params_to_string,
 )
 from infinity.torch_internals.attention_flops import attention_formulas
+from swapper.volumes.publish import make_directory, opener
 
 _WIDTH = 70
 _NOTES = """\
@@ -180,8 +181,9 @@ class FlopsProfiler:
             return
         text = _told(self, profile_step, module_depth, top_modules, detailed=detailed)
         if output_file:
-            Path(output_file).absolute().parent.mkdir(parents=True, exist_ok=True)
-            Path(output_file).write_text(f"{text}\n")
+            make_directory(Path(output_file).absolute().parent)
+            with open(output_file, "w", opener=opener) as file:
+                file.write(f"{text}\n")
         else:
             Console(soft_wrap=True).print(text, markup=False, highlight=False)
 

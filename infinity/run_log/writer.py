@@ -60,7 +60,7 @@ class RunLog:
         self._is_new_directory = not directory.exists()
         try:
             make_directory(directory)
-            self._file = os.fdopen(open_own(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666), "ab", buffering=0)
+            self._file = os.fdopen(open_own(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), "ab", buffering=0)
         except NotOwnFileError as error:
             raise ConfigValueError(KEY, str(directory), str(error), cure="Remove it if it is not yours") from error
         except OSError as error:

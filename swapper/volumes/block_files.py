@@ -79,11 +79,11 @@ class BlockFile:
 
 def _open(path: Path, flags: int) -> int:
     try:
-        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o666)
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)  # the file system has no direct I/O
+        return os.open(path, flags | os.O_CLOEXEC, 0o644)  # the file system has no direct I/O
 
 
 class BlockThreads(Closable):

@@ -33,6 +33,7 @@ _NUM_THREADS = 8
 _HIDDEN = ".*.saving-*"
 _LOCK, _REPLACED = ".lock", "replaced"
 _MARK = b"swapper: files that are being saved\n"
+_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -78,7 +79,7 @@ class Staging:
 
     def _make(self) -> None:
         self.path = self._directory / f".{self._prefix}.saving-{secrets.token_hex(8)}"
-        self.path.mkdir()
+        self.path.mkdir(0o700)  # until it is published, nobody else can write to what is in it
         try:
             self._lock = mark(self.path)
         except BaseException:
@@ -201,16 +202,31 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        restrict(partial)
         if path.exists():
             shutil.copymode(path, partial)
-        rename(partial, path)
+        partial.replace(path)
     finally:
         remove(partial)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file its place, in one step."""
+    """Give a new file its place, in one step."""
+    restrict(source)
     source.replace(target)
+
+
+def restrict(path: Path) -> None:
+    """Take write access from group and others, whatever the umask was when the file or directory was made."""
+    with contextlib.suppress(OSError):  # the file system has no modes
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+        if mode & _OF_OTHERS:
+            os.chmod(path, mode & ~_OF_OTHERS)
+
+
+def opener(path: str, flags: int) -> int:
+    """For ``open``: a file that is new lets only its owner write, whatever the umask."""
+    return os.open(path, flags, 0o644)
 
 
 def remove(path: Path) -> None:
@@ -218,14 +234,12 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def make_directory(directory: Path, mode: int = 0o777) -> None:
-    """Make it and its parents, each with ``mode``, so that it is still there after a crash."""
-    missing = _missing(directory)
-    for path in reversed(missing):
-        path.mkdir(mode, exist_ok=True)
-    directory.mkdir(mode, exist_ok=True)  # an error where it is a file
-    for path in missing:
+def make_directory(directory: Path, mode: int = 0o755) -> None:
+    """Make it, with ``mode``, and its parents, so that it is still there after a crash."""
+    for path in reversed(_missing(directory)):
+        path.mkdir(mode if path == directory else 0o755, exist_ok=True)
         sync_directory(path.parent)
+    directory.mkdir(exist_ok=True)  # raises if it is no directory
 
 
 def _missing(directory: Path) -> list[Path]:
@@ -333,11 +347,11 @@ def _open_marked(folder: Path, access: int) -> int | None:
 
 
 def sync_tree(folder: Path) -> None:
-    """All files and directories in it are on the drive when this returns."""
+    """All files and directories in it are on the drive when this returns, and only their owner may write to them."""
     # Many at a time: a file system's journal takes all that ask meanwhile in one go (measured, ext4: 16 to 23 times faster).
     paths = [Path(place, name) for place, _, names in os.walk(folder) for name in ("", *names)]
     with ThreadPool(_NUM_THREADS) as pool:
-        pool.map(_sync, paths)
+        pool.map(_settle, paths)
 
 
 def remove_tree(folder: Path) -> None:
@@ -355,6 +369,11 @@ def remove_tree(folder: Path) -> None:
             for place in depths[depth]:
                 pool.submit(os.rmdir, place)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _settle(path: Path) -> None:
+    restrict(path)
+    _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -29,7 +29,7 @@ from infinity.errors import CheckpointError, EngineClosedError, StorageError
 from swapper import StallError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.forked import require_in_child
-from tests.internals import BlockFile, Checkpoint, arrays, tags, writing
+from tests.internals import BlockFile, Checkpoint, arrays, main, tags, writing
 from tests.internals import manifest as manifests
 from tests.internals import saved as saved_files
 from tests.killed import left_by_a_killed_save
@@ -57,10 +57,10 @@ class Model(nn.Module):
         return result
 
 
-def _engine(drive: Path) -> Any:
+def _engine(drive: Path, **changes: Any) -> Any:
     drive.mkdir(exist_ok=True)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
-    config = everything_on_nvme(drive, {**BF16, "optimizer": optimizer})
+    config = everything_on_nvme(drive, {**BF16, "optimizer": optimizer, **changes})
     return infinity.initialize(model=Model(), config=config)[0]
 
 
@@ -567,3 +567,24 @@ def test_saving_leaves_other_programs_files_alone(saved: Path) -> None:
         with pytest.raises(StorageError, match="'addon' that is no checkpoint"):
             engine.save_checkpoint(there, tag="addon")
     assert all(file.read_text() == '{"name": "mine"}' for file in (*theirs, addon))
+
+
+def test_only_the_owner_can_write_to_what_is_saved_whatever_the_umask(tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    drive.mkdir(0o700)
+    top = tmp_path / "made"
+    changes = {"csv_monitor": {"enabled": True, "output_path": str(top / "csv")}}
+    changes |= {"infinity": {"run_log": str(top / "logs" / "run"), "timeline": str(tmp_path / "trace.json")}}
+    before = os.umask(0)
+    try:
+        with _engine(drive, **changes) as engine:
+            _step(engine)
+            engine.save_checkpoint(top / "saved" / "here", client_state={"x": 1})
+            engine.save_16bit_model(top / "weights")
+        assert main(["report", str(top / "logs" / "run")]) == 0
+        assert main(["checkpoint", "export", str(top / "saved" / "here"), str(top / "exported")]) == 0
+    finally:
+        os.umask(before)
+    found = [*top.rglob("*"), top, tmp_path / "trace.json"]
+    assert len(found) > 20
+    assert [path for path in found if path.stat().st_mode & 0o022] == []

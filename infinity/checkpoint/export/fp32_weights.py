@@ -20,6 +20,7 @@ from infinity.checkpoint.safetensors_export import cut
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigValueError
+from swapper.volumes.publish import make_directory, opener
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +120,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if safe_serialization:
         CheckpointExport(Checkpoint.open(checkpoint_dir, tag), output, dtype=torch.float32).write(limit)
         return
-    output.mkdir(parents=True, exist_ok=True)
+    make_directory(output)
     tied: dict[LazyTensor, list[str]] = {}  # what is tied comes together, and counts once
     for fqn, tensor in lazy.items():
         tied.setdefault(tensor, []).append(fqn)
@@ -127,11 +128,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     names = [f"pytorch_model-{number:05}-of-{len(shards):05}.bin" for number in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else ["pytorch_model.bin"]
     for name, shard in zip(names, shards, strict=True):
-        torch.save(_read({fqn: lazy[fqn] for fqn in shard}), output / name)
+        with open(output / name, "wb", opener=opener) as file:
+            torch.save(_read({fqn: lazy[fqn] for fqn in shard}), file)
     if len(names) > 1:
         found = {fqn: name for name, shard in zip(names, shards, strict=True) for fqn in shard}
         index = {"metadata": {"total_size": sum(map(_num_bytes, tied))}, "weight_map": found}
-        (output / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        with open(output / "pytorch_model.bin.index.json", "w", opener=opener) as text:
+            text.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:

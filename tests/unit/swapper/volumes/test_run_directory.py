@@ -104,7 +104,7 @@ def test_a_file_of_another_program_is_refused_and_stays(name: str, place: str, t
         file.write_bytes(b"infinity durable run, it says" if name == "lock of a run" else b"mine")
     if (name, place) == ("states-1-of-1", "run"):
         return _opened(run, states)  # only where states are kept would it be overwritten
-    with pytest.raises(VolumeError, match=r"another program|would be overwritten|is no file"):
+    with pytest.raises(VolumeError, match=r"another program|would be overwritten|so it is not used"):
         _opened(run, states)
     assert name == "pipe" or file.read_bytes() in (b"mine", b"infinity durable run, it says")
     return None
