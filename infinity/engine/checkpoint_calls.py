@@ -54,6 +54,8 @@ class CheckpointCalls(ExportCalls):
     _notes: RunNotes
     _is_saving = False
     """Whether some rank has a save in the background that nobody has waited for."""
+    _is_missing_ok = False
+    """What ``load_checkpoint`` takes for ``missing_ok``."""
 
     def save_checkpoint(
         self,
@@ -208,6 +210,7 @@ class CheckpointCalls(ExportCalls):
         *,
         load_random_states: bool = True,
         load_data_position: bool = True,
+        missing_ok: bool | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Go on from what `save_checkpoint` wrote, under whatever budget, tiers and precision this engine has.
 
@@ -224,13 +227,15 @@ class CheckpointCalls(ExportCalls):
             load_data_position: let the loader of ``training_data`` go on with the batch that would have come next. False
                 for a script that skips batches itself.
             custom_load_fn: refused: there is no state dict to pass to it.
+            missing_ok: whether to return (None, None) with a warning if there is no such checkpoint, for a script that begins
+                and goes on with the same call. None: False, but True for an engine of ``deepspeed.initialize``, as DeepSpeed.
 
         Returns:
-            The checkpoint's directory and the client state; (None, None) if there is no such checkpoint.
+            The checkpoint's directory and the client state; see ``missing_ok``.
 
         Raises:
-            CheckpointError: it is damaged, of another version, or cannot be read. If weights have been changed already, forwards,
-                steps and saves say so until a load succeeds.
+            CheckpointError: there is none, or it is damaged, of another version, or cannot be read. If weights have been changed
+                already, forwards, steps and saves say so until a load succeeds.
             UnsupportedModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
                 has been changed.
             ValueError: the optimizer or the lr scheduler is of another kind, or there are other groups; nothing has been changed.
@@ -266,6 +271,7 @@ class CheckpointCalls(ExportCalls):
                     only_module=load_module_only,
                     load_random_states=load_random_states,
                     load_data_position=load_data_position,
+                    missing_ok=self._is_missing_ok if missing_ok is None else missing_ok,
                 )
             )
 
@@ -292,6 +298,7 @@ class CheckpointCalls(ExportCalls):
         load_data_position: bool,
         with_optimizer: bool,
         only_module: bool,
+        missing_ok: bool,
         **how: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         ranks = self._mesh.data
@@ -299,15 +306,11 @@ class CheckpointCalls(ExportCalls):
         if tag is not None or not self._mesh.is_divided:  # else not all parts have one, whatever this one has
             folder = self._find_checkpoint(folder_of(self._mesh, load_dir), tag, what)
         if folder is None:
-            hint = ""
-            if tag is None and (Path(load_dir) / MANIFEST).is_file():
-                hint = f". It is a checkpoint itself: load '{Path(load_dir).parent}' with tag='{Path(load_dir).name}'"
-            elif Path(load_dir).is_dir() and (there := tags(Path(load_dir))):
-                hint = f". To load one that is there, give its tag: {', '.join(map(repr, there[-_MOST_TAGS:]))}"
-            logger.warning(
-                "there is no checkpoint %s in '%s': nothing was loaded%s",
-                *(tag or "that is the latest", load_dir, hint),
-            )
+            wanted = "file 'latest'" if tag is None else f"checkpoint {tag!r}"
+            error = CheckpointError(load_dir, f"there is no {wanted} in it", cure=_cure_of_missing(load_dir, tag))
+            if not missing_ok:
+                raise error
+            logger.warning("engine.load_checkpoint: nothing was loaded. %s", error)
             return None, None
         before = self.global_steps
 
@@ -341,6 +344,10 @@ class CheckpointCalls(ExportCalls):
         self._notes.note("load", before, words, to=self.global_steps)
         client_state: dict[str, Any] = rest["client_state"]
         return str(folder), client_state
+
+    def tolerate_missing_checkpoints(self) -> None:
+        """``load_checkpoint`` returns (None, None) for them, as DeepSpeed's does, unless it is told otherwise."""
+        self._is_missing_ok = True
 
     def _find_checkpoint(self, directory: Path, tag: str | None, what: str) -> Path | None:
         """The checkpoint's directory, which is the same for all ranks; None if none of them finds one."""
@@ -432,6 +439,16 @@ def _with_shares(shared: SharedStream, ranks: Ranks, what: str, save: Callable[[
     except Exception as problem:
         error = problem
     agree(ranks, what, error)
+
+
+def _cure_of_missing(directory: Path, tag: str | None) -> str:
+    if tag is None and (directory / MANIFEST).is_file():
+        found = f"It is a checkpoint itself: load '{directory.parent}' with tag='{directory.name}'"
+    elif directory.is_dir() and (there := tags(directory)):
+        found = f"To load one that is there, give its tag: {', '.join(map(repr, there[-_MOST_TAGS:]))}"
+    else:
+        found = "Give the directory that engine.save_checkpoint has written to"
+    return f"{found}; or pass missing_ok=True to begin without one"
 
 
 def _written(folder: Path) -> int:

@@ -67,8 +67,8 @@ class StepReport:
     loss_scale: float = 1.0
     """What the losses of the step were multiplied with; 1 unless the compute dtype is fp16."""
     num_samples: int | None = None
-    """Samples of the step over all processes: what the config says, or the leading size of the batches that the engine saw;
-    None if it saw none (plain loop)."""
+    """Samples of the step over all processes: the leading size of the batches that the engine saw. What the config says where
+    it saw none; None if that says nothing (plain loop)."""
     num_tokens: int | None = None
     """Elements of the batches' whole-number matrices (token ids, padding included); None where there are none."""
     host_bytes: int = 0

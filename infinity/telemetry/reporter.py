@@ -135,7 +135,7 @@ class Reporter:
     ) -> StepReport:
         """The report of the step that ends now, which is the ``step``-th; see `StepReport`.
 
-        ``num_samples``: what the config says of all processes together; None if it leaves that to the data.
+        ``num_samples``: of all processes together, where no batch was seen; None if nobody knows.
         """
         self._settle()
         phases = dict(self._clock.phase_seconds)
@@ -183,7 +183,7 @@ class Reporter:
             update_seconds=phases["step"],
             lr=lr,
             loss_scale=loss_scale,
-            num_samples=seen_samples if num_samples is None else num_samples,
+            num_samples=num_samples if seen_samples is None else seen_samples,
             num_tokens=num_tokens,
             host_bytes=host_bytes,
             host_peak_bytes=host_peak_bytes,

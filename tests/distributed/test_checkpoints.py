@@ -109,7 +109,9 @@ def test_what_any_number_wrote_any_number_loads(tmp_path: Path) -> None:
                     folder, client_state = engine.load_checkpoint(tmp_path / "saved", tag=f"of {other}")
                     assert (folder, client_state) == (str(tmp_path / "saved" / f"of {other}"), {"from": 0})
                     _require_equal(_contents(engine), torch.load(tmp_path / f"contents {other} 0"))
-                assert engine.load_checkpoint(tmp_path / "saved", tag="none") == (None, None)
+                assert engine.load_checkpoint(tmp_path / "saved", tag="none", missing_ok=True) == (None, None)
+                with pytest.raises(CheckpointError, match="there is no checkpoint 'none' in it"):
+                    engine.load_checkpoint(tmp_path / "saved", tag="none")
 
         _run(num, read, tmp_path / f"read {num}")
 

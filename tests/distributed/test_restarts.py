@@ -39,7 +39,7 @@ config = {
     "infinity": {"progress_bars": False},
 }
 engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=data)
-engine.load_checkpoint(out / "saved")
+engine.load_checkpoint(out / "saved", missing_ok=True)
 for x, y in loader:
     rank, steps = infinity.comm.get_rank(), engine.global_steps
     loss = torch.nn.functional.mse_loss(engine(x), y)

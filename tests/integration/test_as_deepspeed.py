@@ -98,6 +98,33 @@ def test_trainers(tmp_path: Path) -> None:
         assert all(torch.equal(weights[key], value) for key, value in expected_weights.items()), name
 
 
+@pytest.mark.parametrize("imported", ["deepspeed", "infinity"])
+def test_a_missing_checkpoint_is_an_error_but_for_deepspeeds_scripts(imported: str, tmp_path: Path) -> None:
+    code = f"""
+        import infinity.as_deepspeed
+        import {imported} as package, torch
+        config = {{"train_batch_size": 1, "optimizer": {{"type": "AdamW"}}}}
+        model = torch.nn.Linear(2, 2)
+        engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
+        try:
+            assert engine.load_checkpoint({str(tmp_path / "typo")!r}) == (None, None)
+            print("none")
+        except ValueError as error:
+            assert "there is no file 'latest' in it" in str(error)
+            print("error")
+        try:
+            engine.load_checkpoint({str(tmp_path / "typo")!r}, missing_ok=False)
+        except ValueError as error:
+            print("error")
+    """
+    told = run(["-c", "if 1:" + code])
+    assert [line for line in told.splitlines() if line in ("none", "error")] == [
+        "none" if imported == "deepspeed" else "error",
+        "error",
+    ]
+    assert imported == "infinity" or "engine.load_checkpoint: nothing was loaded" in told
+
+
 def test_it_is_seen_wherever_libraries_look() -> None:
     code = """
         import sys

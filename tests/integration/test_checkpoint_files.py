@@ -523,8 +523,9 @@ def test_links_and_files_in_the_way(saved: Path) -> None:
         (there.parent / "way").symlink_to(there, target_is_directory=True)
         engine.save_checkpoint(there.parent / "way", tag="two")
         assert Checkpoint.open(there, "two").verify()
-        assert engine.load_checkpoint(there.parent / "no such directory") == (None, None)
-        assert engine.load_checkpoint(there, tag="file") == (None, None)
+        for place, tag in ((there.parent / "no such directory", None), (there, "file")):
+            with pytest.raises(CheckpointError, match="there is no "):
+                engine.load_checkpoint(place, tag=tag)
 
 
 @pytest.mark.parametrize("call", ["save", "load"])

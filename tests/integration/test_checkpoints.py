@@ -140,8 +140,10 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path / "saved", tag="one", save_latest=False)
         saved = _everything(engine)
     with training(tmp_path / "drive", BF16, seed=1) as engine:
-        assert engine.load_checkpoint(tmp_path / "saved") == (None, None)
-        assert engine.load_checkpoint(tmp_path / "saved", tag="two") == (None, None)
+        for place, tag in (("saved", None), ("saved", "two"), ("typo", None), ("typo", "one")):
+            with pytest.raises(CheckpointError, match=r"there is no .* in it.*missing_ok=True"):
+                engine.load_checkpoint(tmp_path / place, tag=tag)
+            assert engine.load_checkpoint(tmp_path / place, tag=tag, missing_ok=True) == (None, None)
         engine.load_checkpoint(tmp_path / "saved", tag="one", load_module_only=True)
         assert engine.global_steps == 0
         assert torch.equal(engine.module.first.weight.clone(), saved["first.weight"])
@@ -441,10 +443,10 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, caplo
             engine.save_checkpoint(tmp_path / "saved")
         assert mine.read_text() == "DeepSpeed's"
         engine.save_checkpoint(tmp_path / "saved", tag="mine")
-        assert engine.load_checkpoint(tmp_path / "saved" / "mine") == (None, None)
+        assert engine.load_checkpoint(tmp_path / "saved" / "mine", missing_ok=True) == (None, None)
         assert f"load '{tmp_path / 'saved'}' with tag='mine'" in caplog.text
         (tmp_path / "saved" / "latest").unlink()
-        assert engine.load_checkpoint(tmp_path / "saved") == (None, None)
+        assert engine.load_checkpoint(tmp_path / "saved", missing_ok=True) == (None, None)
         assert "To load one that is there, give its tag: 'mine'" in caplog.text
 
 

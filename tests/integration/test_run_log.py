@@ -57,6 +57,18 @@ def train(engine: Any, num_steps: int) -> list[infinity.StepReport]:
     return reports
 
 
+@pytest.mark.parametrize("calls", ["engine", "model"])
+def test_samples_are_those_of_the_data(calls: str, tmp_path: Path) -> None:
+    with training(tmp_path, {"train_micro_batch_size_per_gpu": 4}) as engine:
+        tokens = torch.zeros(7, 6, dtype=torch.int64)
+        engine.backward((engine if calls == "engine" else engine.module)(tokens))
+        engine.step()
+        expected = (
+            7 if calls == "engine" else 4
+        )  # of a call that the engine does not see, only the config's number is known
+        assert engine.report.num_samples == expected and read_run(tmp_path / "run").steps == [engine.report]
+
+
 def test_the_log_holds_what_the_engine_says(tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
     with training(tmp_path, {"scheduler": scheduler, "gradient_accumulation_steps": 2}) as engine:
@@ -71,7 +83,7 @@ def test_the_log_holds_what_the_engine_says(tmp_path: Path) -> None:
     assert [(mark.kind, mark.step) for mark in run.marks] == [("note", 4), ("lr", 5), ("save", 5)]
     assert run.start["config"]["scheduler"] == scheduler and run.start["machine"]["torch"] == torch.__version__
     first, last = run.steps[0], run.steps[-1]
-    assert (first.num_samples, first.num_tokens) == (2, 24), "samples are the config's, tokens those that were seen"
+    assert (first.num_samples, first.num_tokens) == (2 * len(_TOKENS), 2 * _TOKENS.numel()), "both as they were seen"
     assert last.lr == (0.5,) and 0 < run.steps[-2].lr[0] < 0.01
     assert first.host_peak_bytes >= first.host_bytes > 1 << 20
     assert all(0 < step.buffers_peak_bytes <= engine.plan.host_budget_bytes for step in run.steps)

@@ -46,7 +46,7 @@ def backward(engine: infinity.Engine, step: int, rank: int) -> None:
 def train(directory: Path) -> None:
     # Ray has made the process group, which initialize joins.
     engine, *_ = infinity.initialize(model=model(), config=config(directory, 1))
-    engine.load_checkpoint(directory / "checkpoints")  # the first time there is none
+    engine.load_checkpoint(directory / "checkpoints", missing_ok=True)  # the first time there is none
     for step in range(engine.global_steps, NUM_STEPS):
         backward(engine, step, engine.global_rank)
         engine.save_checkpoint(directory / "checkpoints", keep_last=2)

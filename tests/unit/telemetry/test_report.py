@@ -276,9 +276,10 @@ def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phas
     assert first.buffers_peak_bytes == 3
     reporter.note_size(3, None)
     second = reporter.end_step(2, None, num_samples=100)
-    assert (second.num_samples, second.num_tokens, second.forward_seconds) == (100, None, 0)
-    third = reporter.end_step(3, None)
-    assert (third.num_samples, third.num_tokens) == (None, None)
+    assert (second.num_samples, second.num_tokens, second.forward_seconds) == (6, None, 0), "those that were seen"
+    third = reporter.end_step(3, None, num_samples=100)
+    assert (third.num_samples, third.num_tokens) == (100, None)
+    assert reporter.end_step(4, None).num_samples is None
 
 
 def test_batches_of_an_order_that_was_given_up_do_not_count() -> None:

@@ -26,13 +26,16 @@ deepspeed_modules.install(sys.modules[__name__])
 def initialize(args: Any = None, model: Any = None, optimizer: Any = None, *others: Any, **options: Any) -> Any:
     """As `infinity.initialize`; an engine that has trained this very model is closed for another one that trains it.
 
-    Libraries close none of their own: Lightning's second ``fit`` of a model, and that after ``lr_find``.
+    A checkpoint that is missing is no error to the engine, as with DeepSpeed. Libraries close none of their own: Lightning's
+    second ``fit`` of a model, and that after ``lr_find``.
     """
     earlier = infinity.engine_of(model) if isinstance(model, torch.nn.Module) else None
     trains = optimizer is not None or bool(options.get("model_parameters"))
     if trains and earlier is not None and earlier.module is model and earlier.optimizer is not None:
         earlier.hand_over()
-    return infinity.initialize(args, model, optimizer, *others, **options)
+    made = infinity.initialize(args, model, optimizer, *others, **options)
+    made[0].tolerate_missing_checkpoints()
+    return made
 
 
 # What an autograd function's backward gets of a weight that it has saved is no parameter here, but has its values (TRL asks).
