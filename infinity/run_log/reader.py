@@ -101,7 +101,8 @@ class Run:
             last = self.steps[-1].step if self.steps else 0
             lost = f"; the last one before was {last}" if last != step else ""
             self._mark("restart", step, seconds, f"started again from step {step}{lost}")
-        self._forget_after(step)
+        if step:  # else the engine may still load a checkpoint, or begin anew: the next record says
+            self._forget_after(step)
 
     def _mark(self, kind: str, step: int, seconds: float, text: str) -> None:
         self.marks.append(Mark(kind, step, seconds, text))

@@ -142,6 +142,27 @@ def test_a_checkpoint_takes_the_run_to_its_step(tmp_path: Path) -> None:
     assert [(mark.kind, mark.step) for mark in run.marks] == [("save", 2), ("load", 4)]
 
 
+@pytest.mark.parametrize("only_weights", [False, True])
+def test_a_run_that_is_resumed_from_a_checkpoint_shows_all_of_its_steps(only_weights: bool, tmp_path: Path) -> None:
+    with training(tmp_path) as engine:
+        first = train(engine, 3)
+        engine.save_checkpoint(tmp_path / "saved")
+        lost = train(engine, 2)
+    with training(tmp_path) as engine:
+        assert read_run(tmp_path / "run").steps == first + lost
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=only_weights)
+        again = train(engine, 1)
+    assert read_run(tmp_path / "run").steps == ([] if only_weights else first) + again
+
+
+def test_a_run_that_begins_anew_in_the_same_log_replaces_the_one_before(tmp_path: Path) -> None:
+    with training(tmp_path) as engine:
+        train(engine, 3)
+    with training(tmp_path) as engine:
+        again = train(engine, 2)
+    assert read_run(tmp_path / "run").steps == again
+
+
 def test_skipped_steps_and_losses_that_are_not_finite_are_marked(tmp_path: Path) -> None:
     changes = {"bf16": {"enabled": True, "check_grad_overflow": True}}
     with training(tmp_path, changes) as engine:
