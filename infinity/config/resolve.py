@@ -106,7 +106,7 @@ def resolve(
             book,
             compute_dtype,
             max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2),
-            _resolve_durable(book, offload_param, offload_optimizer),
+            _resolve_durable(book, offload_param, offload_optimizer, check_storage),
         ),
         steps_per_print=root.steps_per_print,
         wall_clock_breakdown=root.wall_clock_breakdown or root.flops_profiler.enabled,
@@ -363,7 +363,9 @@ def _resolve_flops_profiler(block: FlopsProfilerBlock) -> FlopsProfilerSection |
     )
 
 
-def _resolve_durable(book: _Book, params: OffloadSection, states: OffloadSection) -> DurableSection | None:
+def _resolve_durable(
+    book: _Book, params: OffloadSection, states: OffloadSection, check_storage: bool
+) -> DurableSection | None:
     block = book.root.infinity
     if not block.durable:
         return None
@@ -379,6 +381,8 @@ def _resolve_durable(book: _Book, params: OffloadSection, states: OffloadSection
         raise ConfigValueError("infinity.keep_in_memory", True, "a durable run has everything on drives", cure=cure)
     if block.durable_path is not None:
         found = resolve_directories(block.durable_path, key="infinity.durable_path")
+        if check_storage:
+            check_directories([each.path for each in found], key="infinity.durable_path")
     else:
         found = tuple(replace(each, path=each.path / "durable") for each in states.nvme_directories)
     # Drives take turns, so that each start finds the same bytes in the same places.

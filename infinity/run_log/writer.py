@@ -57,7 +57,7 @@ class RunLog:
         self._lr: tuple[float, ...] | None = None
         self._has_changed_lr = False
         """In the step before."""
-        self._is_new_directory = not directory.exists()
+        self._made = [path for path in (directory, *directory.parents) if not path.exists()]
         try:
             make_directory(directory)
             self._file = os.fdopen(open_own(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), "ab", buffering=0)
@@ -134,8 +134,8 @@ class RunLog:
         if not self._file.closed and not self._file.tell():
             with contextlib.suppress(OSError):
                 self.path.unlink()
-                if self._is_new_directory:
-                    self.path.parent.rmdir()
+                for directory in self._made:
+                    directory.rmdir()
         self.release()
 
     def write(self, kind: str, step: int, **record: Any) -> None:

@@ -114,7 +114,8 @@ class InfinityBlock(Block):
     """Commit every step: after a kill, a power cut or a full disk the same script goes on from the last one, see [Durable
     runs](../infinity/README.md#durable-runs)."""
     durable_path: Annotated[tuple[NamedDirectory, ...] | None, BeforeValidator(parse_directories)] = None
-    """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`."""
+    """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. One that is
+    missing is made if its parent exists."""
     keep_last: Annotated[int, Field(ge=1)] = 1
     """How many commits `engine.rollback` can choose from. Each takes as much space as a step writes."""
     keep_every: Annotated[int, Field(ge=0)] = 0

@@ -19,6 +19,7 @@ from swapper.volumes.directory import Directory
 logger = logging.getLogger(__name__)
 
 _FIELDS = ("path", "capacity")
+_CURE_OF_MISSING = "Correct the path, mount the drive, or make the parent directory yourself (mkdir -p)"
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,13 @@ def _limit(capacity_bytes: int | None) -> str:
 
 
 def check_directories(directories: Sequence[Path], *, key: str) -> None:
-    """See that scratch files can be made there, without making any. One that is missing is made later.
+    """See that scratch files can be made there, without making any. One that is missing is made later, if its parent is there.
 
     Raises:
-        StorageError: one of them is not a directory, not writable, or missing in one that is not.
+        StorageError: one of them is not a directory, not writable, or missing in one that is not; or its parent is missing.
     """
-    for directory in map(existing, directories):
+    for path in directories:
+        directory = existing(path)
         # isdir and exists never raise, also where a parent may not be entered.
         if not os.path.exists(directory):
             cure = "It is a link to what does not exist: correct it"
@@ -130,6 +132,12 @@ def check_directories(directories: Sequence[Path], *, key: str) -> None:
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             cure = "Change its permissions, or set the key to a directory that you own"
             raise StorageError(directory, "is not writable", cure=cure, key=key)
+        if directory not in (path, path.parent):
+            raise StorageError(path, _missing_words(directory), cure=_CURE_OF_MISSING, key=key)
+
+
+def _missing_words(nearest: Path) -> str:
+    return f"does not exist, nor does its parent; the nearest directory that exists is '{nearest}'"
 
 
 def existing(path: Path) -> Path:
@@ -140,21 +148,26 @@ def existing(path: Path) -> Path:
 
 
 def make_directories(directories: Iterable[Path]) -> list[Path]:
-    """Make those that are missing, as DeepSpeed does, with their parents. Returns what was made, the innermost first.
+    """Make those that are missing, but not their parents: a wrong path, or a drive that is not mounted, has none.
+
+    Returns:
+        What was made, the innermost first.
 
     Raises:
         StorageError: it cannot be made.
     """
     made: list[Path] = []
     for directory in directories:
-        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        is_new = not directory.exists()
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(0o755, exist_ok=True)
+        except FileNotFoundError as error:
+            raise StorageError(directory, _missing_words(existing(directory)), cure=_CURE_OF_MISSING) from error
         except OSError as error:
             cure = "Make it yourself, or name one that exists"
             raise StorageError(directory, f"cannot be made: {error.strerror}", cure=cure) from error
-        made = missing + made
-        if missing:
+        if is_new:
+            made.insert(0, directory)
             logger.warning("directory %s did not exist and was made: is its drive mounted?", directory)
     return made
 

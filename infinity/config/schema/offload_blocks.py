@@ -35,7 +35,7 @@ class OffloadBlock(Block):
     nvme_path: Annotated[tuple[NamedDirectory, ...], BeforeValidator(parse_directories)] = ()
     """The directory on the drive, or a list of them, one per drive, which are striped. Each may be an object that limits
     what is used: `{"path": "/mnt/nvme", "capacity": "400GB"}`. `~`, `$NAME` and `${NAME}` are filled in. A directory
-    that is missing is made, and stays; scratch files in it have no name and vanish with the process."""
+    that is missing is made, and stays, if its parent exists. Scratch files in it have no name and vanish with the process."""
     pin_memory: Annotated[Flag, NoEffect("no effect: host memory is pinned when there is a GPU to pin it for")] = True
     buffer_count: Annotated[Count, NoEffect(_DERIVED)] = 0
     buffer_size: Annotated[Elements, NoEffect(_DERIVED)] = 0

@@ -68,14 +68,31 @@ def test_not_a_path(path: object) -> None:
 
 def test_missing_directory(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    config = load_config(nvme([str(tmp_path), str(missing / "below")]))
+    config = load_config(nvme([str(tmp_path), str(missing)]))
     assert not missing.exists()  # nothing is written while a config is read
-    assert make_directories(config.nvme_paths) == [missing / "below", missing]
-    assert (missing / "below").is_dir()
+    assert make_directories(config.nvme_paths) == [missing]
+    assert missing.is_dir()
     assert make_directories(config.nvme_paths) == []
-    remove_empty([missing / "below", missing])
+    remove_empty([missing])
     assert not missing.exists()
     assert load_config(nvme(str(missing)), check_storage=False).offload_param.nvme_paths == (missing,)
+
+
+@pytest.mark.parametrize("key", [KEY, "infinity.durable_path"])
+def test_a_directory_whose_parent_is_missing_is_not_made(key: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "nvmee" / "run" / "states"
+    config = nvme(str(wrong if key == KEY else tmp_path))
+    if key != KEY:
+        offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+        config["zero_optimization"] = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+        config["infinity"] = {"durable": True, "durable_path": str(wrong)}
+    words = rf"states'.*{key}.*does not exist, nor does its parent; the nearest directory that exists is '{tmp_path}'.*mkdir -p"
+    with pytest.raises(StorageError, match=words):
+        load_config(config)
+    read = load_config(config, check_storage=False)
+    with pytest.raises(StorageError, match="nor does its parent"):
+        make_directories([wrong] if key != KEY else read.nvme_paths)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_not_a_directory(tmp_path: Path) -> None:
