@@ -197,15 +197,21 @@ def test_unknown_optimizer_parameter(drive: Path) -> None:
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
 def test_directory_that_is_missing_is_made(section: str, drive: Path, tmp_path: Path) -> None:
-    path = tmp_path / "not_there" / "below"
+    path = tmp_path / "not_there"
     changes = {"zero_optimization": {section: {"nvme_path": str(path)}}}
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(drive, changes))
     with engine:
         assert path.is_dir()
     path.rmdir()
-    path.parent.rmdir()
     wrong = {**changes, "infinity": {"host_memory_budget": 4096}}
     refused(InfinityError, "budget", drive=drive, changes=wrong)
+    assert not path.exists()
+
+
+def test_directory_whose_parent_is_missing_is_not_made(drive: Path, tmp_path: Path) -> None:
+    path = tmp_path / "not_there" / "below"
+    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(path)}}}
+    refused(StorageError, str(path), "nearest directory that exists", str(tmp_path), drive=drive, changes=changes)
     assert not path.parent.exists()
 
 
