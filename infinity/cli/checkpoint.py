@@ -152,9 +152,9 @@ Examples:
 @json_option
 def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int:
     """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged."""
-    from infinity.checkpoint.manifest import MANIFEST
     from rich.text import Text
 
+    from infinity.checkpoint.manifest import MANIFEST
     from infinity.checkpoint.saved import Checkpoint
     from infinity.console import Console
 
