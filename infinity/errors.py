@@ -166,12 +166,13 @@ class StorageError(ConfigError):
 class CommitError(InfinityError, RuntimeError):
     """A step of a durable run could not be committed. What was committed before is still there."""
 
-    def __init__(self, directory: Path | str, *, step: int, problem: str) -> None:
+    def __init__(self, directory: Path | str, *, step: int, problem: str, cure: str = "Correct that") -> None:
+        """``cure``: what to do before the script is started again."""
         self.directory = Path(directory)
         self.step = step
         super().__init__(
-            f"step {step} could not be committed to '{directory}': {problem}. Give the drive room or replace it, and start the "
-            "script again: it goes on from the commit before"
+            f"step {step} could not be committed to '{directory}': {problem}. {cure}, and start the script again: it goes on "
+            "from the commit before"
         )
 
 

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import errno as errno_codes
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +61,35 @@ _LIMIT_CURES = {
 def limit_cure(error: BaseException | None) -> str:
     """What to do about an operating system's error that is of a limit, and not of a directory; empty for all others."""
     return _LIMIT_CURES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+
+
+_WRITE_CURES = {
+    errno_codes.ENOSPC: "Free space on the drive",
+    errno_codes.EDQUOT: "Free space, or raise this user's quota on the drive",
+    errno_codes.ENOENT: "Mount the drive again, or restore the directory",
+    errno_codes.ENOTDIR: "Restore the directory",
+    errno_codes.ESTALE: "Mount the network drive again",
+    errno_codes.ENODEV: "Mount the drive again",
+    errno_codes.ENXIO: "Mount the drive again",
+    errno_codes.EROFS: "Mount the drive with write access: many file systems become read-only when their drive fails",
+    errno_codes.EACCES: "Give this user write access to the directory",
+    errno_codes.EPERM: "Give this user write access to the directory",
+    errno_codes.EIO: "Replace the drive",
+    errno_codes.ETIMEDOUT: "See that the drive answers",
+}
+
+
+def write_cure(error: BaseException | None) -> str:
+    """What to do about an error of writing: by the operating system's error that caused it."""
+    while error is not None:
+        number = getattr(error, "errno", None)
+        cure = limit_cure(error) or _WRITE_CURES.get(number or 0, "")
+        if isinstance(error, LimitError):
+            cure = error.cure
+        if cure:
+            return cure[0].upper() + cure[1:]
+        error = error.__cause__ or error.__context__
+    return "Correct that"
 
 
 class SwapperError(Exception):
@@ -196,10 +226,12 @@ class DamagedCommitError(VolumeError):
 class NewerFormatError(VolumeError):
     """A commit of a durable run was written by another version, mostly a later one."""
 
-    def __init__(self, path: Path, found: int, known: int) -> None:
+    def __init__(self, path: Path, found: int, known: int, maker: str = "") -> None:
+        """``maker``: the program and version that wrote it."""
+        by = f", written by {maker}" if maker else ""
         super().__init__(
             path.parent,
-            f"{str(path)!r} has format {found}, and this version knows format {known}; use the version that wrote it",
+            f"{str(path)!r} has format {found}{by}, and this version knows format {known}; use the version that wrote it",
         )
 
 
@@ -246,8 +278,20 @@ class LimitError(SwapperError, RuntimeError):
         if code == errno_codes.ENOMEM or isinstance(error, MemoryError):
             return cls("memory", reason, _MEMORY_CURE)
         if isinstance(error, RuntimeError) and not isinstance(error, SwapperError) and _NO_THREAD in reason:
+            if _has_no_addresses():  # a thread's stack is what did not fit
+                return cls("memory", reason, _MEMORY_CURE)
             return cls("threads", reason, _THREAD_CURE)
         return None
+
+
+def _has_no_addresses() -> bool:
+    """Whether a limit on this process's address space (RLIMIT_AS) leaves no room for the stack of a thread."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return False
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    needed = 2 * (stack if 0 < stack < 1 << 30 else 8 << 20)
+    return limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() < needed
 
 
 _NO_THREAD = "start new thread"

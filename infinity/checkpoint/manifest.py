@@ -18,6 +18,7 @@ import numpy as np
 from infinity.checkpoint.arrays import ArraySpec, SavedTensor, dtype_of, name_of, reading_from
 from infinity.device.host_memory import free_bytes
 from infinity.errors import CheckpointError, format_bytes
+from infinity.version import __version__
 from swapper.wrappers.checksum import crc32c
 
 MANIFEST = "manifest.json"
@@ -48,6 +49,7 @@ def manifest_of(arrays: Iterable[tuple[ArraySpec, int]], files: Files, time: int
         "format": _FORMAT,
         "version": VERSION,
         "time": time,
+        "made_by": f"infinity {__version__}",
         "arrays": [
             {
                 "group": spec.group,
@@ -101,17 +103,20 @@ def read_manifest(folder: Path) -> tuple[list[SavedTensor], Files]:
     if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
         raise CheckpointError(path, "it is no manifest of a checkpoint")
     contents.pop("crc32c", None)
-    _check_version(path, contents.get("version"), is_sealed=_sealed(contents) == data)
+    by = str(contents.get("made_by", "an earlier version"))[:40]
+    _check_version(path, contents.get("version"), by, is_sealed=_sealed(contents) == data)
     try:
         arrays = [_array(folder, each) for each in contents["arrays"]]
         files = {str(name): _facts(folder, str(name), facts) for name, facts in contents["files"].items()}
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
         raise CheckpointError(path, f"it is no manifest of a checkpoint: {error!r}") from error
     return arrays, files
 
 
-def _check_version(path: Path, version: Any, *, is_sealed: bool) -> None:
-    of_version = f"of format version {version}, and this package reads {VERSION}"
+def _check_version(path: Path, version: Any, by: str, *, is_sealed: bool) -> None:
+    of_version = f"of format version {version}, made by {by}, and this is infinity {__version__}, which reads {VERSION}"
     if is_sealed and version == VERSION:
         return
     if not isinstance(version, int) or version == VERSION or (not is_sealed and version < VERSION):
@@ -149,8 +154,13 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
         raise CheckpointError(path, f"it has an array that is named {names}")
     if any(type(size) is not int or size < 0 or size >= 1 << 62 for size in sizes) or not _is_cut(shape, chunk):
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, in chunks of {chunk}")
+    if (
+        math.prod(max(size, 1) for size in shape) >= 1 << 60
+    ):  # torch counts bytes, and strides of empty tensors, in 64 bits
+        raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, which no tensor has")
     dtype = dtype_of(names[3])
-    found = None if dtype is None else SavedTensor(*names[:3], shape, dtype, chunk, int(entry["crc32c"]), folder)
+    checksum = _checksum(path, names[1], entry["crc32c"])
+    found = None if dtype is None else SavedTensor(*names[:3], shape, dtype, chunk, checksum, folder)
     if found is None or found.data_bytes > _LARGEST_CHUNK or found.num_chunks > _MOST_CHUNKS:
         raise CheckpointError(path, f"'{names[1]}' has dtype {names[3]!r} and chunks of {chunk}, which none has")
     if found.file_bytes:
@@ -175,7 +185,13 @@ def _facts(folder: Path, name: str, facts: Any) -> tuple[int, int]:
     if type(num_bytes) is not int or not 0 <= num_bytes < 1 << 62:
         raise CheckpointError(folder / MANIFEST, f"'{name}' is to have {num_bytes} bytes")
     _check_size(folder / name, num_bytes)
-    return num_bytes, int(checksum)
+    return num_bytes, _checksum(folder / MANIFEST, name, checksum)
+
+
+def _checksum(path: Path, name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 32:
+        raise CheckpointError(path, f"'{name}' has the checksum {value!r}, which is none")
+    return value
 
 
 def _check_size(path: Path, num_bytes: int) -> None:

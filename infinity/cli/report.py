@@ -28,10 +28,12 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """
     from infinity.reporting.page import run_report
     from infinity.reporting.verdict import judge
-    from infinity.run_log import read_run
+    from infinity.run_log import read_run, showing
 
     path = run_report(run_dir, out)
-    verdict = judge(read_run(run_dir))
+    run = read_run(run_dir)
+    with showing(run.directory):
+        verdict = judge(run)
     if as_json:
         alternatives = [vars(each) for each in verdict.alternatives]
         print_json(vars(verdict) | {"alternatives": alternatives, "page": path})

@@ -12,7 +12,9 @@ from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.legacy import OLD_FLAGS, modernise
 from infinity.config.schema.quantities import is_auto
 from infinity.config.schema.vocabulary import child_block, opened
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, ConfigSyntaxError
+
+_MOST_DEPTH = 50
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,10 +42,16 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     return copy
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, depth: int = 0) -> Any:
+    if depth > _MOST_DEPTH:
+        raise ConfigSyntaxError(
+            "dict",
+            f"its objects are nested more than {_MOST_DEPTH} deep",
+            cure="Check that none of them contains itself",
+        )
     if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return [_copied(item) for item in value] if isinstance(value, list) else value
+        return {key: _copied(item, depth + 1) for key, item in value.items()}
+    return [_copied(item, depth + 1) for item in value] if isinstance(value, list) else value
 
 
 def _merge(target: dict[str, Any], patch: Mapping[str, Any], block: type[Block] | None, dotted: str) -> None:

@@ -48,7 +48,9 @@ from infinity.units.extra_states import EXTRA_STATES, set_extra_states
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import UpdateStream
+from infinity.version import __version__
 from swapper import NewerFormatError, RunDirectory, SwapperError, VolumeError
+from swapper.errors import write_cure
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class DurableRun:
         self._path: Path = section.directories[0].path
         self._check_kind()
         try:
-            self.directory = RunDirectory(self._path)
+            self.directory = RunDirectory(self._path, f"infinity {__version__}")
         except (VolumeError, OSError) as error:
             raise StorageError(
                 self._path,
@@ -304,7 +306,8 @@ class DurableRun:
                 self._versions.settle()
         except Exception as error:
             self.has_failed = True
-            raise CommitError(self._path, step=self._steps[self._number], problem=str(error)) from error
+            step = self._steps[self._number]
+            raise CommitError(self._path, step=step, problem=str(error), cure=write_cure(error)) from error
         self._is_settled = True
 
     def _staying(self) -> list[int]:
@@ -412,7 +415,8 @@ class DurableRun:
             except VolumeError as error:
                 raise self._damaged(error) from error
             except (OSError, SwapperError) as error:
-                raise CommitError(self._path, step=training.global_steps, problem=str(error)) from error
+                step = training.global_steps
+                raise CommitError(self._path, step=step, problem=str(error), cure=write_cure(error)) from error
 
         training.flush()
         what = "going to a commit"

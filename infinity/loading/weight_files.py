@@ -138,6 +138,15 @@ def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
             pass
     except (SafetensorError, OSError) as error:
         raise WeightFileError(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
+    try:
+        return _mapped_tensors(file)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, WeightFileError):
+            raise
+        raise WeightFileError(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
+
+
+def _mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
     data = map_file(file)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8:start].tobytes())

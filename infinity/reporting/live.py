@@ -12,7 +12,7 @@ from rich.text import Text
 
 from infinity.errors import RunLogError
 from infinity.reporting.verdict import judge, steady_steps
-from infinity.run_log import Run, RunReader
+from infinity.run_log import Run, RunReader, showing
 from infinity.telemetry.report import StepReport
 from swapper import Latch
 
@@ -45,14 +45,15 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
     """
     reader = RunReader(directory)
     looks = _looks(reader)
-    if once:
-        console.print(show(reader.run, goes_on=next(looks)))
-    elif not console.is_terminal:
-        _as_lines(reader, looks, console)
-    else:
-        with Live(console=console, auto_refresh=False) as live:
-            for goes_on in looks:
-                live.update(show(reader.run, goes_on=goes_on), refresh=True)
+    with showing(reader.run.directory):
+        if once:
+            console.print(show(reader.run, goes_on=next(looks)))
+        elif not console.is_terminal:
+            _as_lines(reader, looks, console)
+        else:
+            with Live(console=console, auto_refresh=False) as live:
+                for goes_on in looks:
+                    live.update(show(reader.run, goes_on=goes_on), refresh=True)
     return reader.run.has_ended
 
 

@@ -12,7 +12,7 @@ from infinity.planning.plan import Plan
 from infinity.reporting import charts
 from infinity.reporting.trace import last_step
 from infinity.reporting.verdict import Verdict, judge, known_plan, steady_steps
-from infinity.run_log import Run, read_run
+from infinity.run_log import Run, read_run, showing
 from infinity.telemetry.report import StepReport
 from swapper.volumes.publish import replacing
 
@@ -37,7 +37,8 @@ def run_report(directory: Path, out: Path | None = None) -> Path:
         OSError: the page cannot be written.
     """
     run = read_run(directory)
-    page = render(run)
+    with showing(run.directory):
+        page = render(run)
     path = out or run.directory / "report.html"
     with replacing(path) as file:
         file.write(page.encode(errors="replace"))  # what a path has that is no text

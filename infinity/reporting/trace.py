@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.numerics.plain_data import UNREADABLE
+
 _MOST_BYTES = 256 << 20
 """A larger trace is not read: Perfetto shows it."""
 
@@ -30,14 +32,14 @@ class StepTrace:
 def last_step(path: Path) -> StepTrace | None:
     """The last step of a trace; None if there is no such file, or if it is something else."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return None
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
         spans = [event for event in events if event["ph"] == "X"]
         step = max((event for event in spans if names[event["tid"]] == "steps"), key=lambda event: event["ts"])
         return _cut(step, [(names[event["tid"]], event) for event in spans if event is not step])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, *UNREADABLE):
         return None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.numerics.plain_data import UNREADABLE
 from infinity.planning.plan import Plan
 from infinity.planning.workload import Workload, of_record
 from infinity.run_log import Run
@@ -158,7 +159,7 @@ def known_plan(run: Run) -> tuple[Workload, Plan] | None:
     """What was trained, and its plan as it was known last; None if this version cannot read it."""
     try:
         return of_record(run.plan)
-    except (KeyError, TypeError, ValueError):  # of another version
+    except UNREADABLE:  # of another version
         return None
 
 

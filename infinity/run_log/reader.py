@@ -5,17 +5,20 @@ Knows records; must not know how they are shown.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import RunLogError
+from infinity.errors import InfinityError, RunLogError
+from infinity.numerics.plain_data import UNREADABLE
 from infinity.run_log.writer import FILE_NAME, FORMAT
 from infinity.telemetry.report import StepReport
+from infinity.version import __version__
 
 _FIELDS = {each.name: str(each.type) for each in fields(StepReport)}
 _LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
@@ -72,7 +75,7 @@ class Run:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: it is not what this version writes.
         """
-        kind, step, seconds = str(record["kind"]), int(record["step"]), _time(record["time"])
+        kind, step, seconds = str(record["kind"]), _value("step", record["step"]), _time(record["time"])
         if kind == "start":
             self._begin(record, step, seconds)
         elif kind == "plan":
@@ -89,11 +92,16 @@ class Run:
         elif kind in _MARKS:
             self._mark(kind, step, seconds, str(record["text"]))
             if kind in _GOES_BACK:
-                self._forget_after(int(record["to"]))
+                self._forget_after(_value("step", record["to"]))
 
     def _begin(self, record: Mapping[str, Any], step: int, seconds: float) -> None:
-        if int(record["format"]) > FORMAT:
-            raise RunLogError(self.directory / FILE_NAME, f"has format {record['format']}, this version reads {FORMAT}")
+        if record["format"] != FORMAT:
+            by = str(record.get("version", "an earlier version"))[:40]
+            problem = f"has format {record['format']!r}, written by infinity {by}; this is infinity {__version__}, which reads"
+            raise RunLogError(self.directory / FILE_NAME, f"{problem} format {FORMAT}")
+        for name in ("config", "machine"):
+            if not isinstance(record.get(name, {}), Mapping):
+                raise TypeError(f"'{name}' is a {type(record[name]).__name__}")
         self.start, self.plan = dict(record), dict(record["plan"])
         self.num_starts += 1
         self.has_ended = False
@@ -189,6 +197,18 @@ def read_run(directory: Path) -> Run:
     return reader.run
 
 
+@contextlib.contextmanager
+def showing(directory: Path) -> Iterator[None]:
+    """What a log holds that no engine writes is a `RunLogError` where it is shown."""
+    try:
+        yield
+    except InfinityError:
+        raise
+    except UNREADABLE as error:
+        problem = f"holds values that no engine writes ({type(error).__name__}: {str(error)[:100]})"
+        raise RunLogError(directory / FILE_NAME, problem) from error
+
+
 def _time(value: Any) -> float:
     """As ``time.time`` counts.
 
@@ -206,4 +226,11 @@ def _value(name: str, value: Any) -> Any:
     """As it was before it became JSON."""
     if name == "lr":
         return tuple(float(each) for each in value)
-    return float(value) if isinstance(value, str) and _FIELDS[name].startswith("float") else value
+    kind, _, optional = _FIELDS[name].partition(" | ")
+    if value is None and optional:
+        return None
+    if kind == "float" and not isinstance(value, bool) and isinstance(value, int | float | str):
+        return float(value)
+    if type(value).__name__ != kind or (kind == "int" and not 0 <= value < 1 << 63):
+        raise TypeError(f"'{name}' is {str(value)[:40]!r}, not a {kind}")
+    return value

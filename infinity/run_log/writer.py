@@ -26,6 +26,7 @@ from infinity.errors import ConfigValueError
 from infinity.run_log.loss_spikes import LossSpikes
 from infinity.secret_names import is_secret
 from infinity.telemetry.report import StepReport
+from infinity.version import __version__
 from swapper import NotOwnFileError
 from swapper.volumes.own_files import open_own
 from swapper.volumes.publish import make_directory
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 KEY = "infinity.run_log"
 FILE_NAME = "log.jsonl"
-FORMAT = 1
+FORMAT = 2
 _LOCK_ATTEMPTS = 20
 _BETWEEN_SECONDS = 0.05
 _DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(StepReport) if each.default is not MISSING}
@@ -101,7 +102,7 @@ class RunLog:
     ) -> None:
         """An engine is there, and goes on from ``step``. ``timeline``: where a trace will be."""
         more = {"config": _without_secrets(config), "machine": machine, "plan": plan, "timeline": timeline}
-        self.write("start", step, format=FORMAT, **more)
+        self.write("start", step, format=FORMAT, version=__version__, **more)
 
     def note_step(self, report: StepReport, scheduled_lr: Sequence[float] | None) -> None:
         """A step has ended.

@@ -5,7 +5,7 @@ DIRECTORY/lock                  held by the process that uses the run, as long a
 DIRECTORY/commit-0000000007     appears when it is whole and on the drive
 DIRECTORY/...                   the files that the lock names
 
-a commit's file: magic, format | number of parts | length of each | parts | crc32c of all before it
+a commit's file: magic, format | number of parts | who made it | length of each part | parts | crc32c of all before it
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from swapper.volumes.publish import make_directory, replacing, sync_directory
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = b"INFRUN"
 """What the file of a commit begins with."""
-_HEAD = struct.Struct("<6sHQ")
+_HEAD = struct.Struct("<6sHQ32s")
 _PREFIX = "commit-"
 _MARK = "infinity durable run"
 _MOST_MARK_BYTES = 1 << 16
@@ -54,6 +54,7 @@ class RunDirectory(Uncopyable):
 
     Args:
         directory: Made, with its parents, if it is missing; only its owner may enter it then.
+        maker: Program and version, which commits name for those of other versions.
 
     Raises:
         RunInUseError: Another process, or somebody else in this one, uses it.
@@ -62,8 +63,9 @@ class RunDirectory(Uncopyable):
         VolumeError: Its file system has no locks.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, maker: str = "") -> None:
         self.path = directory
+        self._maker = maker
         self._locks: dict[Path, int] = {}
         """By directory, the descriptor that holds its lock."""
         _open_runs.add(self)
@@ -164,7 +166,9 @@ class RunDirectory(Uncopyable):
         Raises:
             OSError: It cannot be written; all others are as they were.
         """
-        head = _HEAD.pack(MAGIC, FORMAT, len(parts)) + b"".join(struct.pack("<Q", len(part)) for part in parts)
+        head = _HEAD.pack(MAGIC, FORMAT, len(parts), self._maker.encode()[:32]) + b"".join(
+            struct.pack("<Q", len(part)) for part in parts
+        )
         checksum = 0
         path = self._path(number)
         with replacing(path) as file:
@@ -189,11 +193,13 @@ class RunDirectory(Uncopyable):
             raise DamagedCommitError(path, error_words(error)) from error
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
             raise DamagedCommitError(path, "its checksum is not that of its bytes")
-        magic, version, num_parts = _HEAD.unpack_from(data)
+        magic, version, num_parts, maker = _HEAD.unpack_from(data)
         if magic != MAGIC:
             raise DamagedCommitError(path, "it is no commit")
         if version != FORMAT:
-            raise NewerFormatError(path, version, FORMAT)
+            raise NewerFormatError(
+                path, version, FORMAT, maker.rstrip(b"\0").decode(errors="replace") if version > 1 else ""
+            )
         place = _HEAD.size + 8 * num_parts
         if num_parts > 64 or place > len(data):
             raise DamagedCommitError(path, f"it cannot have {num_parts} parts")

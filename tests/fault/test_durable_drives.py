@@ -78,7 +78,10 @@ def test_a_full_drive(small_drive: Path) -> None:
             except OSError:
                 pass
         train(engine, 3)
-        with pytest.raises(CommitError, match=r"step 3 could not be committed.*No space left.*Give the drive room"):
+        with pytest.raises(
+            CommitError,
+            match=r"step 3 could not be committed.*No space left.*Free space on the drive, and start the script again",
+        ):
             engine.flush()
     filler.unlink()
     with training(small_drive, BF16, Model(1)) as engine:

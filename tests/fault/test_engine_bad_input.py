@@ -416,3 +416,27 @@ def test_a_refused_model_trains_in_plain_torch_and_in_an_engine(drive: Path) -> 
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
     with engine:
         assert torch.equal(engine(**make_batch(0)), expected)
+
+
+def _containing_itself(kind: str) -> dict[str, Any]:
+    config: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}}
+    loop: list[Any] = []
+    loop.append(loop)
+    if kind == "block":
+        config["infinity"] = config
+    elif kind == "unknown key":
+        config["x"] = config
+    elif kind == "parameter":
+        config["optimizer"]["params"]["lr"] = config
+    elif kind == "list":
+        config["zero_optimization"] = {"offload_param": {"device": "nvme", "nvme_path": loop}}
+    else:
+        for _ in range(100_000):
+            config = {"infinity": config}
+    return config
+
+
+@pytest.mark.parametrize("kind", ["block", "unknown key", "parameter", "list", "deep"])
+def test_a_config_that_contains_itself_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match="Check that none of them contains itself"):
+        infinity.initialize(model=nn.Linear(2, 2), config=_containing_itself(kind))

@@ -50,6 +50,7 @@ def _doubled(times: int) -> bytes:
 
 _OBJECT = b"cnumpy\ndtype\n(X\2\0\0\0O8\x89\x88tR(K\3X\1\0\0\0|NNNK\x08K\x08K\0tb"
 _STRUCTURED = b"cnumpy\ndtype\n(X\2\0\0\0V8\x89\x88tR(K\3X\1\0\0\0|NX\1\0\0\0a\x85}NK\x08K\x01K\0tb"
+_HUGE = b"cnumpy\ndtype\n(" + _text("S9999999999") + b"\x89\x88tR"
 _ALLOCATING = {
     "array of objects": _array(_OBJECT, b"K\1\x85", b"A" * 8),
     "array of an array of objects": b"cnumpy\nndarray\n(" + _array(_OBJECT, b"K\1\x85", b"A" * 8) + b"tR",

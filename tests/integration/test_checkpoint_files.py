@@ -234,8 +234,23 @@ def _flip_version(folder: Path) -> None:
 
 
 _HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "newer": (_changed(lambda c: c.update(version=4)), "format version 4"),
+    "newer": (
+        _changed(lambda c: c.update(version=4, made_by="infinity 9.8")),
+        "format version 4, made by infinity 9.8",
+    ),
     "older": (_changed(lambda c: c.update(version=1)), "of format version 1.*export"),
+    "a checksum that is a text": (_changed(lambda c: c["arrays"][0].update(crc32c="x")), "the checksum 'x'"),
+    "a checksum that is no number": (
+        _changed(lambda c: c["arrays"][0].update(crc32c=float("nan"))),
+        "the checksum nan",
+    ),
+    "a negative checksum": (_changed(lambda c: c["files"].update({"training.json": [1, -1]})), "checksum|bytes"),
+    "facts of another length": (_changed(lambda c: c["files"].update({"training.json": [1, 2, 3]})), "no manifest"),
+    "facts that are a text": (_changed(lambda c: c["files"].update({"training.json": "ab"})), "is to have a bytes"),
+    "a shape beyond all numbers": (
+        _changed(lambda c: c["arrays"][0].update(shape=[1 << 61] * 63 + [0], chunk=[1] * 63 + [1])),
+        "which no tensor has",
+    ),
     "a flipped bit of the version": (_flip_version, "it is damaged, or of format version 7"),
     "a pipe": (_instead_of("pipe"), "is no file"),
     "a device": (_instead_of("device"), "is no file"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from infinity.errors import (
     StorageError,
     UnsupportedModelError,
 )
-from swapper import ChecksumMismatchError, NewerFormatError, RunDirectory
+from swapper import ChecksumMismatchError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.internals import BackgroundSave, Checkpoint, Saving
 from tests.states import state_of
@@ -470,16 +471,27 @@ def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_commit_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swapper.volumes.run_directory.FORMAT", 3)
     with training(tmp_path / "drive", BF16, Model()) as engine:
         train(engine, 1)
-
-    def newest(run: RunDirectory) -> None:
-        raise NewerFormatError(tmp_path, 2, 1)
-
-    monkeypatch.setattr(RunDirectory, "newest", newest)
-    refused = pytest.raises(StorageError, match=r"has format 2, and this version knows format 1")
+    monkeypatch.undo()
+    refused = pytest.raises(
+        StorageError, match=r"has format 3, written by infinity \S+, and this version knows format 2"
+    )
     with refused, training(tmp_path / "drive", BF16, Model()):
         pass
+
+
+def test_a_commit_into_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
+    with training(tmp_path / "drive", BF16, Model()) as engine:
+        train(engine, 1)
+        engine.flush()
+        shutil.rmtree(tmp_path / "drive" / "durable")
+        train(engine, 2)
+        with pytest.raises(
+            CommitError, match=r"No such file.*Mount the drive again, or restore the directory, and start"
+        ):
+            engine.flush()
 
 
 def test_a_commit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,8 +188,10 @@ def test_what_never_began_leaves_nothing(log: RunLog, tmp_path: Path) -> None:
 def test_a_log_without_a_start_or_of_a_newer_version_is_refused(log: RunLog) -> None:
     with pytest.raises(RunLogError, match="has no start"):
         read_run(log.path.parent)
-    log.path.write_text('{"kind":"start","step":0,"time":0,"format":2}\n')
-    with pytest.raises(RunLogError, match="has format 2, this version reads 1"):
+    log.path.write_text('{"kind":"start","step":0,"time":0,"format":3,"version":"9.8"}\n')
+    with pytest.raises(
+        RunLogError, match=r"has format 3, written by infinity 9\.8; this is infinity \S+, which reads format 2"
+    ):
         read_run(log.path.parent)
 
 

@@ -6,14 +6,18 @@ import copy
 import errno
 import os
 import pickle
+import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import swapper
-from swapper import AlignedRegion, NotCopyableError, StagingArena, Swapper, SwapperError, errors
-from swapper.errors import _CURES, refusal
+from swapper import AlignedRegion, LimitError, NotCopyableError, StagingArena, Swapper, SwapperError, errors
+from swapper.errors import _CURES, refusal, write_cure
+from swapper.sync.limits import start_threads
+from tests.forked import require_in_child
 
 
 def _documented() -> Iterator[tuple[str, str]]:
@@ -75,3 +79,37 @@ def test_every_error_number_comes_with_a_cure(code: int) -> None:
     words = refusal(OSError(code, os.strerror(code)))
     assert f"errno {code}, {errno.errorcode[code]}); " in words
     assert len(words.split("); ")[-1]) > 20
+
+
+def test_no_room_for_a_threads_stack_is_a_limit_on_memory() -> None:
+    def told() -> bool:
+        threading.stack_size(64 << 20)  # none of the stacks that glibc keeps from ended threads
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 20), resource.RLIM_INFINITY))
+        try:
+            start_threads(threading.Thread(target=int))
+        except LimitError as error:
+            return error.limit == "memory" and "ulimit -v" in str(error)
+        return False
+
+    require_in_child(told)
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [
+        (errno.ENOSPC, "Free space on the drive"),
+        (errno.ENOENT, "Mount the drive again, or restore the directory"),
+        (errno.EROFS, "Mount the drive with write access: many file systems become read-only when their drive fails"),
+        (errno.EMFILE, "Raise the limit on open files of a process (ulimit -n)"),
+        (errno.EINVAL, "Correct that"),
+    ],
+)
+def test_the_cure_follows_from_what_caused_the_error(number: int, cure: str) -> None:
+    try:
+        try:
+            raise OSError(number, "cause")
+        except OSError as error:
+            raise ValueError("more") from error
+    except ValueError as error:
+        assert write_cure(error) == cure

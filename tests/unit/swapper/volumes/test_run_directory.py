@@ -36,14 +36,14 @@ def test_a_file_system_without_locks_is_not_called_in_use(
     run.close()
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [0, 3])
 def test_another_format_is_named_and_nothing_older_is_taken(version: int, tmp_path: Path) -> None:
     with closing(RunDirectory(tmp_path)) as run:
         run.write(1, [b"old"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("swapper.volumes.run_directory.FORMAT", version)
             run.write(2, [b"new"])
-        with pytest.raises(NewerFormatError, match=f"has format {version}, and this version knows format 1"):
+        with pytest.raises(NewerFormatError, match=f"has format {version}, and this version knows format 2"):
             run.newest()
 
 
