@@ -10,6 +10,7 @@ the parameters.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.torch_internals.names import BatchNorm, SpectralParametrization
+from infinity.torch_internals.operations import leaves
 
+_OF_DTYPES = re.compile(r"dtype|scalar type|datatype|Type promoting|type \(.*should be the same")
+"""In what torch says of operands with different dtypes."""
+_OF_INDICES = re.compile(r"argument #1 'indices' to have one of the following scalar types")
 Place = tuple[nn.Module, str, torch.Tensor | None]
 """Module, name, value."""
 
@@ -90,8 +95,9 @@ class BufferCast:
         return self._compute_dtype if meets_weights or buffer.dtype in self._cast_dtypes else buffer.dtype
 
     def explain_failures(self) -> RemovableHandle:
-        """Let a forward that fails because buffers and weights differ in dtype say so. Returns the handle of the hook."""
-        return self._model.register_forward_hook(_Explanation(self._compute_dtype), always_call=True)
+        """Let a forward that fails because two dtypes meet say what to do. Returns the handle of the hook."""
+        hook = _Explanation(self._compute_dtype)
+        return self._model.register_forward_hook(hook, always_call=True, with_kwargs=True)
 
 
 class _Explanation:
@@ -103,24 +109,40 @@ class _Explanation:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Explanation, (None,)
 
-    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         error = sys.exception()
-        if self._compute_dtype is None or not isinstance(error, RuntimeError):
+        if self._compute_dtype is None or not isinstance(error, RuntimeError | ValueError):
             return
-        kept = [
-            (fqn, buffer.dtype)
-            for fqn, buffer in model.named_buffers()
-            if buffer.is_floating_point() and buffer.dtype != self._compute_dtype
-        ]
-        if not kept or not any(word in str(error) for word in ("dtype", "scalar type")):
-            return
-        (fqn, dtype), *others = kept
-        more = f" and {len(others)} more" if others else ""
-        name = _name_of(self._compute_dtype)
-        error.add_note(
-            f"Weights are {name}, and buffers keep their dtype: '{fqn}'{more} is {_name_of(dtype)}. If it is a buffer that "
-            f"meets weights here, cast it in forward, or set config key 'data_types.buffer_dtype' to \"{name}\""
-        )
+        if _OF_INDICES.search(str(error)):
+            error.add_note("An embedding takes whole numbers: pass the ids as torch.int64")
+        elif _OF_DTYPES.search(str(error)):
+            error.add_note(self._words(model, (args, kwargs), self._compute_dtype))
+
+    def _words(self, model: nn.Module, inputs: Any, weights: torch.dtype) -> str:
+        name, sentences = _name_of(weights), []
+        given = sorted({_name_of(each.dtype) for each in leaves(inputs) if _differs(each, weights)})
+        if given:
+            block = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(weights)
+            more = "" if block is None else f", or set config key '{block}.auto_cast' to true"
+            sentences.append(f"The model was called with {', '.join(given)}: cast it (x.to(torch.{name})){more}.")
+        kept = [(fqn, _name_of(buffer.dtype)) for fqn, buffer in model.named_buffers() if _differs(buffer, weights)]
+        if kept:
+            (fqn, dtype), *others = kept
+            more = f" and {len(others)} more" if others else ""
+            sentences.append(
+                f"Buffers keep their dtype, and '{fqn}'{more} is {dtype}: if it meets weights here, cast it in forward, or set "
+                f"config key 'data_types.buffer_dtype' to \"{name}\"."
+            )
+        if not sentences:
+            sentences.append(
+                f"What forward makes with another dtype cannot meet them: make it with dtype=torch.{name}, or set config key "
+                "'torch_autocast.enabled' to true."
+            )
+        return " ".join([f"Weights are {name}.", *sentences])
+
+
+def _differs(value: Any, dtype: torch.dtype) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
 
 
 def _name_of(dtype: torch.dtype) -> str:
