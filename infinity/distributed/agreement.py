@@ -136,7 +136,10 @@ def _raise(error: Exception | None) -> None:
 
 def _packed(found: Any, error: Exception | None) -> bytes:
     if error is None:
-        return pack([found, None], "the value that ranks exchange")
+        try:
+            return pack([found, None], "the value that ranks exchange")
+        except Exception as problem:  # the others wait for it
+            error = problem
     cls, text = type(error), f"{type(error).__name__}: {error}"
     arguments = error.args
     if isinstance(error, OSError) and error.filename is not None:

@@ -108,7 +108,8 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
         find = functools.partial(_of_device_mesh, mesh_param, everyone.number)
     elif mpu is None:
         find = functools.partial(_of_sizes, mesh_param, everyone.num)
-    told = together(everyone, _SAYING, find)
+    of_ranks = together(everyone, _SAYING, find)
+    told = [_Told(data, Place(*place), sharing) for data, place, sharing in of_ranks]
     members = _checked(told, everyone.number)
     groups = tuple(sorted({each.data for each in told}))
     sharing = tuple(sorted({each.sharing for each in told}))

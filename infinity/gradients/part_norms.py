@@ -65,7 +65,8 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
         return total_norm([each.norm for each in norms]) / scale
     what = f"the norm of all parts' gradients in step {step}"
     own = _Told({each.fqn: (each.is_part, float(each.norm)) for each in norms}, scale if norms else None)
-    told = dict(zip(mesh.places, together(mesh.parts, what, lambda: own), strict=True))
+    of_parts = [_Told(*each) for each in together(mesh.parts, what, lambda: own)]
+    told = dict(zip(mesh.places, of_parts, strict=True))
     scales = {of_part.scale for of_part in told.values() if of_part.scale is not None} or {scale}
     common = scales.pop() if len(scales) == 1 else None
     found: list[torch.Tensor] = []
