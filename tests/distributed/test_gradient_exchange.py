@@ -52,6 +52,7 @@ def _config(directory: Path, offload: str = "none", stage: int = 0, **changes: A
     zero: dict[str, Any] = {"stage": stage}
     memory: dict[str, Any] = {"progress_bars": False}
     if offload == "nvme":
+        directory.mkdir(parents=True, exist_ok=True)
         drive = {"device": "nvme", "nvme_path": str(directory / "drive")}
         zero |= {"offload_optimizer": drive} | ({"offload_param": drive} if stage == 3 else {})
         memory |= {"host_memory_budget": "64MiB", "keep_in_memory": False}
