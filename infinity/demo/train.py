@@ -21,6 +21,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model comes from a config: nothing is downloaded
+# Read once, when torch is imported. Threads that spin while they wait hold up each other on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from rich.console import Group
 from rich.live import Live
@@ -29,8 +33,6 @@ from rich.table import Table
 from rich.text import Text
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model comes from a config: nothing is downloaded
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity

@@ -218,7 +218,7 @@ def test_old_form_of_zero() -> None:
         ({"infinity": {"io_deadline_seconds": float("nan")}}, "infinity.io_deadline_seconds", "finite number"),
         ({"infinity": {"io_deadline_seconds": float("inf")}}, "infinity.io_deadline_seconds", "finite number"),
         ({"infinity": {"strict": "perhaps"}}, "infinity.strict", "true or false"),
-        ({"checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation", "'ignore', 'warn', 'fail'"),
+        ({"checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation", '"ignore", "warn", "fail"'),
         (
             {"checkpoint": {"parallel_write": {"pipeline_stage": "?"}}},
             "checkpoint.parallel_write.pipeline_stage",

@@ -6,6 +6,8 @@ import argparse
 import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +51,13 @@ def test_the_rate_rises_first(wanted: int | None, rates: list[float]) -> None:
         assert optimizer.param_groups[0]["lr"] == rate
         optimizer.step()
         schedule.step()
+
+
+@pytest.mark.parametrize(("wanted", "spins"), [(None, False), ("active", True)])
+def test_threads_sleep_while_they_wait(wanted: str | None, spins: bool) -> None:
+    """On a busy machine, those that spin make a step ten times as long. A user's own setting stays."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_WAIT_POLICY": wanted} if wanted else {})
+    command = [sys.executable, "-m", "infinity", "train", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stderr
+    assert "GOMP_SPINCOUNT" in told and ("GOMP_SPINCOUNT = '0'" not in told) == spins
