@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from swapper.volumes.file_system import describe_drive
 
@@ -115,7 +116,7 @@ class MemoryGroup:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._is_version_2 = (folder / "memory.max").exists()
-        self._peak_file: int | None = None
+        self._peak_file: IO[str] | None = None
 
     def limit(self, num_bytes: int | None) -> None:
         """The kernel kills a process of the group that cannot stay under `num_bytes`; None removes the limit."""
@@ -136,7 +137,8 @@ class MemoryGroup:
     def peak_bytes(self) -> int:
         """Most memory charged to the group since it was made, or since `reset_peak`."""
         if self._peak_file is not None:
-            return int(os.pread(self._peak_file, 32, 0))
+            self._peak_file.seek(0)
+            return int(self._peak_file.read())
         return int(self._peak_path.read_text())
 
     def reset_peak(self) -> bool:
@@ -146,8 +148,10 @@ class MemoryGroup:
             return True
         try:  # version 2 counts anew for this file descriptor alone
             if self._peak_file is None:
-                self._peak_file = os.open(self._peak_path, os.O_RDWR | os.O_CLOEXEC)
-            os.pwrite(self._peak_file, b"0", 0)
+                self._peak_file = self._peak_path.open("r+")
+            self._peak_file.seek(0)
+            self._peak_file.write("0")
+            self._peak_file.flush()
         except OSError:
             return False
         return True
@@ -162,7 +166,7 @@ class MemoryGroup:
     def close(self) -> None:
         """Close the file of the peak. May be called twice."""
         if self._peak_file is not None:
-            os.close(self._peak_file)
+            self._peak_file.close()
             self._peak_file = None
 
     @property

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
+import threading
+from collections.abc import Iterator
 
 import click
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once: libraries turn a KeyboardInterrupt in their imports into an ImportError."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @click.command(
@@ -14,10 +30,11 @@ import click
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def train(arguments: tuple[str, ...]) -> int:
     """Train a byte-level Llama from NVMe, on your text."""
-    try:
-        from infinity.demo.train import main, parse_arguments
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"it needs {error.name}: pip install 'infinity-offload[hf,plot]'") from error
+    with _ended_by_ctrl_c():
+        try:
+            from infinity.demo.train import main, parse_arguments
+        except ModuleNotFoundError as error:
+            raise click.ClickException(f"it needs {error.name}: pip install 'infinity-offload[hf,plot]'") from error
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):

@@ -67,6 +67,7 @@ class Relayout(CheckpointCalls):
     def make_room(self) -> None:
         """See ``infinity.optim.facade.paged_optimizer.StepBackend``."""
         contents: _Contents | None = None
+        new: list[nn.Parameter] = []
         template = self._parts.template
         try:
             new = self._without_room()
@@ -79,7 +80,15 @@ class Relayout(CheckpointCalls):
         except BaseException:
             template.param_groups.pop()
             if contents is not None:
-                self._lay_out(contents)
+                # Frozen meanwhile: trainable parameters in no group get room as well, and there is none.
+                thawed = [parameter for parameter in new if parameter.requires_grad]
+                try:
+                    for parameter in thawed:
+                        parameter.requires_grad_(False)
+                    self._lay_out(contents)
+                finally:
+                    for parameter in thawed:
+                        parameter.requires_grad_(True)
             raise
 
     def _without_room(self) -> list[nn.Parameter]:

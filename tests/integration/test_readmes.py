@@ -37,7 +37,14 @@ _FOLDERS = ("infinity", "swapper", "configs", "tools", "tests")
 _READMES = [_ROOT / "README.md", *(page for folder in _FOLDERS for page in sorted((_ROOT / folder).rglob("README.md")))]
 _GUIDES = _ROOT / "tools" / "examples" / "README.md"
 _ERRORS = _ROOT / "infinity" / "TROUBLESHOOTING.md"
-_PAGES = [*_READMES, _ROOT / "CONTRIBUTING.md", _ROOT / "SECURITY.md", _ROOT / "CHANGELOG.md", api_reference.PAGE, _ERRORS]
+_PAGES = [
+    *_READMES,
+    _ROOT / "CONTRIBUTING.md",
+    _ROOT / "SECURITY.md",
+    _ROOT / "CHANGELOG.md",
+    api_reference.PAGE,
+    _ERRORS,
+]
 _EACH_PAGE = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 
 

@@ -50,7 +50,7 @@ def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
     assert code == 0, output
     first, last = first_and_last_loss(output)
     assert last < first - 0.5
-    for row in ("states on NVMe", "host memory budget", "peak host memory", "waiting for reads", "optimizer"):
+    for row in ("of them on NVMe", "host memory budget", "peak of its buffers", "waiting for reads", "optimizer"):
         assert row in output
     assert (nvme_dir / "train.png").read_bytes().startswith(_PNG)
     assert [path.name for path in nvme_dir.iterdir()] == ["train.png"]

@@ -130,16 +130,13 @@ def test_a_peak_is_counted_anew(tree: _Tree) -> None:
 
 def test_a_kernel_that_cannot_reset_the_peak_says_so(tree: _Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     _session(tree)
-    opening = os.open
 
-    def refuse(path: str, flags: int, *rest: int) -> int:
-        if flags & os.O_RDWR:
-            raise OSError(errno.EINVAL, "memory.peak is read-only before Linux 6.12")
-        return opening(path, flags, *rest)
+    def refuse(path: Path, mode: str) -> None:
+        raise OSError(errno.EACCES, "memory.peak is read-only before Linux 6.12")
 
     with Cgroup("case", ("memory",)) as group:
         with monkeypatch.context() as patches:
-            patches.setattr(os, "open", refuse)
+            patches.setattr(Path, "open", refuse)
             assert not group.reset_peak()
         assert group.peak_bytes == 7
 

@@ -48,7 +48,10 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(fields[1])": _NO_TENSOR,
         "int(fields[2])": _NO_TENSOR,
     },
-    "engine/engine.py": {"float(norm)": "after the step, where it was asked for or is to be shown"},
+    "engine/engine.py": {
+        "float(norm)": "after the step, where it was asked for or is to be shown",
+        "float(self._stepper.grad_norm)": "likewise",
+    },
     "engine/train_batch.py": {"bool(taken)": _NO_TENSOR},
     "gradients/averaged_grads.py": {
         "int(norm.detach().cpu().float().view(torch.int32))": "once a step, where there are several ranks",
