@@ -90,7 +90,7 @@ def _require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, {"fp16": {"enabled": True}}, {"communication_data_type": "bf16"}])
 def test_groups_of_any_size_give_the_same_bits(changes: dict[str, Any], tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -215,7 +215,7 @@ def _used(config: dict[str, Any], rank: int, directory: Path) -> dict[str, torch
     return found
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("num", "kinds", "changes"),
     [

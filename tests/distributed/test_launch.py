@@ -155,7 +155,7 @@ def test_a_host_that_is_killed_is_named(
     assert "worker-1 ended by signal 9" in capsys.readouterr().err
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("options", "first", "second"),
     [

@@ -191,7 +191,7 @@ def test_what_only_some_have_waits_for_the_step(tmp_path: Path) -> None:
     require_ranks(2, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_vertical_steps_do_so_too(num_micro_batches: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:

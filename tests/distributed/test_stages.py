@@ -114,6 +114,7 @@ def test_all_stages_and_offloads_are_equal(precision: str, num: int, tmp_path: P
     _require(num, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_what_each_rank_keeps_moves_and_sends(tmp_path: Path) -> None:
     numel = 2 * 512 * 512
     measured: dict[int, list[dict[str, int]]] = {}

@@ -295,6 +295,7 @@ def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:
     assert len(_rows(tmp_path / "trace.json")["steps"]) == 1
 
 
+@pytest.mark.deep
 def test_a_script_that_ends_without_closing_writes_it(tmp_path: Path) -> None:
     code = (
         "import infinity\n"

@@ -56,6 +56,7 @@ def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
     assert [path.name for path in nvme_dir.iterdir()] == ["train.png"]
 
 
+@pytest.mark.deep
 def test_train_reports_the_step_of_a_loss_that_is_not_a_number(nvme_dir: Path) -> None:
     options = ["--model", "tiny", "--steps", "8", "--lr", "1e30", "--clip", "0", "--json"]
     code, output = finish(start(nvme_dir, "train.py", *options))
@@ -68,6 +69,7 @@ def test_train_reports_the_step_of_a_loss_that_is_not_a_number(nvme_dir: Path) -
     assert "loss of step" in output
 
 
+@pytest.mark.deep
 def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
     process = start(nvme_dir, "train.py", "--model", "tiny", "--steps", "10")
     try:
@@ -86,6 +88,7 @@ def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
     assert "interrupted" in output
 
 
+@pytest.mark.deep
 def test_train_is_interrupted_before_its_first_step(nvme_dir: Path) -> None:
     process = start(nvme_dir, "train.py", "--model", "1b", "--steps", "1")
     try:
@@ -100,6 +103,7 @@ def test_train_is_interrupted_before_its_first_step(nvme_dir: Path) -> None:
     assert (process.returncode, output) in {(130, "Interrupted.\n"), (-signal.SIGINT, "")}
 
 
+@pytest.mark.deep
 def test_train_names_the_cure_of_a_bad_option(nvme_dir: Path) -> None:
     (nvme_dir / "file").touch()
     wrong = str(nvme_dir / "file")

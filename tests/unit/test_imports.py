@@ -142,6 +142,7 @@ def test_submodules_are_attributes() -> None:
     assert done.stdout == "InfinityConfig Swapper\n"
 
 
+@pytest.mark.deep
 def test_modules_by_deepspeeds_names_come_first() -> None:
     """Each in a process that has imported nothing of the package before."""
     names = ["runtime.zero.partition_parameters", "comm.comm", "zero.partition_parameters", "checkpoint.utils"]

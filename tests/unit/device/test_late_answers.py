@@ -397,6 +397,7 @@ _VERTICALLY = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1, "infi
 _AT_STEP = {"infinity": {"update": "step"}}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize(
     "changes",

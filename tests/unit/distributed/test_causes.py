@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.deep
 def test_a_launcher_that_comes_while_the_error_is_printed_does_not_silence_it() -> None:
     """torch's hook has taken sys.stderr away then, until the traceback is complete: all that is written is lost."""
     code = """

@@ -103,6 +103,7 @@ def test_an_extra_brings_what_the_integrations_require() -> None:
         assert f"{brought_by}>={least}" in extras[extra]
 
 
+@pytest.mark.deep
 def test_infinity_alone_imports_none_of_them() -> None:
     libraries = {"transformers", "accelerate", "lightning", "infinity.integrations"}
     code = f"import sys; from infinity import *; print({libraries} & {{*sys.modules}})"

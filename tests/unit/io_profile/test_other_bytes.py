@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).resolve().parents[3]
 _SHORT = ["--size", "96MiB", "--request-sizes", "1MiB,4MiB", "--in-flight", "4,8", "--seconds", "0.02"]
 _SHORTEST = [*_SHORT, "--repetitions", "1", "--backends", "threads", "--no-fio"]
 
 
+@pytest.mark.deep
 def test_a_drive_that_gives_back_other_bytes_is_reported(small_tmpfs: Callable[[int], Path], tmp_path: Path) -> None:
     # Somebody else writes into the file between filling and checking: `sitecustomize` is run before the tool.
     (tmp_path / "sitecustomize.py").write_text(

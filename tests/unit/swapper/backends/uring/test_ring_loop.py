@@ -214,7 +214,7 @@ _PROCESS = """
 """
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", -9)])
 def test_any_end_of_the_process_is_quiet_and_leaves_nothing(tmp_path: Path, ending: str, code: int) -> None:
     script = textwrap.dedent(_PROCESS) + ending
