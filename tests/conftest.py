@@ -151,17 +151,6 @@ def no_turn_left_open() -> Iterator[None]:
 
 
 @pytest.fixture
-def paged_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Update models that fit into memory as larger ones are updated: in backward, or beside the next forward.
-
-    Otherwise ``"update": "auto"`` updates such a model in the step. For tests of those updates with small models.
-    """
-    from tests.internals import Draft
-
-    monkeypatch.setattr(Draft, "stays_in_memory", lambda self: False)
-
-
-@pytest.fixture
 def several_threads() -> Iterator[None]:
     """torch computes with two to four threads."""
     torch.set_num_threads(max(2, min(4, os.cpu_count() or 1)))

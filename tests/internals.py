@@ -34,7 +34,6 @@ from infinity.distributed.pulls import Pulls
 from infinity.distributed.world import world
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import end_all_at_exit, settle
-from infinity.forecast.draft import Draft
 from infinity.gradients import main_grads
 from infinity.gradients.arrivals import Arrivals
 from infinity.gradients.main_grad_dtype import MainGradDtype
@@ -89,7 +88,6 @@ __all__ = [
     "CudaFlatBuffer",
     "DelayLine",
     "DividedWeights",
-    "Draft",
     "EngineResources",
     "Fence",
     "FlatBuffer",
