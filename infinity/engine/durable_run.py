@@ -49,7 +49,7 @@ from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import UpdateStream
 from infinity.version import __version__
-from swapper import NewerFormatError, RunDirectory, SwapperError, VolumeError
+from swapper import NewerFormatError, RunDirectory, RunInUseError, SwapperError, VolumeError
 from swapper.errors import write_cure
 
 logger = logging.getLogger(__name__)
@@ -97,12 +97,10 @@ class DurableRun:
         try:
             self.directory = RunDirectory(self._path, f"infinity {__version__}")
         except (VolumeError, OSError) as error:
-            raise StorageError(
-                self._path,
-                f"cannot hold a durable run: {error}",
-                cure="Name another one, or wait for the other process",
-                key="infinity.durable_path",
-            ) from error
+            is_in_use = isinstance(error, RunInUseError)
+            cure = "Name another directory, or wait for the other process" if is_in_use else "Name another directory"
+            problem = f"cannot hold a durable run: {error}"
+            raise StorageError(self._path, problem, cure=cure, key="infinity.durable_path") from error
         try:
             found = self.directory.newest()
         except VolumeError as error:

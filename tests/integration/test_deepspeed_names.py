@@ -501,6 +501,7 @@ def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptur
         assert set(optimizer.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch, once in a process
 def test_adagrad_takes_sparse_gradients_without_an_engine() -> None:
     from infinity.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
 
