@@ -148,6 +148,7 @@ def test_larger_than_ram_compares_a_whole_life(limit: str, nvme_dir: Path) -> No
     assert not list((nvme_dir / "nvme").iterdir())
 
 
+@pytest.mark.deep
 def test_a_day_with_a_gpu_runs_to_its_end_on_the_simulated_one(nvme_dir: Path) -> None:
     slots = ["same-bits", "synchronisations"]
     command = ["bash", str(_ROOT / "tools/gpu_day.sh"), "--simulated", "--out", str(nvme_dir / "day"), *slots]

@@ -283,5 +283,5 @@ def test_derivatives_by_torch_func_inside_a_forward(tmp_path: Path) -> None:
 
 
 def test_derivatives_by_torch_func_hold_weights_that_the_budget_has_to_have_room_for(tmp_path: Path) -> None:
-    with _both(Slopes(), tmp_path) as (_, engine), pytest.raises(BudgetTooSmallError, match="still referenced"):
+    with _both(Slopes(), tmp_path) as (_, engine), pytest.raises(BudgetTooSmallError, match="kept by user code"):
         engine(_input(0))
