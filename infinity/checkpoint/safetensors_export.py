@@ -9,7 +9,6 @@ import contextlib
 import copy
 import errno
 import functools
-import itertools
 import json
 import os
 import re
@@ -33,7 +32,7 @@ from infinity.telemetry.progress import progress
 from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name
-from infinity.units.unit import Unit
+from infinity.units.unit import Unit, is_float8
 from swapper import SwapperError
 from swapper.volumes.publish import Staging, locked
 
@@ -64,10 +63,8 @@ class Weights:
     shows_progress: bool = False
 
 
-def save_units(
-    weights: Weights, directory: Path, filename: str, *, trained_only: bool, max_shard_bytes: int | None = None
-) -> None:
-    """One shard per unit, one for all that no unit holds, and an index; all at once, see ``swapper.volumes.publish``.
+def save_units(weights: Weights, directory: Path, filename: str, *, trained_only: bool, max_shard_bytes: int) -> None:
+    """One file, or shards and an index; all at once, see ``swapper.volumes.publish``.
 
     What the model's modules have now is written: parameters that came later, too, and none that were removed. Older weights
     that a reader would take first, or that are left of an earlier save, are removed in the end. Tied weights are written
@@ -77,7 +74,7 @@ def save_units(
 
     Args:
         trained_only: leave out what does not require a gradient.
-        max_shard_bytes: of a file, if it has more than one tensor, whatever the units; of one file there is no index.
+        max_shard_bytes: of a file, if it has more than one tensor.
 
     Raises:
         UnsupportedModelError: something cannot be written so that it can be read; nothing has been written.
@@ -114,7 +111,7 @@ def _save(
     directory: Path,
     stem: str,
     entries: Callable[[], list[Entry]],
-    max_shard_bytes: int | None,
+    max_shard_bytes: int,
     dtype: torch.dtype | None = None,
 ) -> None:
     """``entries`` is not asked of a model with adapters. ``dtype``: of `save_configs`."""
@@ -124,15 +121,11 @@ def _save(
             save_adapters(model, directory)
             return
         found = entries()
-        if max_shard_bytes is None:
-            shards = [list(group) for _, group in itertools.groupby(found, lambda e: e.source)]
-        else:
-            shards = cut(found, max_shard_bytes, file_bytes)
-        has_index = max_shard_bytes is None or len(shards) > 1
+        shards = cut(found, max_shard_bytes, file_bytes)
         configs = functools.partial(save_configs, model, dtype=dtype)
         total = sum(entry.num_bytes for entry in found)
         with progress("saving weights", total, is_shown=weights.shows_progress) as note:
-            write_shards(shards, directory, stem, configs, has_index=has_index, note=note)
+            write_shards(shards, directory, stem, configs, has_index=len(shards) > 1, note=note)
 
 
 def cut(tensors: Iterable[T], max_shard_bytes: int, num_bytes_of: Callable[[T], int]) -> list[list[T]]:
@@ -347,11 +340,13 @@ def _always(value: Callable[[], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
 
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    is_cast = parameter.is_floating_point() and not is_float8(parameter.dtype)
+    return dtype if dtype is not None and is_cast else parameter.dtype
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    dtypes = (each.dtype for each in model.parameters())
+    return next((each for each in dtypes if each.is_floating_point and not is_float8(each)), torch.float32)
 
 
 def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None, generation: Any = None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from infinity.checkpoint.adapters import is_adapted
 from infinity.checkpoint.safetensors_export import Weights, save_pretrained, save_units
 from infinity.checkpoint.state_access import StateAccess
 from infinity.config.schema.quantities import parse_bytes
@@ -21,6 +23,7 @@ from infinity.loop.phase import PhaseGuard
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
+logger = logging.getLogger(__name__)
 _WHAT = "reading main weights for an export"
 _END = [-1, -1]
 
@@ -36,6 +39,7 @@ class ExportCalls(DeepSpeedNames):
 
     _parts: Parts
     _guard: PhaseGuard
+    _has_told_of_adapters = False
 
     def save_16bit_model(
         self,
@@ -43,14 +47,19 @@ class ExportCalls(DeepSpeedNames):
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
         *,
-        max_shard_size: int | str | None = None,
+        max_shard_size: int | str = "5GB",
     ) -> bool:
-        """Write the trained weights (compute dtype) and buffers as sharded safetensors, in bounded memory; returns True.
+        """Write the trained weights (compute dtype) and buffers as safetensors, in bounded memory; returns True.
 
-        The directory gets shards, ``model.safetensors.index.json`` and, for a Hugging Face model, its config:
-        ``from_pretrained(save_dir)`` loads it, and so does plain torch, shard by shard: names are the model's own.
-        ``save_filename`` gives the shards' names; "pytorch_model.bin" means the default. With ``max_shard_size`` (bytes, or a
-        text: "5GB" is 5e9) files are as large, and up to that size there is one, without an index.
+        The directory gets ``model.safetensors``, or shards and ``model.safetensors.index.json``, and a Hugging Face model's
+        config: ``from_pretrained(save_dir)`` loads it. Names of tensors are the model's own. Of a PEFT model only the
+        adapters are written, in PEFT's files.
+
+        Args:
+            save_dir: where to.
+            save_filename: of one file, from which shards get theirs; "pytorch_model.bin" means the default.
+            exclude_frozen_parameters: leave out what does not require a gradient.
+            max_shard_size: bytes of a file, or a text ("5GB" is 5e9). A larger tensor has a file of its own.
 
         Raises:
             CheckpointError: a load has failed midway, so that weights are of two trainings.
@@ -59,7 +68,7 @@ class ExportCalls(DeepSpeedNames):
             ValueError: ``save_dir`` is empty, or an address ("s3://..."); or ``max_shard_size`` is no size.
         """
         check_directory(save_dir)
-        max_shard_bytes = None if max_shard_size is None else _shard_bytes(max_shard_size)
+        max_shard_bytes = _shard_bytes(max_shard_size)
         self._guard.check_loaded()
         self.flush()
         check_apart(self._mesh, Path(save_dir))
@@ -72,6 +81,13 @@ class ExportCalls(DeepSpeedNames):
             trained_only=exclude_frozen_parameters,
             max_shard_bytes=max_shard_bytes,
         )
+        if is_adapted(self.module) and not self._has_told_of_adapters:
+            self._has_told_of_adapters = True
+            logger.warning(
+                "engine.save_16bit_model: '%s' got the adapters alone, in PEFT's files, and not the base model. For the whole "
+                "model, close the engine and save what merge_and_unload() returns",
+                save_dir,
+            )
         self._num_saved_steps = self.global_steps
         return True
 

@@ -19,7 +19,7 @@ from infinity.numerics.state_format import StateFormat
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition, used_together
 from infinity.units.shares import NUM_SERVED
-from infinity.units.unit import Unit, spec_of
+from infinity.units.unit import Unit, is_float8, spec_of
 from swapper.wrappers.versions import VersionedBackend
 
 FP32_BYTES = 4
@@ -297,7 +297,11 @@ def make_units(
         id(parameter)
         for parameter in trained
         if parameter.requires_grad
-        or (parameter.is_floating_point() and not (keeps_double and parameter.dtype == torch.float64))
+        or (
+            parameter.is_floating_point()
+            and not is_float8(parameter.dtype)
+            and not (keeps_double and parameter.dtype == torch.float64)
+        )
     }
     units: list[Unit] = []
     found = partition(model, config.compute_dtype.itemsize, config.infinity.units, takes)

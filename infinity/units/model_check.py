@@ -17,7 +17,7 @@ from infinity.errors import (
 )
 from infinity.torch_internals.operations import leaves
 from infinity.units.parameter import PagedParameter, ResidentParameter, host_of
-from infinity.units.unit import dense_strides
+from infinity.units.unit import dense_strides, is_float8
 
 _SHORT = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _OTHER_HOLDERS = frozenset({"_parameters", "_buffers", "_modules"})
@@ -61,13 +61,15 @@ def check_model(model: nn.Module) -> None:
                 cure="Leave fully_shard out: ZeRO's stages divide the model. (Of parallelize_module, DTensors are taken.)",
                 fqn=fqn,
             )
-        is_scaled = parameter.is_floating_point() and parameter.itemsize == 1  # fp8: casts would lose its scale
-        if parameter.is_sparse or is_scaled or type(parameter) is not nn.Parameter:
-            kind = str(parameter.dtype) if is_scaled else type(parameter).__name__
+        is_trained_fp8 = is_float8(parameter.dtype) and parameter.requires_grad
+        if parameter.is_sparse or is_trained_fp8 or type(parameter) is not nn.Parameter:
+            kind = f"{parameter.dtype} that is trained" if is_trained_fp8 else type(parameter).__name__
             raise UnsupportedModelError(
                 f"parameter '{fqn}' is a {kind}{' (sparse)' if parameter.is_sparse else ''}",
-                cure="Only dense torch.nn.Parameter can be paged: materialise or convert it first (a quantized one, as of "
-                "torchao, bitsandbytes or fp8: dequantize the model, or load it without quantization_config)",
+                cure="Freeze it (requires_grad_(False)), or convert it to another dtype"
+                if is_trained_fp8
+                else "Only dense torch.nn.Parameter can be paged: materialise or convert it first (a quantized one, as of "
+                "torchao or bitsandbytes: dequantize the model, or load it without quantization_config)",
                 fqn=fqn,
             )
         if parameter.requires_grad and parameter.is_complex():
@@ -89,7 +91,7 @@ def warn_of_other_dtypes(model: nn.Module) -> None:
         for fqn, parameter in model.named_parameters()
         if parameter.is_floating_point()
         and parameter.dtype != torch.float32
-        and (parameter.requires_grad or parameter.dtype != torch.float64)
+        and (parameter.requires_grad or (parameter.dtype != torch.float64 and not is_float8(parameter.dtype)))
     ]
     if not others:
         return

@@ -427,16 +427,21 @@ def spec_of(
 ) -> ParameterSpec:
     """The layout's view of a parameter. Of strides with gaps or overlaps, only the order of dimensions stays.
 
-    ``keeps_double``: a frozen fp64 parameter stays one. ``is_trainable``: whether it gets room for states; None: if it
-    requires a gradient.
+    A float8 parameter, which is frozen, keeps its dtype. ``keeps_double``: so does a frozen fp64 one. ``is_trainable``: whether
+    it gets room for states; None: if it requires a gradient.
     """
-    dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
+    dtype = compute_dtype if parameter.is_floating_point() and not is_float8(parameter.dtype) else parameter.dtype
     if is_trainable is None:
         is_trainable = parameter.requires_grad
     if keeps_double and parameter.dtype == torch.float64 and not is_trainable:
         dtype = torch.float64
     stride = dense_strides(tuple(parameter.shape), tuple(parameter.stride()))
     return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, is_trainable)
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether it is one of torch's float8 dtypes, whose values have a scale elsewhere: a cast alone would lose it."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def dense_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -126,9 +126,8 @@ _PACKED = torch.zeros((48, 12), dtype=torch.uint8)
     [
         (lambda: Params4bit(_PACKED), "Params4bit"),
         (lambda: nn.Parameter(AffineQuantizedTensor(_PACKED), requires_grad=False), "AffineQuantizedTensor"),
-        (lambda: nn.Parameter(_PACKED.to(torch.float8_e4m3fn), requires_grad=False), "torch.float8_e4m3fn"),
     ],
-    ids=["bitsandbytes", "torchao", "fp8"],
+    ids=["bitsandbytes", "torchao"],
 )
 def test_a_quantized_base_is_refused(weight: Any, name: str, tmp_path: Path) -> None:
     model = models.lora()

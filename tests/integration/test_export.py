@@ -108,7 +108,7 @@ def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
     monkeypatch.setattr(publish, "rename", photographed(publish.rename))
     monkeypatch.setattr(publish, "remove", photographed(publish.remove))
     monkeypatch.setattr(os, "fsync", fsync)
-    engine.save_16bit_model(folder)
+    engine.save_16bit_model(folder, max_shard_size=1)
     new = _read(folder)
     assert new.keys() == engine.module.state_dict().keys()
     states = [_are_equal(_read(image), new) for image in images]
@@ -126,7 +126,7 @@ def test_saving_again_and_again_leaves_one_save(started: tuple[Any, nn.Module], 
     engine, model = started
     for _ in range(3):
         _train(engine)
-        engine.save_16bit_model(tmp_path / "out")
+        engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
         assert _are_equal(_read(tmp_path / "out"), {k: v.clone() for k, v in model.state_dict().items()})
         names = {path.name for path in (tmp_path / "out").iterdir()}
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
@@ -138,7 +138,7 @@ def test_an_error_while_moving_leaves_nothing_new(
     moment: int, started: tuple[Any, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _ = started
-    engine.save_16bit_model(tmp_path / "out")
+    engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     _train(engine)
     calls = iter(range(100))
@@ -152,7 +152,7 @@ def test_an_error_while_moving_leaves_nothing_new(
     num_renames = len(before)
     if moment < num_renames:
         with pytest.raises(KeyboardInterrupt):
-            engine.save_16bit_model(tmp_path / "out")
+            engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
         assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
@@ -325,7 +325,9 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
 @pytest.mark.parametrize("what", _KINDS)
-def test_kinds_of_adapters(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_adapters(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As PEFT saves them, without a state dict of the whole model."""
     peft = pytest.importorskip("peft")
     drive, options = tmp_path / "drive", dict(_KINDS[what])
@@ -342,7 +344,9 @@ def test_kinds_of_adapters(what: str, tmp_path: Path, monkeypatch: pytest.Monkey
     with engine:
         with monkeypatch.context() as patch:
             patch.setattr(type(model), "state_dict", refuse)
-            engine.save_16bit_model(tmp_path / "ours")
+            for _ in range(2):
+                engine.save_16bit_model(tmp_path / "ours")
+        assert caplog.text.count("got the adapters alone") == 1 and "merge_and_unload" in caplog.text
         [expected, found] = [
             (tmp_path / each / "adapter_model.safetensors").read_bytes() for each in ("theirs", "ours")
         ]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.errors import OtherNumbersWarning
+from infinity.errors import OtherNumbersWarning, UnsupportedModelError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
@@ -129,3 +130,81 @@ def test_a_model_that_is_fp64_as_a_whole_is_cast_as_a_whole(tmp_path: Path) -> N
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
     with engine:
         assert engine(torch.ones(2, 4)).dtype == torch.float32
+
+
+class Scaled(nn.Module):
+    """As an fp8 checkpoint has it: a float8 weight and its scale, both frozen, beside what is trained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8).to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(8), requires_grad=False)
+        self.adapter = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(x) + x @ (self.weight.to(x.dtype) * self.scale.to(x.dtype))
+
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
+@pytest.mark.parametrize("dtype", _FLOAT8, ids=str)
+def test_frozen_float8_keeps_every_bit(dtype: torch.dtype, place: dict[str, Any], tmp_path: Path) -> None:
+    plain, model = (nn.Sequential(Scaled(dtype), Scaled(dtype)) for _ in range(2))
+    from infinity.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
+        get_fp32_state_dict_from_zero_checkpoint,
+    )
+
+    frozen = {name: value.detach().clone() for name, value in plain.named_parameters() if value.dtype == dtype}
+    optimizer = torch.optim.AdamW((p for p in plain.parameters() if p.requires_grad), lr=0.1, fused=True)
+    changes = {**place, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}}}
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    engine, *_ = infinity.initialize(
+        model=model, model_parameters=model.parameters(), config=everything_on_nvme(drive, changes)
+    )
+    for _ in range(2):
+        plain(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.save_fp32_model(tmp_path / "out")
+    with torch.no_grad(), infinity.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model[0].weight.copy_(model[1].scale.to(dtype))
+    engine.load_checkpoint(tmp_path / "saved")
+    engine.close(restore_weights=True)
+    exported = load_file(tmp_path / "out" / "model.safetensors") if dtype != torch.float8_e8m0fnu else {}
+    whole = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
+    for fqn, value in plain.named_parameters():
+        found = model.get_parameter(fqn)
+        assert found.dtype == value.dtype and torch.equal(
+            found.detach().view(torch.uint8), value.detach().view(torch.uint8)
+        ), fqn
+    for fqn, value in frozen.items():
+        for found in (whole[fqn], exported.get(fqn, value)):
+            assert found.dtype == dtype and torch.equal(
+                found.detach().view(torch.uint8), value.detach().view(torch.uint8)
+            )
+
+
+def test_float8_that_is_trained_is_refused(tmp_path: Path) -> None:
+    model = Scaled(torch.float8_e4m3fn)
+    model.weight.requires_grad_(True)
+    with pytest.raises(UnsupportedModelError, match=r"'weight' is a torch\.float8_e4m3fn that is trained.*Freeze it"):
+        infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    assert model.weight.dtype == torch.float8_e4m3fn
+
+
+def test_float8_that_is_thawed_is_refused(tmp_path: Path) -> None:
+    model = Scaled(torch.float8_e4m3fn)
+    config = everything_on_nvme(tmp_path)
+    engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with engine:
+        model.weight.requires_grad_(True)
+        with pytest.raises((RuntimeError, ValueError), match="weight"):
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()

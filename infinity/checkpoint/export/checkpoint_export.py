@@ -18,6 +18,7 @@ from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError, UnsupportedModelError, listed
+from infinity.units.unit import is_float8
 from swapper.volumes.publish import Staging
 
 
@@ -101,7 +102,8 @@ class CheckpointExport:
         def value(given: Any) -> torch.Tensor:
             return saved.read(into=DriveTensors([self._directory]).empty(saved.shape, saved.dtype))
 
-        dtype = self._dtype if self._dtype is not None and is_cast and saved.dtype.is_floating_point else saved.dtype
+        is_cast = is_cast and saved.dtype.is_floating_point and not is_float8(saved.dtype)
+        dtype = self._dtype if self._dtype is not None and is_cast else saved.dtype
         return Entry(names, saved.shape, dtype, contextlib.nullcontext, value, parts)
 
 

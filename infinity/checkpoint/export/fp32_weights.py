@@ -20,6 +20,7 @@ from infinity.checkpoint.safetensors_export import cut
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigValueError
+from infinity.units.unit import is_float8
 from swapper.volumes.publish import make_directory, opener
 
 
@@ -36,8 +37,9 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """fp32, if its elements are floating-point numbers."""
-        return torch.float32 if self.saved.dtype.is_floating_point else self.saved.dtype
+        """fp32, if its elements are floating-point numbers of more than 8 bits."""
+        dtype = self.saved.dtype
+        return torch.float32 if dtype.is_floating_point and not is_float8(dtype) else dtype
 
     def contiguous(self) -> torch.Tensor:
         """It, read and checked, on the CPU.
