@@ -397,7 +397,9 @@ def test_a_drive_that_stalls_is_named_and_left_behind(
     assert str(bad) in message, message
     assert f"on {describe_drive(bad).device} (ext4)" in message
     assert "saw no answer within 3 seconds" in message
-    assert waited > 7 / 8 * 3  # that it is not more than 3: tests/unit/swapper/scheduling/test_stalls.py, without a clock
+    assert (
+        waited > 7 / 8 * 3
+    )  # that it is not more than 3: tests/unit/swapper/scheduling/test_stalls.py, without a clock
     assert max(waited, closed) < 60
     assert num_threads == 1, "a thread was left behind"
 
