@@ -159,6 +159,7 @@ def test_what_each_rank_keeps_moves_and_sends(tmp_path: Path) -> None:
         assert num == 1 or total > 0
 
 
+@pytest.mark.deep
 def test_what_is_read_and_replaced_together(tmp_path: Path) -> None:
     def look(rank: int) -> None:
         expected: dict[str, torch.Tensor] = {}

@@ -305,6 +305,7 @@ def test_a_process_that_ends_with_an_exception(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.deep
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
     done = _run(tmp_path, "engine(**make_batch(3)); os.kill(os.getpid(), 9)")
     assert done.returncode == -9

@@ -104,6 +104,7 @@ def _has_to_do_with_saving(code: CodeType) -> bool:
     return is_named or code.co_filename == torch.autograd.graph.__file__
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("order", ["forward", "vertically"])
 def test_an_interrupt_anywhere_around_the_hooks_for_saved_tensors_leaves_the_users_alone(
     order: str, tmp_path: Path
@@ -162,6 +163,7 @@ def test_no_finalizer_runs_in_a_step(tmp_path: Path) -> None:
     assert not counted.points
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("order", _ORDERS)
 def test_a_step_that_was_interrupted_anywhere_can_be_reset(order: str, tmp_path: Path) -> None:
     changes, run = _ORDERS[order]
@@ -186,6 +188,7 @@ def _step_under(interrupt: Interrupt, run: Callable[[Any, int], None], engine: A
         run(engine, 2)
 
 
+@pytest.mark.deep
 def test_an_initialize_that_was_interrupted_anywhere_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     config = everything_on_nvme(tmp_path, {"bf16": {"enabled": True}})
 

@@ -118,6 +118,7 @@ _CODE = """
 """
 
 
+@pytest.mark.deep
 def test_a_hung_drive_does_not_keep_the_process(tmp_path: Path) -> None:
     source = textwrap.dedent(_CODE).replace("DEADLINE", str(_DEADLINE_SECONDS))
     answer = subprocess.run(

@@ -68,6 +68,7 @@ def _look_at_everything(both: Lockstep, directory: Path) -> list[Exception]:
     return errors
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_handler_anywhere_in_a_step_works_or_is_refused_and_training_goes_on(mode: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:

@@ -375,6 +375,7 @@ print(json.dumps((str(error), waited, closed, threading.active_count())))
 """
 
 
+@pytest.mark.deep
 @pytest.mark.root
 @pytest.mark.parametrize("backend", ["threads", "uring"])
 def test_a_drive_that_stalls_is_named_and_left_behind(
@@ -423,6 +424,7 @@ with Swapper.open(json.loads({arguments!r}), 66 << 20, config) as swapper:
 """
 
 
+@pytest.mark.deep
 @pytest.mark.root
 def test_drives_of_unequal_speed_are_measured_and_add_up(
     loop_drive: Callable[[int], Path],

@@ -78,6 +78,7 @@ def test_kill_9_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
     assert os.listdir(directory) == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("ending", "code"),
     [("pass", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6)],
@@ -101,6 +102,7 @@ def test_any_other_end_leaves_nothing_and_is_quiet(tmp_path: Path, ending: str, 
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.deep
 def test_work_that_is_asked_for_while_the_process_ends_is_refused_at_once(tmp_path: Path) -> None:
     returncode, out, err = _run(
         """
@@ -126,6 +128,7 @@ def test_work_that_is_asked_for_while_the_process_ends_is_refused_at_once(tmp_pa
     assert (returncode, out.split()) == (5, ["108", "True"]), err
 
 
+@pytest.mark.deep
 def test_two_processes_in_one_directory_never_meet(tmp_path: Path) -> None:
     code = """
         import sys, numpy
@@ -287,6 +290,7 @@ def test_data_loader_workers_beside_a_busy_swapper(tmp_path: Path) -> None:
         assert (data == 1).all()
 
 
+@pytest.mark.deep
 def test_ctrl_c_at_any_moment_breaks_nothing(tmp_path: Path) -> None:
     returncode, out, err = _run(
         """

@@ -65,6 +65,7 @@ class Interruption:
             raise error
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(("module", "number"), [("embedding", 2), ("blocks.0.up", 3), ("blocks.1", 1), ("head", 2)])
 @pytest.mark.parametrize(
     ("error", "changes", "step"),
@@ -94,6 +95,7 @@ def test_an_exception_in_forward_leaves_everything_as_it_was(
         both.require_equal()
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("error", [ValueError("user's fault"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_exception_in_the_ordinary_order_leaves_everything_as_it_was(
@@ -125,6 +127,7 @@ def test_a_fault_of_the_model_is_raised_as_in_the_ordinary_order_and_does_not_co
         both.require_equal()
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("changes", [_AT_STEP, _CLIPPED], ids=["update at step", "clip"])
 @pytest.mark.parametrize("where", ["blocks.2", "blocks.0", "embedding"])
 def test_an_exception_in_backward_before_any_update(where: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def test_backward_returns_the_loss_as_it_was_divided(tmp_path: Path) -> None:
         both.engine.step()
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("mode", _MODES)
 def test_backward_twice_through_one_graph(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:

@@ -32,6 +32,7 @@ def _halve_first_rows(both: Lockstep) -> None:
                 both.reference.trainable[fqn][0].copy_(value)
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("mode", _MODES)
 def test_steps_and_changes_inside_the_block_keep_every_bit(mode: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:

@@ -17,6 +17,8 @@ from tests.fake_device_files import FakeDriver
 from tests.lazy_device import LazyDevice
 from tests.separate_host import SeparateHostDevice
 
+pytestmark = pytest.mark.deep
+
 _CHANGES: list[dict[str, Any]] = [
     {},
     {"gradient_clipping": 0.1, "bf16": {"enabled": True}},

@@ -582,6 +582,7 @@ def gradients_that_are_assigned_before_the_engines_step(side: Side) -> None:
         side.engine_step()
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize(
     ("name", "mode"),
@@ -652,6 +653,7 @@ class _ForceNet(Net):
         return energy + (force - 1).square().mean()
 
 
+@pytest.mark.deep(but=6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loop", ["plain", "engine"])
 @pytest.mark.parametrize("kind", ["reversible", "force"])

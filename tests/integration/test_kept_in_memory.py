@@ -70,6 +70,7 @@ def test_an_open_budget_keeps_a_small_model_in_memory(tmp_path: Path) -> None:
         assert engine.plan.states_bytes["nvme"] == 0
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["in_backward", "deferred", "ga3"])
 def test_states_in_memory_save_what_the_plan_says(mode: str, tmp_path: Path) -> None:
     probe = everything_on_nvme(tmp_path, _changes(mode, host_memory_budget=1))

@@ -162,6 +162,7 @@ def test_gradients_first_looked_at_in_a_later_step(package: str, tmp_path: Path)
     assert len(found[0]) == 21 and found[0] == found[1]
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -186,6 +187,7 @@ def test_fit(options: dict[str, Any], package: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "nvme").iterdir())
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("what", ["unfrozen", "averaged", "larger"])
 def test_what_changes_and_is_resumed(what: str, package: str, tmp_path: Path) -> None:
     """Layers that were unfrozen before the kill, averaging that has begun, layers that a checkpoint makes larger."""
@@ -280,6 +282,7 @@ def test_layers_are_unfrozen_by_a_callback(package: str, tmp_path: Path) -> None
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("how", [{"is_manual": True}, {"is_manual": True, "has_inputs": True}, {"own_backward": True}])
 def test_manual_optimization_and_own_backward(how: dict[str, bool], package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
@@ -509,6 +512,7 @@ def test_a_durable_run_and_lightnings_steps(tmp_path: Path) -> None:
     assert len(again.losses) == 8
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("where", ["on_before_optimizer_step", "backward"])
 def test_a_checkpoint_on_an_exception(where: str, package: str, tmp_path: Path) -> None:
     """What Lightning's callback is for: the weights of the last step, from which a training goes on."""

@@ -85,6 +85,7 @@ def test_the_text_part_of_a_composite_model(config: dict[str, Any], tmp_path: Pa
     assert_equal(found, wanted)
 
 
+@pytest.mark.deep(but=10)
 @pytest.mark.usefixtures("large_is_small")
 @pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)

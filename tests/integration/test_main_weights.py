@@ -29,6 +29,7 @@ def _changes(directory: Path, param_tier: str, optimizer_tier: str, main_weights
     }
 
 
+@pytest.mark.deep(but=4)
 @_EACH
 @pytest.mark.parametrize(("param_tier", "optimizer_tier"), _TIERS)
 def test_what_was_not_modified_keeps_its_low_bits(
@@ -127,6 +128,7 @@ def test_state_that_is_loaded_leaves_main_weights_alone(main_weights: str, tmp_p
         both.require_equal()
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("fused", [True, None], ids=["fused", "loop"])
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop"])
 def test_every_optimizer_through_two_halves(kind: str, fused: bool | None, tmp_path: Path) -> None:
@@ -185,6 +187,7 @@ def test_state_that_does_not_fit_changes_nothing(misfit: str, tmp_path: Path) ->
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("step", [None, torch.tensor(float("nan")), "x"], ids=["none", "nan", "text"])
 def test_a_state_dict_that_does_not_fit_changes_nothing(step: Any, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_changes(tmp_path, "nvme", "nvme", "remainder")) as both:

@@ -85,6 +85,7 @@ _BY_NAME: dict[str, tuple[dict[str, Any], Callable[[Named], torch.optim.Optimize
 }
 
 
+@pytest.mark.deep(but=5)
 @pytest.mark.parametrize("clipping", [0.0, 0.1])
 @pytest.mark.parametrize("name", _BY_NAME)
 def test_optimizers_by_config_name(name: str, clipping: float, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_a_layer_larger_than_the_budget_trains(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- names and shapes
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, BF16])
 def test_state_dicts_go_to_and_fro(changes: dict[str, Any], tmp_path: Path) -> None:
     with _engine(tmp_path, changes) as whole, _engine(tmp_path, {**changes, **_TILED}) as tiled:
@@ -144,6 +145,7 @@ def test_a_state_dict_of_another_size_is_refused_by_name(tmp_path: Path) -> None
             engine.module.load_state_dict(state)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("names", [("whole", "tiled"), ("tiled", "whole")])
 def test_checkpoints_go_to_and_fro(names: tuple[str, str], is_frozen: bool, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_bench_step_measures_a_small_model_and_leaves_nothing(nvme_dir: Path) ->
     assert losses == [turn["losses"] for turn in alone["turns"]], "same numbers as in memory"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("limit", ["2000000000", "100000000"])
 def test_larger_than_ram_compares_a_whole_life(limit: str, nvme_dir: Path) -> None:
     # Without layers: what is left is small. With the second limit, Python alone is too large.
@@ -166,6 +167,7 @@ def test_a_day_with_a_gpu_runs_to_its_end_on_the_simulated_one(nvme_dir: Path) -
     assert re.search(r"synchronize in MainThread", report)
 
 
+@pytest.mark.deep
 def test_a_day_with_a_gpu_names_what_it_cannot_do(nvme_dir: Path) -> None:
     script = ["bash", str(_ROOT / "tools/gpu_day.sh"), "--out", str(nvme_dir / "day")]
     wrong = subprocess.run([*script, "train-9b"], capture_output=True, text=True, timeout=60, check=False)

@@ -89,6 +89,7 @@ def assert_same(found: Any, expected: Any) -> None:
     assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("is_tied", "changes"),
     [
@@ -110,6 +111,7 @@ def test_bits_of_the_plain_trainer(train: Any, is_tied: bool, changes: dict[str,
     assert {report.schedule_reason for report in found[2]} == {""}
 
 
+@pytest.mark.deep
 def test_16_bit_weights_and_a_checkpoint_within_an_epoch(train: Any, tmp_path: Path) -> None:
     changes = {"bf16": True, "gradient_accumulation_steps": 2}  # five steps make an epoch
     config = {"bf16": {"enabled": "auto"}}
@@ -121,6 +123,7 @@ def test_16_bit_weights_and_a_checkpoint_within_an_epoch(train: Any, tmp_path: P
     assert {report.schedule for report in whole[2] + resumed[2]} == {"vertical"}
 
 
+@pytest.mark.deep
 def test_bytes_do_not_grow_with_the_number_of_micro_batches(train: Any) -> None:
     moved = {}
     for schedule, num in (("auto", 2), ("auto", 6), ("ordinary", 6)):
@@ -278,6 +281,7 @@ def _adapted() -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "embed_tokens", "lm_head"], r=2))
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     ("base", "make", "reason"),
     [

@@ -24,6 +24,8 @@ from tests.exactness.shapes.blocks import Block, Net, token_batch
 from tests.exactness.written import smallest, train
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.deep
+
 _MODES = ("in backward", "bf16 resident", "vertical")
 
 

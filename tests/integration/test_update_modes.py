@@ -21,6 +21,7 @@ _MODES = ("in_backward", "deferred", "step")
 _DEFERRED = {"infinity": {"update": "deferred"}}
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("update", [*_MODES, "auto"])
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ _LOOKS: dict[str, Callable[[Lockstep, Path], Any]] = {
 }
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("look", _LOOKS)
 def test_whoever_looks_sees_the_step_done(look: str, tmp_path: Path) -> None:
     drive = tmp_path / "drive"

@@ -253,6 +253,7 @@ def after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[.
 _ACCUMULATED = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("num_uses", [0, 1, 2, 5])
 @pytest.mark.parametrize("moment", ["wait", "submission"])
 def test_an_interrupt_during_a_read_of_spilled_gradients(moment: str, num_uses: int, tmp_path: Path) -> None:
@@ -314,6 +315,7 @@ def test_an_interrupt_during_a_read_of_spilled_gradients(moment: str, num_uses: 
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("changes", [{"gradient_clipping": 0.1}, _ACCUMULATED], ids=["clip", "accumulation"])
 def test_a_late_answer_changes_no_other_weights_and_gradients(
@@ -397,7 +399,7 @@ _VERTICALLY = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1, "infi
 _AT_STEP = {"infinity": {"update": "step"}}
 
 
-@pytest.mark.deep
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize(
     "changes",
