@@ -613,14 +613,16 @@ class StandInError(InfinityError, ImportError):
 
 
 class LibraryVersionError(InfinityError, ImportError):
-    """A library that an integration is for is missing, or too old."""
+    """A library that an integration is for is missing, too old, or newer than what the integration was tested with."""
 
-    def __init__(self, library: str, *, found: str | None, least: str, extra: str) -> None:
-        self.library, self.found, self.least = library, found, least
+    def __init__(self, library: str, *, found: str | None, least: str, extra: str, below: str | None = None) -> None:
+        self.library, self.found, self.least, self.below = library, found, least, below
         problem = "is not installed" if found is None else f"is {found} here"
+        needed = f"{least} or newer" if below is None else f"a version from {least} to below {below}"
+        versions = f">={least}" if below is None else f">={least},<{below}"
         super().__init__(
-            f"{library} {problem}, and {least} or newer is needed. pip install '{library}>={least}', or this package with "
-            f"its extra '{extra}'"
+            f"{library} {problem}, and {needed} is needed. pip install '{library}{versions}', or this package with its "
+            f"extra '{extra}'"
         )
 
 

@@ -28,7 +28,13 @@ _BUILD_DIR = Path(os.path.expanduser("~/.cache/infinity-offload/peer_extensions"
 _AT_LEAST_ONE = click.IntRange(min=1)
 
 
-class _Listed(click.ParamType[tuple[Any, ...]]):
+if TYPE_CHECKING:
+    _TupleType = click.ParamType[tuple[Any, ...]]
+else:
+    _TupleType = click.ParamType  # generic since click 8.4
+
+
+class _Listed(_TupleType):
     """``1,2,3``: each of them is measured."""
 
     name = "list"

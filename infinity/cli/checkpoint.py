@@ -19,7 +19,13 @@ _SOURCE = click.argument("source", metavar="CHECKPOINT", type=PathType())
 _TAG = click.option("--tag", help="Which checkpoint of the directory; the newest by default.")
 
 
-class _Size(click.ParamType[int]):
+if TYPE_CHECKING:
+    _IntType = click.ParamType[int]
+else:
+    _IntType = click.ParamType  # generic since click 8.4
+
+
+class _Size(_IntType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:

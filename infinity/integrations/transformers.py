@@ -19,7 +19,7 @@ from typing import Any
 
 from infinity.integrations.versions import require
 
-require("transformers", "5.22", extra="hf")
+require("transformers", "5.22", extra="hf", below="5.24")
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -8,8 +8,8 @@ import re
 from infinity.errors import LibraryVersionError
 
 
-def require(library: str, least: str, extra: str) -> None:
-    """Raise `LibraryVersionError` if ``library`` is not installed, or older than ``least`` ("5.0").
+def require(library: str, least: str, extra: str, below: str | None = None) -> None:
+    """Raise `LibraryVersionError` if ``library`` is not installed, older than ``least`` ("5.0"), or not ``below`` another.
 
     ``extra`` is that of this package which brings the library.
     """
@@ -17,8 +17,10 @@ def require(library: str, least: str, extra: str) -> None:
         found = importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         found = None
-    if found is None or _numbers(found) < _numbers(least):
-        raise LibraryVersionError(library, found=found, least=least, extra=extra)
+    is_new_enough = found is not None and _numbers(found) >= _numbers(least)
+    is_too_new = found is not None and below is not None and _numbers(found) >= _numbers(below)
+    if not is_new_enough or is_too_new:
+        raise LibraryVersionError(library, found=found, least=least, extra=extra, below=below)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -87,13 +86,13 @@ def compiled(function: Callable[..., None], signatures: list[Any]) -> Kernel:
 
 def _bits_of(typing: Any, value: Any) -> Any:
     return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(
-        args[0], ir.IntType(32)
+        args[0], context.get_value_type(types.int32)
     )
 
 
 def _float_of(typing: Any, bits: Any) -> Any:
     return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(
-        args[0], ir.FloatType()
+        args[0], context.get_value_type(types.float32)
     )
 
 
@@ -108,8 +107,9 @@ def _widened(typing: Any, value: Any) -> Any:
         return types.float32(types.float32), lambda context, builder, signature, args: args[0]
 
     def from_half(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(bits, ir.FloatType())
+        wide = builder.zext(args[0], context.get_value_type(types.int32))
+        bits = builder.shl(wide, context.get_constant(types.int32, 16))
+        return builder.bitcast(bits, context.get_value_type(types.float32))
 
     return types.float32(types.int16), from_half
 

@@ -31,9 +31,6 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     As ``torch.compiler.disable``, without importing the compiler: that takes a second and 70 MB, and most never compile.
     """
     tracer: Any = torch._C._dynamo.eval_frame
-    if not hasattr(tracer, "_FrameExecStrategy"):  # before torch 2.8
-        result: Callable[_P, _R] = torch.compiler.disable(function)
-        return result
     skip = tracer._FrameAction.SKIP
     tracer.set_code_exec_strategy(function.__code__, tracer._FrameExecStrategy(skip, skip))
     marked: Any = function

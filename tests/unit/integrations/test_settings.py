@@ -83,6 +83,11 @@ def test_old_and_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     require("some", "2.9", extra="hf")
     with pytest.raises(LibraryVersionError, match=r"some is 2\.9\.1 here, and 2\.10 or newer is needed"):
         require("some", "2.10", extra="hf")
+    require("some", "2.9", extra="hf", below="2.10")
+    with pytest.raises(
+        LibraryVersionError, match=r"from 2\.8 to below 2\.9 is needed\. pip install 'some>=2\.8,<2\.9'"
+    ):
+        require("some", "2.8", extra="hf", below="2.9")
     monkeypatch.undo()
     with pytest.raises(LibraryVersionError, match="no-such-thing is not installed"):
         require("no-such-thing", "1", extra="hf")
@@ -92,15 +97,16 @@ def test_an_extra_brings_what_the_integrations_require() -> None:
     """Else the error's advice, to install the extra, would change nothing."""
     root = Path(__file__).resolve().parents[3]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    call = r'^require\("([\w-]+)", "([\d.]+)", extra="(\w+)"(?:, below="([\d.]+)")?\)$'
     required = {
         found
         for path in (root / "infinity" / "integrations").glob("*.py")
-        for found in re.findall(r'^require\("([\w-]+)", "([\d.]+)", extra="(\w+)"\)$', path.read_text(), re.MULTILINE)
+        for found in re.findall(call, path.read_text(), re.MULTILINE)
     }
-    assert {library for library, _, _ in required} >= {"transformers", "accelerate", "lightning"}
-    for library, least, extra in required:
+    assert {library for library, *_ in required} >= {"transformers", "accelerate", "lightning"}
+    for library, least, extra, below in required:
         brought_by = "lightning" if library == "pytorch-lightning" else library  # which depends on it
-        assert f"{brought_by}>={least}" in extras[extra]
+        assert f"{brought_by}>={least}" + (f",<{below}" if below else "") in extras[extra]
 
 
 @pytest.mark.deep
