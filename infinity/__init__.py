@@ -59,7 +59,7 @@ __path__.append(PATH)  # for modules by DeepSpeed's names
 _lazy_name, __dir__ = lazy_names(
     __name__,
     {
-        "DeepSpeedEngine": "infinity.engine.engine:Engine",
+        "DeepSpeedEngine": "infinity.engine.engine",
         "Engine": "infinity.engine.engine",
         "GatheredParameters": "infinity.paging.gathered_parameters",
         "InfinityConfig": "infinity.config",

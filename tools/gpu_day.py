@@ -45,7 +45,7 @@ def _device(simulated: bool) -> tuple[str, Any]:
     backend.register()
     gpu = SimulatedGpu()
     # The function of the same name hides the module in the package's namespace.
-    importlib.import_module("infinity.initialize").device_for = lambda torch_device: gpu  # type: ignore[attr-defined]
+    importlib.import_module("infinity.entry").device_for = lambda torch_device: gpu  # type: ignore[attr-defined]
     return backend.NAME, gpu
 
 

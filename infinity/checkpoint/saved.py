@@ -30,8 +30,8 @@ from infinity.checkpoint.manifest import (
     read_manifest,
 )
 from infinity.errors import CheckpointError, StorageError, format_bytes
-from infinity.loop.random_states import check_random_states
 from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
+from infinity.numerics.random_states import check_random_states
 from swapper import SwapperError
 from swapper.errors import limit_cure
 from swapper.volumes.block_files import BlockThreads, free_bytes

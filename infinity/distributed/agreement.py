@@ -173,10 +173,10 @@ def _made_again(told: dict[str, Any]) -> Exception | None:
     try:
         # The constructors of this package's classes take facts, and not the message that they make of them.
         made: Exception = cls(*told["args"]) if room is builtins else cls.__new__(cls, *told["args"])
-        made.args = tuple(told["args"])  # an OSError's own constructor sets none for a class that has another
-        for name, value in told["state"].items():
-            if not hasattr(cls, name):
-                setattr(made, name, value)
+        state = {name: value for name, value in told["state"].items() if not hasattr(cls, name)}
+        # The arguments as well: an OSError's own constructor sets none for a class that has another.
+        for name, value in {**state, "args": tuple(told["args"])}.items():
+            setattr(made, name, value)
         str(made)
     except Exception:  # of arguments that the class does not take
         return None

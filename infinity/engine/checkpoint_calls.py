@@ -31,7 +31,7 @@ from infinity.engine.export_calls import ExportCalls, check_directory
 from infinity.engine.parts import Parts
 from infinity.errors import CheckpointError
 from infinity.loop.phase import PhaseGuard
-from infinity.loop.random_states import random_states, set_random_states_of
+from infinity.numerics.random_states import random_states, set_random_states_of
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.scheduler_state import state_of_scheduler
 from infinity.run_log.notes import RunNotes

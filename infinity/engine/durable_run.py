@@ -38,8 +38,8 @@ from infinity.distributed.collectives import Ranks
 from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
 from infinity.errors import CommitError, InfinityError, StepOrderError, StorageError, UnsupportedModelError
-from infinity.loop.random_states import check_random_states, set_random_states
 from infinity.numerics.plain_data import UNREADABLE, unpack
+from infinity.numerics.random_states import check_random_states, set_random_states
 from infinity.optim.scheduler_state import scheduler_with
 from infinity.paging.pager import Pager
 from infinity.tiers.state_store import PagedStateStore

@@ -757,3 +757,6 @@ take_turns(
         *("load_checkpoint", "reset", "close", "hand_over"),
     ),
 )
+
+DeepSpeedEngine = Engine
+"""For scripts with ``import infinity as deepspeed``."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from infinity.errors import StepOrderError
-from infinity.loop.random_states import random_states, set_random_states
+from infinity.numerics.random_states import random_states, set_random_states
 
 logger = logging.getLogger(__name__)
 

@@ -83,7 +83,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(state['num_samples'])": "of a checkpoint",
         "int(getattr(self.sampler, 'num_replicas', 1))": _NO_TENSOR,
     },
-    "loop/random_states.py": {
+    "numerics/random_states.py": {
         "each.cpu()": _HOST,
         "each.cpu().numpy()": _HOST,
         "keys.tolist()": "of NumPy's",

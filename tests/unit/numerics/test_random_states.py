@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.loop.random_states import random_states, set_random_states
+from infinity.numerics.random_states import random_states, set_random_states
 
 
 def test_a_process_goes_on_with_the_state_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
