@@ -83,11 +83,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(state['num_samples'])": "of a checkpoint",
         "int(getattr(self.sampler, 'num_replicas', 1))": _NO_TENSOR,
     },
-    "numerics/random_states.py": {
-        "each.cpu()": _HOST,
-        "each.cpu().numpy()": _HOST,
-        "keys.tolist()": "of NumPy's",
-    },
     "loop/style.py": {"float(self._num_micro_batches() if self.divides else 1)": _NO_TENSOR},
     "optim/fused_adam.py": {
         "float(scale)": f"on the CPU, {_BACKGROUND}",
