@@ -116,6 +116,7 @@ def test_what_any_number_wrote_any_number_loads(tmp_path: Path) -> None:
         _run(num, read, tmp_path / f"read {num}")
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_goes_on_with_its_own_numbers_and_samples(stage: int, tmp_path: Path) -> None:
     def write(rank: int) -> None:
@@ -140,6 +141,7 @@ def test_each_rank_goes_on_with_its_own_numbers_and_samples(stage: int, tmp_path
     assert expected[0] != expected[1]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("seeds", ["own", "same"])
 def test_ranks_that_were_not_there_draw_numbers_of_their_own(seeds: str, tmp_path: Path) -> None:
     def write(rank: int) -> None:

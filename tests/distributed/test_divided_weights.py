@@ -117,7 +117,7 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
     assert not any(errors), "\n".join(errors)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("num", "changes"),
     [
@@ -228,7 +228,7 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
         assert sum(found["sent"]["fetches"] for found in of_ranks) == num_fetches * unit_bytes * others
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("update", ["in_backward", "deferred"])
 @pytest.mark.parametrize("lacking", [[], [1], [0, 1]])
 def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update: str, tmp_path: Path) -> None:
@@ -329,6 +329,7 @@ def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Pa
         assert re.search(r"for this process's share of the weights, .* for the weights of", error)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("memory", ["device"], indirect=True)
 @pytest.mark.parametrize("lacking", [[0, 1], [1]])
 def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: str, tmp_path: Path) -> None:
@@ -388,6 +389,7 @@ def test_replaced_main_weights_are_stored_once(
     _require(2, replace, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
 def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
     def look(rank: int) -> None:

@@ -211,6 +211,7 @@ def test_what_is_each_process_own_may_differ(tmp_path: Path) -> None:
     assert run_ranks(2, train, tmp_path) == ["", ""]
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize(
     ("what", "message"),

@@ -19,6 +19,8 @@ from infinity.errors import ConfigError, ConfigValueError, RankError, StepOrderE
 from tests.internals import world
 from tests.ranks import require_ranks
 
+pytestmark = pytest.mark.deep
+
 _STEPS = 4
 
 

@@ -23,6 +23,8 @@ from swapper import TransferRecord
 from tests.internals import Pulls, predict, world
 from tests.ranks import require_ranks
 
+pytestmark = pytest.mark.deep
+
 _WIDTH = 96
 
 

@@ -88,6 +88,7 @@ def _run(function: Callable[[int], Any], directory: Path) -> None:
     assert not any(errors), "\n".join(errors)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_accelerate(stage: int, tmp_path: Path) -> None:
     """From stage 1 on a rank has no whole gradients, and the config alone clips."""

@@ -184,6 +184,7 @@ def test_one_host_needs_no_ssh(
     assert {path.name: path.read_text() for path in tmp_path.glob("[0-9]")} == {"0": first, "1": second}
 
 
+@pytest.mark.deep
 def test_a_rank_that_fails_before_it_joins_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    import missing_of_ours\ntime.sleep(600)\n")

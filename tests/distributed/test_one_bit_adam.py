@@ -18,6 +18,8 @@ from infinity.errors import ConfigValueError, GradientNotResidentError
 from tests.internals import world
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.deep
+
 _FREEZE, _STEPS, _LR, _BETAS, _DECAY = 3, 8, 0.01, (0.9, 0.99), 0.1
 
 

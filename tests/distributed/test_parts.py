@@ -184,7 +184,7 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
     assert not any(errors), "\n".join(errors)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("is_mesh", [False, True])
 def test_tensor_parallelism_beside_ddp(stage: int, is_mesh: bool, tmp_path: Path) -> None:
@@ -291,6 +291,7 @@ def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None
     _require(4, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("forgotten", ["is_marked", "is_summed"])
 def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) -> None:
     """A zero bias is the same on all at first, and so are layer norms: values alone do not tell what is a part."""
@@ -348,6 +349,7 @@ def test_what_makes_no_sense_is_refused_by_all(who: Any, error: Any, message: st
     _require(4, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     "who",
     [

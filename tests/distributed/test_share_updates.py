@@ -110,7 +110,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("num", "changes"), [(2 + (key == "bf16"), changes) for key, changes in _CHANGES.items()], ids=_CHANGES.keys()
 )
@@ -131,6 +131,7 @@ def test_bits_are_those_of_undivided_states(num: int, changes: dict[str, Any], t
     require_ranks(num, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -224,7 +225,7 @@ def _set_rate(engine: Any, value: float) -> None:
     engine.optimizer.param_groups[0]["lr"] = value
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -327,6 +328,7 @@ def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(
     require_ranks(num, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_that_are_cut_off_at_other_places_go_on_together(stage: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -406,7 +408,7 @@ def _take_room(gradients: Any, *, until_the_step: bool) -> None:
     gradients._has_room_beside = lambda grads: not until_the_step and gradients._is_last_over and has_room(grads)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("lacks_room", ["nobody", "until the backward ends", "until the step"])
 def test_a_gradient_that_nobody_expects_is_averaged_once(clip: float, lacks_room: str, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def _require_equal(model: nn.Module, plain: nn.Module) -> None:
         assert torch.equal(_local(found[name]), _local(value)), name
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("stage", "tier"), [(0, "none"), (2, "none"), (3, "nvme")])
 @pytest.mark.parametrize("by_sequence", [False, True])
 def test_beside_data_parallelism(stage: int, tier: str, by_sequence: bool, tmp_path: Path) -> None:
@@ -269,6 +269,7 @@ def test_a_rule_for_whole_parameters_is_refused(name: str, tmp_path: Path) -> No
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_weights_in_another_dtype_are_given_back_to_all_that_hold_them(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

@@ -85,6 +85,7 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
     assert not any(errors), "\n".join(errors)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("place", _PLACES)
 def test_equal_to_ddp(place: str, tmp_path: Path) -> None:
     def train(rank: int) -> None:

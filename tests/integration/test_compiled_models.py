@@ -132,6 +132,7 @@ def _plain(compile_it: Callable[[Any, Any], None], backend: Any, num_steps: int)
     return losses, model
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("compile_it", [_each_block, _wrapped_blocks, _forwards, _model, _engine_or_model])
 def test_compiled_blocks_are_those_of_plain_torch(
@@ -203,6 +204,7 @@ def test_a_whole_graph_is_refused_by_name(tmp_path: Path) -> None:
         engine.step()
 
 
+@pytest.mark.deep
 def test_the_vertical_schedule_takes_compiled_blocks(tmp_path: Path) -> None:
     torch.manual_seed(3)
     plain = Model()

@@ -70,6 +70,7 @@ def _assert_same(engine: Any, other: Any) -> None:
         assert torch.equal(value, weights[name]), name
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("kind", "num"),
     [(kind, num) for kind in _KINDS for num in (1, 2) if (kind, num) != ("tiles", 2)],  # tiles are for one process

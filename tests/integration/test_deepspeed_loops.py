@@ -55,7 +55,7 @@ def _end(both: Lockstep, step: int) -> None:
     both.note(f"norm {step}", norm, torch.tensor(both.engine.get_global_grad_norm()))
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("calls", ["engine", "model"])
 @pytest.mark.parametrize("mode", _MODES)
 def test_own_backward_with_the_engines_step_is_divided(mode: str, calls: str, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_gradients_looked_at_between_backward_and_step(tmp_path: Path) -> None:
         both.require_equal()
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_the_boundary_is_set_by_hand(mode: str, tmp_path: Path) -> None:
     """One ``engine.step`` per step, as Accelerate does it; the loss is divided by whoever sets the boundary."""
@@ -530,6 +530,7 @@ def test_autocast_by_the_config(
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("schedule", ["ordinary", "vertical"])
 def test_autocast_around_weights_of_the_same_dtype(schedule: str, name: str, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def _seed() -> None:
     random.seed(3)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["remainder", "accumulated", "vertical"])
 @pytest.mark.parametrize("step", [6, 7, 8])
 def test_a_run_goes_on_around_the_end_of_an_epoch(mode: str, step: int, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_run_goes_on_around_the_end_of_an_epoch(mode: str, step: int, tmp_path
     assert found == losses
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_run_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
     changes = _MODES[mode]
@@ -230,6 +230,7 @@ _UNCOUNTED = {"managed_gradient_accumulation": False}
 _FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # which no step overflows with
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     "changes",
     [_MODES["clipped"], _MODES["in the step"], _MODES["accumulated"], _FP16, _UNCOUNTED],

@@ -166,6 +166,7 @@ def test_a_checkpoint_holds_the_thawed_states(tmp_path: Path) -> None:
 _FP16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1}
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("changes", [{}, {"gradient_clipping": 0.1}, {"bf16": {"enabled": True}}, {"fp16": _FP16}])
 def test_between_the_micro_batches_of_a_step(changes: dict[str, Any], tmp_path: Path) -> None:
     def make(named: Named) -> torch.optim.Optimizer:

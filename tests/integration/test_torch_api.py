@@ -133,6 +133,7 @@ def _tangent(model: Any, x: Tensor) -> Tensor | None:
         return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("call", _CALLS)
 def test_transforms_of_a_forward(call: str, tmp_path: Path) -> None:
     with _both(Recursive(), tmp_path) as (plain, engine):

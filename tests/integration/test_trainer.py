@@ -110,6 +110,7 @@ class Nudging(TrainerCallback):
             parameter.grad.add_(1e-3)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("max_norm", [0.5, 0.0])
 def test_a_callback_that_comes_before_the_step(max_norm: float, tmp_path: Path) -> None:
     """It sees gradients that are clipped, and their norm is that before it."""
@@ -223,6 +224,7 @@ def test_an_optimizer_of_a_subclass(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
+@pytest.mark.deep
 def test_a_durable_run_and_the_trainers_steps(tmp_path: Path) -> None:
     """It goes on with a checkpoint of the Trainer's, and not beside its count; who only evaluates has none."""
     config = on_nvme(tmp_path / "nvme")

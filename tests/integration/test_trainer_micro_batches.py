@@ -144,6 +144,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(rows(14, 32))
 
 
+@pytest.mark.deep
 def test_data_that_end_within_a_step(train: Any) -> None:
     """The plain Trainer keeps the gradients for the next epoch, and so does this."""
     expected = train(Trainer, _llama(), None, data=Stream())
@@ -281,7 +282,7 @@ def _adapted() -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "embed_tokens", "lm_head"], r=2))
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("base", "make", "reason"),
     [

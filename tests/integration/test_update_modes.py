@@ -21,7 +21,7 @@ _MODES = ("in_backward", "deferred", "step")
 _DEFERRED = {"infinity": {"update": "deferred"}}
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("update", [*_MODES, "auto"])
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -147,6 +147,7 @@ def _budget(size: str, directory: Path) -> int:
 _BUDGETS = pytest.mark.parametrize("size", ["smallest", "some", "roomy"])
 
 
+@pytest.mark.deep(but=1)
 @_BUDGETS
 def test_gradients_added_by_hand_are_exact_in_any_budget(size: str, tmp_path: Path) -> None:
     """The plan counts on one bf16 gradient for each parameter; the plain loop may bring more."""

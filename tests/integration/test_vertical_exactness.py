@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     combinations = []
     for index, case in enumerate((*SHAPES, *FAMILIES)):
         for place, row in enumerate((*rows_of(index, case, full=full), *_MORE_ROWS.get(case.name, ()))):
-            quick = full or (place == 0 and (case in FAMILIES or index % 3 == 0))
+            quick = full or (place == 0 and (case in FAMILIES or index % 6 == 0))
             marks = () if quick else pytest.mark.deep
             combinations.append(pytest.param(case, row, id=f"{case.name}-{row.name}", marks=marks))
     metafunc.parametrize(("vertical_case", "setting"), combinations)

@@ -18,6 +18,8 @@ from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import Lockstep
 from tests.exactness.shapes.blocks import WIDTH, Block, Net, token_batch
 
+pytestmark = pytest.mark.deep
+
 _VERTICAL = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
 

@@ -15,6 +15,8 @@ from tests.exactness.case import Case
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import VOCABULARY, Block, Net, token_batch
 
+pytestmark = pytest.mark.deep
+
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
 

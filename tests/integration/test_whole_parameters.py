@@ -136,6 +136,7 @@ def _lockstep(
     )
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("placement", _PLACEMENTS)
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_whole_parameters_are_updated_as_in_torch(name: str, placement: str, tmp_path: Path) -> None:
@@ -163,6 +164,7 @@ _SHAPES = [
 ]
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
     with _lockstep(tmp_path, _OPTIMIZERS["Lamb"], shape, {}) as both:

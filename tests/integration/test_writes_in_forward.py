@@ -14,6 +14,8 @@ from tests.exactness.case import Case
 from tests.exactness.shapes.blocks import WIDTH, Block, Net, freeze, token_batch
 from tests.exactness.written import MODES, train
 
+pytestmark = pytest.mark.deep
+
 
 class Writing(Block):
     """A block that writes to its own weights before it uses them."""

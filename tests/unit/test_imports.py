@@ -136,6 +136,7 @@ def test_names_are_what_type_checkers_take_them_for(package: Any) -> None:
     assert [name for name in package.__all__ if not hasattr(package, name)] == []
 
 
+@pytest.mark.deep
 def test_submodules_are_attributes() -> None:
     code = "import infinity, swapper; print(infinity.config.InfinityConfig.__name__, swapper.swapper.Swapper.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=_ROOT)

@@ -53,6 +53,7 @@ def test_the_rate_rises_first(wanted: int | None, rates: list[float]) -> None:
         schedule.step()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("wanted", "spins"), [(None, False), ("active", True)])
 def test_threads_sleep_while_they_wait(wanted: str | None, spins: bool) -> None:
     """On a busy machine, those that spin make a step ten times as long. A user's own setting stays."""

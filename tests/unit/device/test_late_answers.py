@@ -253,7 +253,7 @@ def after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[.
 _ACCUMULATED = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("num_uses", [0, 1, 2, 5])
 @pytest.mark.parametrize("moment", ["wait", "submission"])
 def test_an_interrupt_during_a_read_of_spilled_gradients(moment: str, num_uses: int, tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ _VERTICALLY = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1, "infi
 _AT_STEP = {"infinity": {"update": "step"}}
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize(
     "changes",

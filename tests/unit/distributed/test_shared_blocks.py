@@ -114,7 +114,7 @@ _SITUATIONS: dict[Callable[[int, pytest.MonkeyPatch], None], list[set[int]]] = {
 """Whose memory each rank reads then."""
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("situation", _SITUATIONS, ids=lambda each: each.__name__[1:])
 def test_what_comes_is_the_same_whoever_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, situation: Callable[[int, pytest.MonkeyPatch], None]

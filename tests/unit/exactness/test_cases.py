@@ -39,6 +39,7 @@ def test_a_case_is_reproducible_trains_and_is_clipped(case: Case) -> None:
     assert all(torch.isfinite(value).all() for _, value in record.tensors())
 
 
+@pytest.mark.deep(but=27)
 @pytest.mark.parametrize("case", [case for case in _ALL if case.has_checkpointing], ids=lambda case: case.name)
 def test_checkpointing_is_really_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.utils.checkpoint

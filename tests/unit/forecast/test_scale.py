@@ -18,6 +18,8 @@ from infinity.forecast.scale import NETWORK, Cluster, Scale, Scaled
 from infinity.io_profile.model import read_model
 from infinity.planning.bandwidth_cache import Bandwidth
 
+pytestmark = pytest.mark.deep
+
 _SPEED = Bandwidth(4e9, 3e9, 5e9, "2026-01-01")
 _GPUS = Machine(2 * 10**15, 10**16, 10**12, _SPEED, flops_per_second=1e14)
 _CPUS = Machine(64 * 10**9, 10**12, None, _SPEED, flops_per_second=1e12)

@@ -206,6 +206,7 @@ def test_pieces_have_the_bits_of_the_whole_on_a_gpu(cls: type[Optimizer], argume
     _check_pieces(cls, arguments, _reference(cls, arguments, "cuda"), "cuda")
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     ("cls", "arguments"),
     [

@@ -13,6 +13,8 @@ import pytest
 
 from infinity.threads.frames import frames, is_alive, is_in, position
 
+pytestmark = pytest.mark.deep
+
 
 def test_whether_a_function_runs_in_a_thread() -> None:
     inside: SimpleQueue[int] = SimpleQueue()

@@ -23,6 +23,8 @@ from infinity.threads.frames import position
 from infinity.threads.turn import Turn, guard, take_turns, trusts
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.deep
+
 
 class _Rules:
     """What the test says, and what it has heard."""

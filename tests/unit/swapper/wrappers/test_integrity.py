@@ -101,7 +101,7 @@ def _poke(backend: IOBackend, address: int) -> None:
     write(backend, low, block)
 
 
-@pytest.mark.deep(but=8)
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("kind", ["memory", "odd capacity", "direct", "page cache"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_written_byte_is_protected_and_no_other(kind: str, seed: int, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_write_into_a_segment_reads_it_first() -> None:
     assert len(inner.log) == 8, "they all begin and end where segments do"
 
 
-@pytest.mark.deep(but=11)
+@pytest.mark.deep(but=6)
 @pytest.mark.parametrize("block_bytes", [1, 512])
 @pytest.mark.parametrize("seed", range(30))
 def test_requests_in_one_page_may_end_in_any_order(seed: int, block_bytes: int) -> None:
