@@ -128,7 +128,7 @@ def test_a_durable_run_of_a_model_with_other_buffers_is_refused(other: dict[str,
 def test_what_a_durable_run_cannot_keep_is_told(tmp_path: Path) -> None:
     engine = _engine(Model(), tmp_path / "drive", {"durable": True})
     engine.optimizer.param_groups[0]["hook"] = lambda: None
-    with pytest.raises(UnsupportedModelError, match="Leave functions, locks and open files out of them"):
+    with pytest.raises(UnsupportedModelError, match="Let them hold numbers, texts, tensors"):
         _steps(engine, 1)
     engine.close(restore_weights=False)
 
