@@ -143,12 +143,12 @@ def test_a_monitor_that_fails_says_so_once(
 ) -> None:
     real = builtins.open
 
-    def full(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    def full(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if mode == "a":
             raise OSError(28, "No space left on device")
-        return real(self, mode, *args, **kwargs)
+        return real(file, mode, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(builtins, "open", full)
     section = infinity.load_config(
         {"train_batch_size": 1, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
     ).monitors
