@@ -246,6 +246,7 @@ def test_a_cache_that_is_not_empty(what: str, tmp_path: Path) -> None:
         _require_equal(model, losses, plain, expected)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "compile"])

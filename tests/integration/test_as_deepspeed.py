@@ -98,6 +98,7 @@ def test_trainers(tmp_path: Path) -> None:
         assert all(torch.equal(weights[key], value) for key, value in expected_weights.items()), name
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("imported", ["deepspeed", "infinity"])
 def test_a_missing_checkpoint_is_an_error_but_for_deepspeeds_scripts(imported: str, tmp_path: Path) -> None:
     code = f"""
@@ -175,6 +176,7 @@ def test_it_is_seen_wherever_libraries_look() -> None:
     run(["-c", "if 1:" + code], PYTHONPATH=str(_ROOT))
 
 
+@pytest.mark.deep
 def test_a_training_after_another_of_the_same_model(tmp_path: Path) -> None:
     """As Lightning's second ``fit`` of a model, or that after ``lr_find``: nobody closes the first engine."""
     code = """
@@ -228,6 +230,7 @@ def test_it_is_refused_where_it_comes_too_late() -> None:
     assert found.count("first line") == 2
 
 
+@pytest.mark.deep
 def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     (tmp_path / "beside.py").write_text("value = 3\n")
@@ -246,6 +249,7 @@ def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     assert f"['{script}', '--lr', '1'] 3" in found
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -310,6 +314,7 @@ def test_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert all(torch.equal(weights[key], value) for key, value in expected_weights.items())
 
 
+@pytest.mark.deep
 def test_a_step_of_accelerate_that_overflows(tmp_path: Path) -> None:
     """It is reported as skipped, and neither weights nor the scheduler move."""
     config = offloading(tmp_path / "nvme") | {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
@@ -371,6 +376,7 @@ def test_a_loop_with_a_model_of_files(tmp_path: Path) -> None:
     assert [line for line in found.splitlines() if line.startswith("loss")] == losses
 
 
+@pytest.mark.deep
 def test_a_backward_that_asks_for_a_weights_status(tmp_path: Path) -> None:
     """As TRL's fused losses do: what they have saved of a weight is no parameter, but has its values."""
     config = offloading(tmp_path / "nvme") | {
@@ -403,6 +409,7 @@ def test_a_backward_that_asks_for_a_weights_status(tmp_path: Path) -> None:
     run(["-c", "if 1:" + code])
 
 
+@pytest.mark.deep
 def test_an_optimizer_and_a_schedule_of_the_config_by_accelerate(tmp_path: Path) -> None:
     """A script that knows DeepSpeed leaves them to the config with dummies, whose numbers stand where that says "auto"."""
     config = offloading(tmp_path / "nvme") | {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.1}

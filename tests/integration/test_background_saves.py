@@ -299,11 +299,13 @@ def _end_of_script(when: str, directory: Path) -> str:
     return ended.stdout
 
 
+@pytest.mark.deep
 def test_an_exit_hook_that_comes_after_the_engine_says_so(tmp_path: Path) -> None:
     assert _end_of_script("too early", tmp_path).startswith("EngineClosedError this call: the interpreter ends")
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("when", ["meanwhile", "before", "afterwards"])
 def test_a_script_that_just_ends_has_saved(when: str, tmp_path: Path) -> None:
     _end_of_script(when, tmp_path)

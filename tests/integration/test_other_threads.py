@@ -119,6 +119,7 @@ def _beside(function: Callable[[int], None], num_threads: int = 2) -> Iterator[N
         raise error
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize("read", _READS)
 def test_other_threads_read_weights_of_whole_steps(read: str, mode: str, tmp_path: Path) -> None:

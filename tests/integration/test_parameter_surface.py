@@ -54,6 +54,7 @@ _LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
+@pytest.mark.deep(but=8)
 @pytest.mark.parametrize("look", _LOOKS)
 def test_a_look_at_a_weight_gives_what_torch_gives(look: str, both: Lockstep) -> None:
     expected = _LOOKS[look](nn.Parameter(both.reference.model.get_parameter(_NAME).detach().clone()))

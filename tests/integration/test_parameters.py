@@ -98,6 +98,7 @@ def _reads(param: nn.Parameter) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep(but=5)
 @pytest.mark.parametrize("read", _reads(nn.Parameter(torch.ones(1, 1))))
 def test_a_read_outside_the_engine_is_true_or_raises_with_the_name(read: str, tmp_path: Path) -> None:
     name = "blocks.1.up.weight"

@@ -30,6 +30,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize("penalty", _PENALTIES)

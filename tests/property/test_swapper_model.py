@@ -452,7 +452,7 @@ _SETTINGS = settings(
 )
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep(but=2)
 @pytest.mark.timeout(600)  # hypothesis may take 5 minutes to find the shortest way to a failure
 @pytest.mark.parametrize("machine", _MACHINES, ids=lambda machine: machine.__name__.lstrip("_"))
 def test_the_swapper_does_what_plain_bytes_do(machine: type[SwapperMachine]) -> None:

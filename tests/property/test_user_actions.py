@@ -18,6 +18,7 @@ _MOST_REFUSED = 0.15
 """Of a chunk: else a change that refuses everything would pass."""
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("first", range(0, _NUM_SEQUENCES, _CHUNK))
 def test_sequences_of_user_actions(first: int, tmp_path: Path) -> None:
     refusals = []
