@@ -110,6 +110,7 @@ def _require_exact(name: str, row: Row, directory: Path, device: SimulatedGpu) -
         assert device.num_copies > 0, "weights took another way"
 
 
+@pytest.mark.deep(but=6)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_training_has_the_bits_of_plain_torch_on_the_same_device(
     row: Row, tmp_path: Path, device: SimulatedGpu
@@ -117,6 +118,7 @@ def test_training_has_the_bits_of_plain_torch_on_the_same_device(
     _require_exact("plain", row, tmp_path, device)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("name", "row"),
     [(name, ROWS[(3, 6, 15, 18)[number % 4]]) for number, name in enumerate(MODELS)],

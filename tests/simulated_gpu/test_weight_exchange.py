@@ -52,6 +52,7 @@ class _Ranks:
                 block.fill_(_LOST)
 
 
+@pytest.mark.deep(but=6)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(100, 100), (40, 40)], ids=["divided", "whole"])
