@@ -1,6 +1,6 @@
-"""A pytest plugin: DeepSpeed's tests in front of this engine, each in a process of its own, a single one.
+"""A pytest plugin: DeepSpeed's tests in front of this engine, each in processes of its own, as many as it asks for.
 
-What it does with their harness: a test that asks for several processes runs in one; what they import of DeepSpeed's private
+What it does with their harness: ranks are forked, not started anew, and meet by gloo. What tests import of DeepSpeed's private
 parts is there as a name that nobody can use, so that a file's other tests run. Nothing of their checks is changed.
 """
 
@@ -12,11 +12,16 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
+import re
 import select
 import signal
+import socket
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -29,7 +34,15 @@ from infinity.deepspeed_modules import why_absent
 from infinity.errors import InfinityError
 from tests.deepspeed_suite.suite import RESULTS_VARIABLE
 
-_LIMIT_SECONDS = 240.0
+_LIMIT_SECONDS = 600.0
+"""Of the ranks of a test; the test itself has as much again."""
+_AFTER_SECONDS = 30.0
+"""How long the other ranks have when one has failed or skipped."""
+_MOST_RANKS = 4
+"""A test that asks for more is run with so many."""
+_LAUNCHED = "launched"
+_OF_ANOTHER_RANK = re.compile("RankError: .*(has ended|in time)|Connection closed by peer|gloo")
+"""In an error that follows from another rank's."""
 
 
 class PrivateNameError(Exception):
@@ -151,26 +164,57 @@ class Suite:
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """DeepSpeed's own settings leave some out."""
+        for item in items:
+            _write([item.nodeid, "skipped", "Skipped: DeepSpeed's pytest.ini leaves it out", _asked(item), "0"])
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported is a failed case, or a skipped one."""
+        if report.outcome != "passed":
+            _write([report.nodeid, report.outcome, f"It cannot be imported: {_message_of(report)}", "0", "0"])
+
 
 def _note(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> None:
-    path = os.environ.get(RESULTS_VARIABLE)
-    if path is None:
-        return
     outcome, message = "passed", ""
     for report in reports:
         if report.outcome != "passed":
             outcome, message = report.outcome, _message_of(report)
             break
-    with open(path, "a") as file:
-        file.write(json.dumps([item.nodeid, outcome, message]) + "\n")
+    asked = _asked(item)
+    launched = [used for report in reports for name, used in report.user_properties if name == _LAUNCHED]
+    used = launched[-1] if launched else "0" if outcome == "skipped" or asked != "1" else "1"
+    _write([item.nodeid, outcome, message, asked, used])
 
 
-def _message_of(report: pytest.TestReport) -> str:
+def _write(row: Sequence[str]) -> None:
+    path = os.environ.get(RESULTS_VARIABLE)
+    if path is not None:
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def _asked(item: pytest.Item) -> str:
+    """For how many processes a test asks, as DeepSpeed's harness finds it out."""
+    of_class = getattr(item, "cls", None)
+    if not getattr(of_class, "is_dist_test", False):
+        return "1"
+    mark = item.get_closest_marker("world_size")
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    found = mark.args[0] if mark is not None else params.get("world_size", of_class.world_size)  # type: ignore[union-attr]
+    return _sizes_in_words(found)
+
+
+def _sizes_in_words(world_size: Any) -> str:
+    return ",".join(map(str, [world_size] if isinstance(world_size, int) else world_size))
+
+
+def _message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     """The last line of an error, as Python would print it."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(report.longrepr) if crash is None else str(crash.message)
+    return str(report.longrepr).strip().rpartition("\nE ")[2] if crash is None else str(crash.message)
 
 
 def _warm_up() -> None:
@@ -185,11 +229,75 @@ def _warm_up() -> None:
 
 
 def _launch(self: Any, request: Any, world_size: Any) -> None:
-    """In place of DeepSpeed's own: the test, here and now, as the one process of a group."""
-    store = os.path.join(str(request.getfixturevalue("tmpdir")), "store")
-    message = self._dist_run(0, 1, "0", f"file://{store}")
-    if message:
-        pytest.skip(message)
+    """In place of DeepSpeed's own: the test, as each rank of a group, in this process if that is the only one."""
+    sizes = [world_size] if isinstance(world_size, int) else world_size
+    request.node.user_properties.append((_LAUNCHED, _sizes_in_words([min(size, _MOST_RANKS) for size in sizes])))
+    for size in (min(size, _MOST_RANKS) for size in sizes):
+        folder = tempfile.mkdtemp(dir=str(request.getfixturevalue("tmpdir")))
+        if size == 1:
+            said = [("skipped", message)] if (message := self._dist_run(0, 1, "0", f"file://{folder}/store")) else []
+        else:
+            said = _run_ranks(self, size, Path(folder))
+        failed = [message for outcome, message in said if outcome == "failed"]
+        if failed:  # that of a rank that only missed another one says least
+            pytest.fail(min(failed, key=lambda message: bool(_OF_ANOTHER_RANK.search(message))), pytrace=False)
+        skipped = [message for outcome, message in said if outcome == "skipped"]
+        if skipped:
+            pytest.skip(skipped[0])
+        if len(sizes) > 1 and size == 1:
+            _leave_group()
+
+
+def _leave_group() -> None:
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+def _run_ranks(test: Any, size: int, folder: Path) -> list[tuple[str, str]]:
+    """Call a test on each of several ranks. Returns "failed" or "skipped" and a message, of each rank that did not pass."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    children = [_fork_rank(test, rank, size, port, folder) for rank in range(size)]
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    said: list[tuple[str, str]] = []
+    running = dict(enumerate(children))
+    while running and time.monotonic() < deadline:
+        for rank, child in list(running.items()):
+            if os.waitpid(child, os.WNOHANG) == (0, 0):
+                continue
+            del running[rank]
+            end = folder / f"end{rank}"
+            text = end.read_text() if end.exists() else json.dumps(["failed", f"the process of rank {rank} died"])
+            if text:
+                said.append(tuple(json.loads(text)))
+                deadline = min(deadline, time.monotonic() + _AFTER_SECONDS)
+        time.sleep(0.02)
+    for rank, child in running.items():
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        if not said:
+            said.append(("failed", f"no answer of rank {rank} in {_LIMIT_SECONDS:.0f} seconds"))
+    return said
+
+
+def _fork_rank(test: Any, rank: int, size: int, port: str, folder: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    text = ""
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        message = test._dist_run(rank, size, port, f"file://{folder}/store")
+        text = json.dumps(["skipped", message]) if message else ""
+    except BaseException as error:
+        traceback.print_exc()
+        text = json.dumps(["failed", "".join(traceback.format_exception_only(error)).strip()])
+    finally:
+        (folder / f"end{rank}").write_text(text)
+        while not text and not all((folder / f"end{other}").exists() for other in range(size)):
+            time.sleep(0.02)  # one that ends closes its connections, which may be others' last exchange
+        os._exit(0)
 
 
 def _in_child(item: pytest.Item) -> list[pytest.TestReport]:
@@ -200,13 +308,13 @@ def _in_child(item: pytest.Item) -> list[pytest.TestReport]:
         _run_and_exit(item, writer)
     os.close(writer)
     try:
-        said = _read_all(reader, time.monotonic() + _LIMIT_SECONDS)
+        said = _read_all(reader, time.monotonic() + 2 * _LIMIT_SECONDS)
     finally:
         os.close(reader)
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     if said is None:
-        return [_failed(item, f"no answer in {_LIMIT_SECONDS:.0f} seconds")]
+        return [_failed(item, f"no answer in {2 * _LIMIT_SECONDS:.0f} seconds")]
     if not said:
         return [_failed(item, f"its process died with {os.waitstatus_to_exitcode(status)}")]
     reports = [

@@ -64,8 +64,10 @@ def run(folder: Path, files: Sequence[str], num_processes: int) -> dict[str, Out
     for process, log in started:
         process.wait()
         lines = log.read_text().splitlines() if log.exists() else []
-        for test, outcome, message in map(json.loads, lines):
-            found[test] = judge(test, outcome, message)
+        for test, outcome, message, asked, used in map(json.loads, lines):
+            found[test] = judge(test, outcome, message)._replace(asked=asked, run=used)
+    seen = {test.partition("::")[0] for test in found}
+    found |= {file: Outcome("failed", "No case of this file was run.", "0", "0") for file in files if file not in seen}
     return found
 
 
