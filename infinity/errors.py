@@ -613,7 +613,7 @@ class StandInError(InfinityError, ImportError):
 
 
 class LibraryVersionError(InfinityError, ImportError):
-    """A library that an integration is for is missing, too old, or newer than what the integration was tested with."""
+    """A library that an integration is for is missing, too old, or newer than it was tested with."""
 
     def __init__(self, library: str, *, found: str | None, least: str, extra: str, below: str | None = None) -> None:
         self.library, self.found, self.least, self.below = library, found, least, below
