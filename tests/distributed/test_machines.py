@@ -218,6 +218,7 @@ def _process_of(ready: Path, rank: int) -> int:
     return next(int(name.name.split()[1]) for name in ready.iterdir() if name.name.startswith(f"{rank} "))
 
 
+@pytest.mark.deep
 def test_a_cut_link_leaves_nobody_waiting(machines: tuple[str, str], tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     ready.mkdir()
@@ -242,6 +243,7 @@ def test_a_stopped_rank_is_named_by_its_machine(machines: tuple[str, str], tmp_p
     assert run_ranks(3, train, tmp_path, _joined_at(machines)) == ["", "it was killed", ""]
 
 
+@pytest.mark.deep
 def test_a_stopped_rank_that_holds_the_store_leaves_nobody_waiting(machines: tuple[str, str], tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     ready.mkdir()
@@ -253,6 +255,7 @@ def test_a_stopped_rank_that_holds_the_store_leaves_nobody_waiting(machines: tup
     assert run_ranks(3, train, tmp_path, _joined_at(machines)) == ["it was killed", "", ""]
 
 
+@pytest.mark.deep
 def test_a_link_that_is_cut_in_the_rendezvous_leaves_nobody_waiting(machines: tuple[str, str], tmp_path: Path) -> None:
     def join(rank: int) -> None:
         _enter(machines[rank])

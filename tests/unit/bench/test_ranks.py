@@ -61,6 +61,7 @@ def test_one_drive_is_compared_with_nothing(nvme_dir: Path, capsys: pytest.Captu
     assert not list(nvme_dir.iterdir())
 
 
+@pytest.mark.deep
 def test_two_drives_against_one(nvme_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if reason := why_unavailable("blkio"):
         pytest.skip(reason)

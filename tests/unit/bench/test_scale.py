@@ -57,6 +57,7 @@ def test_ways_share_the_limit() -> None:
     assert roomy.settings["budget"] == (4 << 30) - (800 << 20), "all but what the process takes besides"
 
 
+@pytest.mark.deep
 def test_a_model_that_trains_and_one_that_the_kernel_ends(nvme_dir: Path) -> None:
     reason = why_unavailable("memory")
     if reason is not None:
