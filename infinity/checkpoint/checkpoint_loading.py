@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.arrays import WEIGHT, ElementsInOrder
-from infinity.checkpoint.saved import Checkpoint, SavedTensor
+from infinity.checkpoint.rest_checks import check_groups
+from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
 from infinity.checkpoint.state_access import StateAccess, in_memory_order
+from infinity.errors import CheckpointError
 from infinity.optim.groups import TiledGroups
 from infinity.optim.named_groups import in_order_of
 from infinity.paging.module_hooks import ModuleHooks
@@ -66,6 +68,11 @@ class Loading:
         groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
         if "names" in rest and {id(p) for g in groups for p in g["params"]} <= {id(p) for p in parameters.values()}:
             rest = in_order_of(groups, rest, parameters, is_strict=is_strict)
+        try:
+            if len(groups) == len(rest["param_groups"]):  # else the optimizer says so
+                check_groups(rest["param_groups"], groups)
+        except ValueError as error:
+            raise CheckpointError(self._saved.folder / REST, str(error)) from error
         mine = self._tiled.without_tiles([p for group in optimizer.param_groups for p in group["params"]])
         ids = [key for group in rest["param_groups"] for key in group["params"]]
         parameter_of = dict(zip(ids, mine, strict=False))  # the optimizer says so if they are not as many

@@ -29,6 +29,7 @@ from infinity.checkpoint.manifest import (
     read_checked,
     read_manifest,
 )
+from infinity.checkpoint.rest_checks import check_rest
 from infinity.errors import CheckpointError, StorageError, format_bytes
 from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
 from infinity.numerics.random_states import check_random_states
@@ -154,7 +155,7 @@ class Checkpoint:
         raw = read_checked(self.folder, self._files, RAW) if RAW in self._files else b""
         try:
             found = from_json(text, raw)
-            _check_rest(found)
+            check_rest(found)
         except UNREADABLE as error:
             problem = f"it is not what a checkpoint has: {str(error)[:200] or type(error).__name__}"
             raise CheckpointError(self.folder / REST, problem) from error
@@ -177,41 +178,6 @@ class Checkpoint:
                     pass
                 num_bytes += tensor.file_bytes
         return num_bytes
-
-
-def _check_rest(found: Any) -> None:
-    """Raise a ValueError or TypeError unless what is no large tensor has the types that the rest of the package expects."""
-    kinds = {
-        "client_state": dict,
-        "counters": dict,
-        "param_groups": list,
-        "states": list,
-        "others": dict,
-        "names": dict,
-    }
-    kinds |= {"random": dict, "ranks": list, "extra_states": dict, "lr_scheduler": dict}
-    for name, kind in kinds.items():
-        if name not in found and name in ("client_state", "counters"):
-            raise ValueError(f"there is no '{name}'")
-        if name in found and not (isinstance(found[name], kind) or (name == "lr_scheduler" and found[name] is None)):
-            raise TypeError(f"'{name}' is a {type(found[name]).__name__}")
-    scale = found["counters"]["loss_scale"]
-    numbers = [found["counters"][name] for name in ("global_steps", "micro_steps", "skipped_steps", "global_samples")]
-    if not all(type(each) is int and each >= 0 for each in numbers):
-        raise ValueError(f"'counters' are {numbers}")
-    if not all(isinstance(scale[name], int | float) for name in ("scale", "patience", "num_finite")):
-        raise TypeError("'loss_scale' holds something else than numbers")
-    for group in found.get("param_groups", ()):
-        if not all(type(key) is int for key in group["params"]):
-            raise TypeError("'param_groups' hold something else than numbers of parameters")
-    for key, fqn, scalars in found.get("states", ()):
-        if (type(key), type(fqn)) != (int, str) or not isinstance(scalars, dict):
-            raise TypeError("'states' hold something else than states")
-    if not all(isinstance(each, dict) for each in (*found.get("others", {}).values(), *found.get("ranks", ()))):
-        raise TypeError("'others' or 'ranks' hold something else than states")
-    for each in (found, *found.get("ranks", ())):
-        if "random" in each:
-            check_random_states(each["random"])
 
 
 def find(directory: Path, tag: str | None) -> Path | None:

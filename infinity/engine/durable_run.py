@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from infinity.checkpoint.rest_checks import check_counters, check_groups, check_states
 from infinity.config import DurableSection, InfinityConfig
 from infinity.distributed.agreement import agree, together
 from infinity.distributed.collectives import Ranks
@@ -451,6 +452,9 @@ class DurableRun:
         if lacking:
             raise ValueError(f"it has no {', '.join(lacking)}")
         check_random_states(rest["random"])
+        check_counters(rest["counters"])
+        check_groups(rest["groups"], training.optimizer.param_groups)
+        check_states(rest["states"], sorted({name for unit in self._units for name in self._records.names_of(unit)}))
         self._records.set_valid_bytes(rest["valid_bytes"])
         for unit in self._units:
             for slot in unit.layout.slots:

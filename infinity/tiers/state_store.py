@@ -376,7 +376,15 @@ class PagedStateStore:
         return {i: records.extent.start for i, records in self._records.items() if records.extent is not None}
 
     def set_valid_bytes(self, valid_bytes: Mapping[int, list[int]]) -> None:
-        """The extents hold other records, of which so much is stored. None may be open."""
+        """The extents hold other records, of which so much is stored. None may be open.
+
+        Raises:
+            ValueError: there are not such records.
+        """
+        for index, found in valid_bytes.items():
+            present = self._records[index].valid_bytes
+            if len(found) != len(present) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
+                raise ValueError(f"the records of unit {index} are others")
         self.forget_ahead()
         for index, found in valid_bytes.items():
             self._records[index].valid_bytes[:] = found
