@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infinity.loop.random_states import check_random_states
+from infinity.numerics.random_states import check_random_states
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 _KINDS = {

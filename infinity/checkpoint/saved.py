@@ -32,7 +32,6 @@ from infinity.checkpoint.manifest import (
 from infinity.checkpoint.rest_checks import check_rest
 from infinity.errors import CheckpointError, StorageError, format_bytes
 from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
-from infinity.numerics.random_states import check_random_states
 from swapper import SwapperError
 from swapper.errors import limit_cure
 from swapper.volumes.block_files import BlockThreads, free_bytes
