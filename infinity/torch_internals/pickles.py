@@ -165,7 +165,7 @@ def _legacy(path: Path, data: _Memory) -> _Unpickler:
         content = file.read(start - begin)
     places: dict[str, tuple[int, int]] = {}
     for key in keys:
-        places[key] = start + 8, sizes[key]
+        places[key] = start + 8, sizes[_text(key)]
         start += 8 + sizes[key]
     if start > data.size:
         raise ValueError(f"it has {data.size} bytes, and its tensors end at {start}")
@@ -239,6 +239,13 @@ def _sizes(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
+def _text(value: Any) -> str:
+    """A text. To make one of something else may take forever: see `_Size`."""
+    if type(value) is not str:
+        raise TypeError(f"it has a {type(value).__name__} where a text should be")
+    return value
+
+
 def _key(value: Any) -> Hashable:
     """A key, if its hash needs no code of its own and little time."""
     if type(value) in _KEYS:
@@ -297,7 +304,7 @@ class _Unpickler(_Base):  # type: ignore[misc]
         """A storage, by its type, key and number of elements."""
         kind, stored_as, key, _device, numel, *view = saved_id
         if kind != "storage" or type(key) is not str or type(numel) is not int or any(view) or numel < 0:
-            raise ValueError(f"it refers to {str(saved_id)[:60]}")
+            raise ValueError("it refers to something else than a storage")
         if not isinstance(stored_as, Record) or stored_as.arguments is not None:
             raise ValueError("a storage in it has no type")
         package, _, name = stored_as.name.rpartition(".")
@@ -476,8 +483,8 @@ def _numpy_scalar(_: _Unpickler, dtype: Any, data: Any) -> Any:
 
 def _encoded(_: _Unpickler, text: str, encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise ValueError(f"it encodes text as {encoding!r}")
-    return text.encode("latin1")
+        raise ValueError("it encodes text by something else than latin1")
+    return _text(text).encode("latin1")
 
 
 def _of_type(made: _Unpickler, function: Any, _class: Any, arguments: Any, _state: Any) -> Any:
@@ -485,7 +492,7 @@ def _of_type(made: _Unpickler, function: Any, _class: Any, arguments: Any, _stat
 
 
 def _device(_: _Unpickler, kind: str, index: int | None = None) -> torch.device:
-    return torch.device(str(kind) if index is None else f"{kind}:{int(index)}")
+    return torch.device(_text(kind) if index is None else f"{_text(kind)}:{int(index)}")
 
 
 _KNOWN: dict[str, Callable[..., Any]] = {
@@ -509,7 +516,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     ),
     "builtins.complex": lambda made, real=0.0, imag=0.0: complex(float(real), float(imag)),
     "_codecs.encode": _encoded,
-    "numpy.dtype": lambda made, code, *flags: _NumpyType("numpy.dtype", (), code=str(code)),
+    "numpy.dtype": lambda made, code, *flags: _NumpyType("numpy.dtype", (), code=_text(code)),
     "numpy.core.multiarray._reconstruct": lambda made, *arguments: _UnbuiltArray(),
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy.core.numeric._frombuffer": lambda made, data, dtype, shape, order: _array(dtype, shape, data, order),
