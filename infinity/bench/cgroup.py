@@ -116,7 +116,7 @@ class MemoryGroup:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._is_version_2 = (folder / "memory.max").exists()
-        self._peak_file: IO[str] | None = None
+        self._peak_file: IO[bytes] | None = None
 
     def limit(self, num_bytes: int | None) -> None:
         """The kernel kills a process of the group that cannot stay under `num_bytes`; None removes the limit."""
@@ -148,10 +148,9 @@ class MemoryGroup:
             return True
         try:  # version 2 counts anew for this file descriptor alone
             if self._peak_file is None:
-                self._peak_file = self._peak_path.open("r+")
+                self._peak_file = self._peak_path.open("r+b", buffering=0)
             self._peak_file.seek(0)
-            self._peak_file.write("0")
-            self._peak_file.flush()
+            self._peak_file.write(b"0")
         except OSError:
             return False
         return True

@@ -131,7 +131,7 @@ def test_a_peak_is_counted_anew(tree: _Tree) -> None:
 def test_a_kernel_that_cannot_reset_the_peak_says_so(tree: _Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     _session(tree)
 
-    def refuse(path: Path, mode: str) -> None:
+    def refuse(path: Path, mode: str, **how: int) -> None:
         raise OSError(errno.EACCES, "memory.peak is read-only before Linux 6.12")
 
     with Cgroup("case", ("memory",)) as group:
