@@ -37,7 +37,8 @@ from transformers import LlamaForCausalLM
 
 import infinity
 from infinity.bench.cgroup import Cgroup, why_unavailable
-from infinity.demo.train import SIZES, build_model, console, read_text, resident_bytes
+from infinity.demo.arguments import SIZES
+from infinity.demo.train import build_model, console, read_text, resident_bytes
 
 SIZE = SIZES["3b"]
 STEPS_BEFORE, STEPS_AFTER = 3, 2

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import click
 
+from infinity.demo.arguments import parse_arguments
+
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
@@ -30,11 +32,6 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def train(arguments: tuple[str, ...]) -> int:
     """Train a byte-level Llama from NVMe, on your text."""
-    with _ended_by_ctrl_c():
-        try:
-            from infinity.demo.train import main, parse_arguments
-        except ModuleNotFoundError as error:
-            raise click.ClickException(f"it needs {error.name}: pip install 'infinity-offload[hf,plot]'") from error
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
@@ -43,4 +40,9 @@ def train(arguments: tuple[str, ...]) -> int:
         if ended.code:
             raise click.UsageError(told.getvalue().rpartition("error: ")[2].strip()) from None
         raise click.exceptions.Exit(0) from None
+    with _ended_by_ctrl_c():
+        try:
+            from infinity.demo.train import main
+        except ModuleNotFoundError as error:
+            raise click.ClickException(f"it needs {error.name}: pip install 'infinity-offload[hf,plot]'") from error
     return main(parsed)

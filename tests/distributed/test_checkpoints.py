@@ -116,7 +116,7 @@ def test_what_any_number_wrote_any_number_loads(tmp_path: Path) -> None:
         _run(num, read, tmp_path / f"read {num}")
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_goes_on_with_its_own_numbers_and_samples(stage: int, tmp_path: Path) -> None:
     def write(rank: int) -> None:
@@ -141,7 +141,7 @@ def test_each_rank_goes_on_with_its_own_numbers_and_samples(stage: int, tmp_path
     assert expected[0] != expected[1]
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("seeds", ["own", "same"])
 def test_ranks_that_were_not_there_draw_numbers_of_their_own(seeds: str, tmp_path: Path) -> None:
     def write(rank: int) -> None:
@@ -164,6 +164,7 @@ def test_ranks_that_were_not_there_draw_numbers_of_their_own(seeds: str, tmp_pat
         assert len(set(of_kind)) == (4 if seeds == "own" else 1)
 
 
+@pytest.mark.deep
 def test_another_number_of_ranks_goes_on_with_the_next_samples(tmp_path: Path) -> None:
     """Of one epoch, each sample comes once, whoever takes it; with a batch size of 3 in place of 1, too."""
 
@@ -242,6 +243,7 @@ def _full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.deep
 def test_what_one_rank_cannot_read_changes_nothing_or_is_noted_on_all(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         with _engine(tmp_path, rank) as engine:
@@ -275,6 +277,7 @@ def _raise(*_: Any, **__: Any) -> None:
     raise UnsupportedModelError("it is of another model", cure="Take another one")
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("does", ["ends", "steps", "saves another"])
 def test_a_rank_that_does_not_save_is_missed(does: str, tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -293,6 +296,7 @@ def test_a_rank_that_does_not_save_is_missed(does: str, tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.deep
 def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,7 +159,7 @@ def test_tied_and_frozen_weights_train_as_whole_ones(
     _require(num, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> None:
     num_layers, width, num_steps = 16, 128, 2
     unit_bytes = 4 * width * width
@@ -228,7 +228,7 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
         assert sum(found["sent"]["fetches"] for found in of_ranks) == num_fetches * unit_bytes * others
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("update", ["in_backward", "deferred"])
 @pytest.mark.parametrize("lacking", [[], [1], [0, 1]])
 def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update: str, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update
     _require(2, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("tier", ["none", "cpu"])
 def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Path) -> None:
     """Each rank's share lies there, and what the budget has room for of the others, but nothing on drives."""
@@ -329,7 +329,7 @@ def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Pa
         assert re.search(r"for this process's share of the weights, .* for the weights of", error)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("memory", ["device"], indirect=True)
 @pytest.mark.parametrize("lacking", [[0, 1], [1]])
 def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: str, tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: st
     _require(2, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("exposing_rank", [None, 0, 1])
 def test_replaced_main_weights_are_stored_once(
     exposing_rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -389,7 +389,7 @@ def test_replaced_main_weights_are_stored_once(
     _require(2, replace, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
 def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
     def look(rank: int) -> None:
@@ -414,6 +414,7 @@ def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
     _require(2, look, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("is_garbage", [False, True])
 def test_a_script_may_end_with_an_export(is_garbage: bool, tmp_path: Path) -> None:
     """The first rank reads the shares of the others, whose scripts are at their ends long before."""
@@ -437,6 +438,7 @@ def test_a_script_may_end_with_an_export(is_garbage: bool, tmp_path: Path) -> No
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
+@pytest.mark.deep
 def test_a_rank_that_fails_waits_for_nobody_at_its_end(tmp_path: Path) -> None:
     def fail(rank: int) -> None:
         engine = _engine(tmp_path)
@@ -468,7 +470,7 @@ def _die(engine: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("act", "own", "others"),
     [

@@ -206,6 +206,7 @@ def _three_steps_of_which_rank_1_lacks_the_last(directory: Path) -> None:
     (commits / f"commit-{3:010}").unlink()
 
 
+@pytest.mark.deep
 def test_ranks_with_other_numbers_of_commits_begin_the_same_line_with_a_checkpoint(tmp_path: Path) -> None:
     _three_steps_of_which_rank_1_lacks_the_last(tmp_path)
 
@@ -223,6 +224,7 @@ def test_ranks_with_other_numbers_of_commits_begin_the_same_line_with_a_checkpoi
     _each(tmp_path, go_on)
 
 
+@pytest.mark.deep
 def test_a_rank_that_cannot_go_back_keeps_the_others_from_it(tmp_path: Path) -> None:
     """Rank 0 was ahead, and has no commit of the first step any more."""
     _three_steps_of_which_rank_1_lacks_the_last(tmp_path)

@@ -67,6 +67,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
         assert re.search(r"the process of rank 1 \(\d+\) is gone, and has not said why .*: an error, killed", error)
 
 
+@pytest.mark.deep
 def test_a_killed_rank_that_held_the_store_is_named(tmp_path: Path) -> None:
     def join(rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -119,6 +120,7 @@ def test_who_does_not_come_to_the_rendezvous_is_waited_for_as_long_as_said(tmp_p
     assert run_ranks(1, lambda rank: None, tmp_path, join) == [""]
 
 
+@pytest.mark.deep
 def test_what_followed_is_no_cause(tmp_path: Path) -> None:
     """Rank 2 hears of rank 1's end long after rank 0 has ended of it."""
 
@@ -182,6 +184,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     assert run_ranks(2, train, tmp_path) == ["", ""]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
@@ -211,7 +214,7 @@ def test_what_is_each_process_own_may_differ(tmp_path: Path) -> None:
     assert run_ranks(2, train, tmp_path) == ["", ""]
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize(
     ("what", "message"),
@@ -274,6 +277,7 @@ def test_a_batch_is_divided_among_processes() -> None:
     assert infinity.load_config(_CONFIG | {"train_batch_size": 6}, world_size=2).gradient_accumulation_steps == 3
 
 
+@pytest.mark.deep
 def test_an_engine_may_be_closed_after_the_process_group(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = _engine(zero_optimization={"stage": 3})
@@ -293,6 +297,7 @@ def _gloo_threads() -> int:
     return num
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("is_destroyed", [False, True])
 def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path, is_destroyed: bool, stage: int) -> None:

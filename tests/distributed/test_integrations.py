@@ -153,6 +153,7 @@ def _arguments(directory: Path) -> TrainingArguments:
     )
 
 
+@pytest.mark.deep
 def test_the_trainer(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         arguments = _arguments(tmp_path)
@@ -204,6 +205,7 @@ class _Schedules(TrainerCallback):
         self.found.append((report.schedule, report.schedule_reason))
 
 
+@pytest.mark.deep
 def test_the_trainers_micro_batches_go_vertically_with_the_same_bits(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         weights: list[dict[str, torch.Tensor]] = []

@@ -139,6 +139,7 @@ def test_stages_and_offload(tmp_path: Path) -> None:
     _run(train, tmp_path)
 
 
+@pytest.mark.deep
 def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         def fit(strategy: Any, resumes: Path | None = None, *, epochs: int) -> Any:
@@ -155,6 +156,7 @@ def test_checkpoints_and_resuming(tmp_path: Path) -> None:
     _run(train, tmp_path)
 
 
+@pytest.mark.deep
 def test_manual_optimization(tmp_path: Path) -> None:
     """In stage 0 gradients are means after each backward, as in DDP, so the script may clip them."""
 
@@ -169,6 +171,7 @@ def test_manual_optimization(tmp_path: Path) -> None:
     _run(train, tmp_path)
 
 
+@pytest.mark.deep
 def test_what_is_refused(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         with pytest.raises(ConfigError, match=r"counts 1 process\(es\), and 2 train together"):

@@ -231,6 +231,7 @@ def test_a_cut_link_leaves_nobody_waiting(machines: tuple[str, str], tmp_path: P
     assert run_ranks(3, train, tmp_path, _joined_at(machines)) == ["", "", ""]
 
 
+@pytest.mark.deep
 def test_a_stopped_rank_is_named_by_its_machine(machines: tuple[str, str], tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     ready.mkdir()

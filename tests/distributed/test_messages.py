@@ -41,6 +41,7 @@ _ERRORS: dict[str, Callable[[], Exception]] = {
 }
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("name", _ERRORS)
 def test_an_error_of_one_rank_is_raised_on_all(name: str, tmp_path: Path) -> None:
     def fail(rank: int) -> None:

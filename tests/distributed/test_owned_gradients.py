@@ -84,7 +84,7 @@ def _require_sent(more_than: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3}, _LITTLE], ids=["one", "three", "spilled"])
 def test_means_are_on_their_way_before_the_backward_ends(changes: dict[str, Any], tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -106,6 +106,7 @@ def test_means_are_on_their_way_before_the_backward_ends(changes: dict[str, Any]
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_those_of_micro_batches_that_go_together_are_too(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         changes = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical", "keep_in_memory": False}}
@@ -121,6 +122,7 @@ def test_those_of_micro_batches_that_go_together_are_too(tmp_path: Path) -> None
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_of_what_is_spilled_each_rank_writes_its_share(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         written = {}
@@ -140,6 +142,7 @@ def test_of_what_is_spilled_each_rank_writes_its_share(tmp_path: Path) -> None:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_rank_that_waits_keeps_no_other_one_waiting(tmp_path: Path) -> None:
     """The script's own exchange in a backward that is in another order on each rank, as of experts."""
 
@@ -196,6 +199,7 @@ def test_what_comes_between_backward_and_step(changes: dict[str, Any], tmp_path:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_plain_loop_clips_by_its_own_norms_after_steps_of_the_engine(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         found = {}
@@ -213,6 +217,7 @@ def test_a_plain_loop_clips_by_its_own_norms_after_steps_of_the_engine(tmp_path:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_ranks_begin_with_the_same_weights_where_halves_are_rounded(tmp_path: Path) -> None:
     """A main weight halfway between two model weights: each rank has made the halves of its own share alone."""
 
@@ -231,6 +236,7 @@ def test_ranks_begin_with_the_same_weights_where_halves_are_rounded(tmp_path: Pa
     require_ranks(2, begin, tmp_path)
 
 
+@pytest.mark.deep
 def test_gradients_dropped_on_one_rank_alone_are_an_error_on_all(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = infinity.initialize(model=_Deep(), config=_config(tmp_path, 2))[0]
@@ -244,6 +250,7 @@ def test_gradients_dropped_on_one_rank_alone_are_an_error_on_all(tmp_path: Path)
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_backward_that_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = infinity.initialize(model=_Deep(), config=_config(tmp_path, 2))[0]
@@ -256,6 +263,7 @@ def test_a_backward_that_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert "RankError" in errors[0] and "ZeroDivisionError" in errors[0], errors[0]
 
 
+@pytest.mark.deep
 def test_two_engines_exchange_at_a_time(tmp_path: Path) -> None:
     """As of a generator and its discriminator: each rank comes to them in its own time, one after the other."""
 

@@ -184,7 +184,7 @@ def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
     assert not any(errors), "\n".join(errors)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("is_mesh", [False, True])
 def test_tensor_parallelism_beside_ddp(stage: int, is_mesh: bool, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def _stage(stage: int) -> nn.Module:
     return nn.Sequential(*layers[2 * stage : 2 * stage + 2])  # names are the same in both
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("stage_of_zero", [0, 3])
 def test_stages_of_torchs_pipelining_beside_data_parallelism(stage_of_zero: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -272,6 +272,7 @@ def _norm_of_stages(plain: nn.Module, data: Any, pipe: Any) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.cat(of_stages))
 
 
+@pytest.mark.deep
 def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None:
     """As with Megatron's, of which one stage alone has position embeddings."""
 
@@ -291,7 +292,7 @@ def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None
     _require(4, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("forgotten", ["is_marked", "is_summed"])
 def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) -> None:
     """A zero bias is the same on all at first, and so are layer norms: values alone do not tell what is a part."""
@@ -322,7 +323,7 @@ def _mesh(*names: str) -> Any:
     return dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names or None)
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("who", "error", "message"),
     [
@@ -370,6 +371,7 @@ def test_all_may_have_the_whole_model(who: Any, tmp_path: Path) -> None:
     _require(4, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_step_that_overflows_in_one_part_is_skipped_by_all(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         mesh = _mesh("pp", "dp")
@@ -514,6 +516,7 @@ def _require_bits(engine: Any, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.deep
 def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         data, tensor = _groups(rank)
@@ -618,6 +621,7 @@ def test_a_durable_run_goes_on_from_a_step_of_all_parts(tmp_path: Path) -> None:
     _require(4, go_on, tmp_path / "second")
 
 
+@pytest.mark.deep
 def test_a_rank_that_fails_in_one_part_is_named_in_all(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = _tensor_engine(rank, tmp_path, train_batch_size=4)

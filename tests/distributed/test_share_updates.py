@@ -131,7 +131,7 @@ def test_bits_are_those_of_undivided_states(num: int, changes: dict[str, Any], t
     require_ranks(num, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("stage", [1, 3])
 def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -154,7 +154,7 @@ def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> N
     require_ranks(2, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("modes", [("in_backward", "in_backward"), ("step", "step"), ("in_backward", "step")])
 def test_weights_are_gathered_in_the_order_of_updates(modes: tuple[str, str], tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -175,6 +175,7 @@ def test_weights_are_gathered_in_the_order_of_updates(modes: tuple[str, str], tm
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_what_only_some_have_waits_for_the_step(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = _engine(tmp_path, 3)
@@ -225,7 +226,7 @@ def _set_rate(engine: Any, value: float) -> None:
     engine.optimizer.param_groups[0]["lr"] = value
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -260,6 +261,7 @@ def test_what_is_an_error_is_one_on_all_ranks_however_fast(
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_other_rates_on_one_rank_are_named_and_nothing_is_updated(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = _engine(tmp_path, 3)
@@ -291,7 +293,7 @@ def _require_same_everywhere(values: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(other, found) for other in others), "ranks have different weights"
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("num", "stage", "zero"),
     [(2, 2, {}), (2, 3, {}), (4, 2, {"mics_shard_size": 2}), (4, 3, {"mics_shard_size": 2})],
@@ -328,7 +330,7 @@ def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(
     require_ranks(num, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_that_are_cut_off_at_other_places_go_on_together(stage: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
@@ -356,6 +358,7 @@ def test_ranks_that_are_cut_off_at_other_places_go_on_together(stage: int, tmp_p
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_weights_written_while_they_are_gathered(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         found = {}
@@ -408,7 +411,7 @@ def _take_room(gradients: Any, *, until_the_step: bool) -> None:
     gradients._has_room_beside = lambda grads: not until_the_step and gradients._is_last_over and has_room(grads)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("lacks_room", ["nobody", "until the backward ends", "until the step"])
 def test_a_gradient_that_nobody_expects_is_averaged_once(clip: float, lacks_room: str, tmp_path: Path) -> None:
@@ -431,6 +434,7 @@ def test_a_gradient_that_nobody_expects_is_averaged_once(clip: float, lacks_room
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         engine = _engine(tmp_path, 2)
@@ -458,7 +462,7 @@ def test_where_updates_wait_for_the_step(key: str, tmp_path: Path) -> None:
     assert config.infinity.update == ("deferred" if key == "stage" else "step")
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("update", ["in_backward", "deferred", "step"])
 def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weights(update: str, tmp_path: Path) -> None:
     """What is in memory then has this rank's new weights and others' old ones."""

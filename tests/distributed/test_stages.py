@@ -95,7 +95,7 @@ _DIVIDED = {"infinity": {"host_memory_budget": "800KiB", "keep_in_memory": False
 """Gradients are spilled as well, and units make room for each other: in stage 3 each rank keeps its share of them alone."""
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(("precision", "num"), [("fp32", 2), ("fp16", 2), ("bf16", 3)])
 def test_all_stages_and_offloads_are_equal(precision: str, num: int, tmp_path: Path) -> None:
     changes: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}

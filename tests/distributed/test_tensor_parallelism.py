@@ -180,6 +180,7 @@ def test_beside_data_parallelism(stage: int, tier: str, by_sequence: bool, tmp_p
     require_ranks(4, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_an_optimizer_and_groups_of_dtensors(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -255,6 +256,7 @@ def test_what_all_processes_share_needs_no_mesh(tmp_path: Path) -> None:
     require_ranks(2, train, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["Lamb", "Muon"])
 def test_a_rule_for_whole_parameters_is_refused(name: str, tmp_path: Path) -> None:
     """It would see the norm of a part, where torch's would see that of the whole."""
@@ -324,6 +326,7 @@ def test_checkpoints_of_parts(tmp_path: Path) -> None:
     require_ranks(4, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_a_mesh_that_says_something_else_is_refused(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -112,6 +112,7 @@ def test_equal_to_ddp(place: str, tmp_path: Path) -> None:
     _require(2, train, tmp_path)
 
 
+@pytest.mark.deep
 def test_the_plain_loop_is_equal_to_ddp(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         config = _config(tmp_path, {"gradient_accumulation_steps": 1})
@@ -141,7 +142,7 @@ def test_the_plain_loop_is_equal_to_ddp(tmp_path: Path) -> None:
     _require(2, train, tmp_path)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_path: Path) -> None:
     changes = {} if precision == "fp32" else {precision: {"enabled": True}}
@@ -173,6 +174,7 @@ def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_p
     _require(4, train, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_all_skip_a_step_that_overflows_on_one(stage: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:

@@ -246,7 +246,7 @@ class _Engine:
         raise AssertionError("the tensor lies in no file")
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("what", "dtype", "index"),
     [
@@ -283,7 +283,7 @@ def test_a_flipped_bit_stops_training_and_names_the_parameter(
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("clipping", [0.0, 0.1])
 def test_no_step_is_computed_from_flipped_bits(direction: Direction, clipping: float, tmp_path: Path) -> None:
@@ -308,6 +308,7 @@ def test_no_step_is_computed_from_flipped_bits(direction: Direction, clipping: f
         assert is_found or flipped != every
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"gradient_clipping": 0.1, "bf16": {"enabled": True}}, {"gradient_accumulation_steps": 2}],
@@ -320,6 +321,7 @@ def test_training_with_checksums_is_bit_identical(changes: dict[str, Any], tmp_p
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_nothing_is_read_twice_after_the_first_step(
     bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

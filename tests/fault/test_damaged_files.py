@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz.files import FORMATS, run
 
-_FEW, _MANY = 100, 5000
+_FEW, _MANY = 25, 5000
 
 
 @pytest.mark.parametrize("name", FORMATS)

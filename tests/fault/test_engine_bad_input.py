@@ -264,6 +264,7 @@ def test_directory_is_too_small_for_the_states(drive: Path, small_tmpfs: Callabl
     assert os.listdir(point) == []
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("tiers", ["nvme", "cpu", "none"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_budget_below_the_minimum(tiers: str, dtype: str, drive: Path) -> None:
@@ -326,6 +327,7 @@ def test_a_model_that_an_engine_holds(drive: Path) -> None:
         assert torch.isfinite(engine(**make_batch(1)))
 
 
+@pytest.mark.deep
 def test_a_compiled_model(drive: Path) -> None:
     model = torch.compile(PLAIN.make("none"), backend="eager")
     refused(UnsupportedModelError, "compiled as a whole", "engine.compile", drive=drive, model=model)

@@ -45,6 +45,7 @@ def test_two_engines_in_one_process_and_directory(tmp_path: Path) -> None:
         second.require_equal()
 
 
+@pytest.mark.deep
 def test_the_forwards_of_two_engines_interleaved(tmp_path: Path) -> None:
     """A generator and a discriminator: the loss of one goes through the other."""
     first, second = Lockstep.start(tmp_path), Lockstep.start(tmp_path, case=SHAPES_BY_NAME["scalars"])
@@ -90,6 +91,7 @@ def test_a_held_model_inside_an_ordinary_one(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------- copies
 
 
+@pytest.mark.deep
 def test_a_deep_copy_is_an_ordinary_model_with_the_true_weights(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["tied_weights"]) as both:
         both.engine_step(0)
@@ -117,6 +119,7 @@ def test_a_deep_copy_outlives_the_engine(tmp_path: Path) -> None:
     assert torch.equal(twin(**make_batch(5)), expected)
 
 
+@pytest.mark.deep
 def test_a_pickled_model_has_the_true_weights_or_raises(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
@@ -134,6 +137,7 @@ def test_a_pickled_model_has_the_true_weights_or_raises(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("what", ["engine", "optimizer"])
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda value: torch.save(value, io.BytesIO())], ids=["copy", "pickle"])
 def test_copies_of_engine_and_optimizer_work_or_raise(what: str, how: Callable[[Any], Any], tmp_path: Path) -> None:
@@ -157,6 +161,7 @@ class TokenData(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {key: torch.randint(VOCABULARY, (LENGTH,), generator=generator) for key in ("tokens", "labels")}
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_loader_workers_that_fork(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
@@ -171,6 +176,7 @@ def test_loader_workers_that_fork(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_neither_hangs_nor_harms(tmp_path: Path) -> None:
     """A child that ends, or drops its copy of the engine, leaves the parent's files and threads alone."""
@@ -191,6 +197,7 @@ def test_a_forked_child_neither_hangs_nor_harms(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------- changes to a held model
 
 
+@pytest.mark.deep
 def test_compiling_a_held_model_is_exact_or_refused_by_name(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
@@ -235,6 +242,7 @@ def test_a_module_added_to_a_held_model(tmp_path: Path) -> None:
         assert both.model.blocks[3].weight.grad is not None
 
 
+@pytest.mark.deep
 def test_hooks_of_the_user_see_true_weights(tmp_path: Path) -> None:
     seen: dict[str, list[torch.Tensor]] = {"paged": [], "plain": []}
     with Lockstep.start(tmp_path) as both:

@@ -37,7 +37,7 @@ class Interruption:
             raise error
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, _CLIPPED, {"gradient_accumulation_steps": 3}], ids=["free", "clip", "ga3"])
 @pytest.mark.parametrize(
     ("error", "step", "module"),
@@ -65,6 +65,7 @@ def test_an_exception_in_forward(
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_an_exception_in_the_forward_of_a_later_micro_batch(micro_batch: int, tmp_path: Path) -> None:
     """What earlier micro-batches accumulated stays."""
@@ -100,6 +101,7 @@ def _raise_in_backward(both: Lockstep, where: str, error: BaseException) -> None
         both.engine.backward(loss)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("error", "changes"),
     [(ValueError("user's fault"), _AT_STEP), (KeyboardInterrupt(), _CLIPPED)],
@@ -118,6 +120,7 @@ def test_an_exception_in_backward_before_any_update_is_reset(
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [_AT_STEP, _CLIPPED], ids=["update at step", "clip"])
 def test_a_step_after_a_cut_off_backward_is_an_error_until_it_is_reset(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:
@@ -130,6 +133,7 @@ def test_a_step_after_a_cut_off_backward_is_an_error_until_it_is_reset(changes: 
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("where", ["blocks.0", "embedding"])
 def test_a_backward_cut_off_after_updates_is_never_silent(where: str, tmp_path: Path) -> None:
     """Some units hold new weights and others old ones: whatever comes next says so, or nothing had been updated."""
@@ -199,6 +203,7 @@ def test_an_exception_in_a_gradient_hook_of_the_plain_loop(tmp_path: Path) -> No
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("loop", ["engine", "plain"])
 def test_interrupts_below_a_model_that_is_never_called_itself_leave_nothing_open(loop: str, tmp_path: Path) -> None:
     """As in the loops of GANs. Each interrupted layer would stay in memory, for which the budget has no room."""
@@ -249,6 +254,7 @@ def test_interrupts_below_a_model_that_is_never_called_itself_leave_nothing_open
 # ------------------------------------------------------------------------------------------------- NaN
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("changes", [{}, _CLIPPED])
 def test_a_loss_that_is_not_finite_is_reported_with_the_step(

@@ -128,6 +128,7 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next((directory / "checkpoint").glob("global_step*"))
 
 
+@pytest.mark.deep(but=16)
 @pytest.mark.parametrize("name", [*_ALLOCATING, *_RUNNING])
 def test_a_hostile_pickle_is_an_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,7 +139,7 @@ def test_a_hostile_pickle_is_an_error(name: str, tmp_path: Path, monkeypatch: py
     assert [each.name for each in tmp_path.iterdir()] == ["weights.pt"]
 
 
-@pytest.mark.deep(but=13)
+@pytest.mark.deep(but=6)
 @pytest.mark.parametrize("name", [*_ALLOCATING, *_RUNNING])
 def test_a_hostile_checkpoint_of_deepspeed_is_an_error(
     name: str, deepspeed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

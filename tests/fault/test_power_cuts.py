@@ -95,7 +95,7 @@ def _act(engine: Any, chance: random.Random) -> None:
             engine.rollback(chance.randrange(min(kept, engine.global_steps)))
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("num_drives", [1, 2])
 @pytest.mark.parametrize("mode", _MODES)

@@ -94,6 +94,7 @@ def _is_fetching(code: CodeType) -> bool:
     return code.co_name in names and code.co_filename.endswith(("paging/residency.py", "tiers/weight_store.py"))
 
 
+@pytest.mark.deep
 def test_a_handler_in_the_midst_of_a_fetch_finds_the_unit_in_no_state_in_between(tmp_path: Path) -> None:
     """It asks for the very weights that are being fetched: the trace would let it."""
 
@@ -144,6 +145,7 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["in_backward", "vertical"])
 def test_true_signals_while_training(mode: str, tmp_path: Path) -> None:
     """A handler saves again and again, wherever the signal finds the training thread."""
@@ -183,6 +185,7 @@ def _is_scheduling(code: CodeType) -> bool:
     return code.co_filename.startswith(_PACKAGES[1])
 
 
+@pytest.mark.deep
 def test_a_handler_anywhere_in_a_request_works_or_is_refused() -> None:
     """It never waits for a lock that its own thread has, and what is refused leaves nothing behind."""
     opened = Swapper.in_memory(16 << 20, SwapperConfig(request_bytes=4096, deadline_seconds=60.0))
@@ -294,6 +297,7 @@ def _collect_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> li
     return threads
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("owner", "name", "thread"),
     [

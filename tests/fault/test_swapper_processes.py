@@ -62,6 +62,7 @@ def _free_bytes(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+@pytest.mark.deep
 def test_kill_9_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
     directory = small_tmpfs(24 << 20)
     free_bytes = _free_bytes(directory)

@@ -78,6 +78,7 @@ def test_the_last_of_several_writes_wins(swapper: Swapper) -> None:
     assert (copy.reshape(_NUM_BLOCKS, _BLOCK) == model[:, None]).all()
 
 
+@pytest.mark.deep(but=1)
 def test_freed_space_is_not_reused_before_its_last_write_is_over(swapper: Swapper) -> None:
     for value in range(1, 30):
         first = swapper.allocate(64 * _BLOCK, "first")

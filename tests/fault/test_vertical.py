@@ -65,7 +65,7 @@ class Interruption:
             raise error
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("module", "number"), [("embedding", 2), ("blocks.0.up", 3), ("blocks.1", 1), ("head", 2)])
 @pytest.mark.parametrize(
     ("error", "changes", "step"),
@@ -95,7 +95,7 @@ def test_an_exception_in_forward_leaves_everything_as_it_was(
         both.require_equal()
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("error", [ValueError("user's fault"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_exception_in_the_ordinary_order_leaves_everything_as_it_was(
@@ -114,6 +114,7 @@ def test_an_exception_in_the_ordinary_order_leaves_everything_as_it_was(
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_a_fault_of_the_model_is_raised_as_in_the_ordinary_order_and_does_not_count(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
         for _ in range(5):
@@ -127,7 +128,7 @@ def test_a_fault_of_the_model_is_raised_as_in_the_ordinary_order_and_does_not_co
         both.require_equal()
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [_AT_STEP, _CLIPPED], ids=["update at step", "clip"])
 @pytest.mark.parametrize("where", ["blocks.2", "blocks.0", "embedding"])
 def test_an_exception_in_backward_before_any_update(where: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -164,6 +165,7 @@ def test_an_exception_in_backward_after_updates_is_told_and_reset(tmp_path: Path
         both.engine.flush()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("module", ["embedding", "blocks.1", "head"])
 def test_a_real_interrupt_while_a_micro_batch_computes(module: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
@@ -186,6 +188,7 @@ def test_a_real_interrupt_while_a_micro_batch_computes(module: str, tmp_path: Pa
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_a_model_that_catches_everything_is_left_all_the_same(tmp_path: Path) -> None:
     """It catches even what tells its thread to end."""
     with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
@@ -226,6 +229,7 @@ def test_closing_in_forward_is_an_error_and_no_hang(tmp_path: Path) -> None:
         engine.train_batch(iter([make_batch(0, index) for index in range(_NUM)]))
 
 
+@pytest.mark.deep
 def test_an_engine_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _VERTICAL))
     engine.train_batch(iter([make_batch(0, index) for index in range(_NUM)]))
@@ -234,6 +238,7 @@ def test_an_engine_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:
     gc.collect()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("schedule", ["vertical", "ordinary"])
 @pytest.mark.parametrize("changes", [{}, {"gradient_clipping": 0.05}], ids=["free", "clip"])
 def test_too_few_batches_change_nothing(schedule: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -265,6 +270,7 @@ def test_no_room_for_inputs_is_no_error(tmp_path: Path, monkeypatch: pytest.Monk
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("direction", [Direction.WRITE, Direction.READ], ids=lambda direction: direction.name)
 def test_a_drive_that_fails_under_the_inputs_of_units(direction: Direction, tmp_path: Path) -> None:
     """The error names what failed, and the step is not done with other inputs."""

@@ -71,6 +71,7 @@ def losses_of(
     return losses, model
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16", "gradient_accumulation_steps": 2}])
 def test_what_the_config_leaves_open(options: dict[str, Any], tmp_path: Path) -> None:
     """Without a word about clipping and precision, nothing is clipped, and autocast is accelerate's."""
@@ -120,6 +121,7 @@ def test_gradients_first_looked_at_in_a_later_step(tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
+@pytest.mark.deep
 def test_engines_of_one_script_keep_their_files_apart(tmp_path: Path) -> None:
     """One config for two models at a time (a GAN), or one after the other (cross-validation)."""
     config = on_nvme(tmp_path / "nvme")
@@ -237,6 +239,7 @@ def test_files_of_a_size(tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
+@pytest.mark.deep
 def test_a_durable_run_needs_a_state_of_the_script(tmp_path: Path) -> None:
     config = on_nvme(tmp_path / "nvme")
     config["infinity"]["durable"] = True
@@ -276,6 +279,7 @@ def _penalised(accelerator: Any, model: Any, batch: torch.Tensor) -> None:
     accelerator.backward(penalty)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize("backward", [_doubled, _of_inputs, _penalised])
 def test_backwards_beside_the_usual_one(backward: Any, tmp_path: Path) -> None:
@@ -295,6 +299,7 @@ def test_backwards_beside_the_usual_one(backward: Any, tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
+@pytest.mark.deep
 def test_one_training_after_the_other(tmp_path: Path) -> None:
     """What a script's hook saves of each model, and what ``free_memory`` leaves: the weights, and no engine."""
     accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
@@ -318,6 +323,7 @@ def test_one_training_after_the_other(tmp_path: Path) -> None:
         assert (tmp_path / str(number) / "infinity").is_dir() and not (tmp_path / str(number) / "infinity_1").exists()
 
 
+@pytest.mark.deep
 def test_an_engine_that_the_script_closes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its model is an ordinary one again, to accelerate as well."""
     accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
@@ -337,6 +343,7 @@ def test_an_engine_that_the_script_closes(tmp_path: Path, caplog: pytest.LogCapt
     accelerator.engine.close()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_micro_batches_without_a_backward(dtype: torch.dtype, tmp_path: Path) -> None:
     """The last one of a step, or all of it: what there is of gradients is the step's."""

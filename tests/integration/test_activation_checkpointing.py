@@ -125,6 +125,7 @@ def _require_equal(model: nn.Module, losses: list[Tensor], plain: nn.Module, exp
             assert torch.equal(parameter, other), fqn
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("with_autocast", [False, True])
 def test_the_bits_are_those_of_torchs_checkpointing(with_autocast: bool, tmp_path: Path) -> None:
     plain = _model("non-reentrant")
@@ -143,6 +144,7 @@ def test_the_bits_are_those_of_torchs_checkpointing(with_autocast: bool, tmp_pat
     assert all("forward" not in block.__dict__ for block in model.blocks)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_what_the_model_checkpoints_by_itself_is_computed_twice_only(how: str, tmp_path: Path) -> None:
     plain = _model(how)
@@ -186,6 +188,7 @@ def test_a_copy_of_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
     assert _CALLS == {"forward": _NUM_BLOCKS}
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("make", [families.llama, families.gpt2, families.t5], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_transformers(make: Callable[[], Any], use_cache: bool, tmp_path: Path) -> None:
@@ -218,6 +221,7 @@ def _llama() -> Any:
     return families.llama()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("what", ["frozen layer in evaluation", "given cache"])
 def test_a_cache_that_is_not_empty(what: str, tmp_path: Path) -> None:
     """Filled by a layer that is computed once, or before the call, as prefix tuning does."""
@@ -246,7 +250,7 @@ def test_a_cache_that_is_not_empty(what: str, tmp_path: Path) -> None:
         _require_equal(model, losses, plain, expected)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "compile"])

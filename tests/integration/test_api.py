@@ -88,6 +88,7 @@ def test_no_process_group_and_no_launcher_are_needed(tmp_path: Path) -> None:
         assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.deep
 def test_loader_from_training_data_with_collate_function(tmp_path: Path) -> None:
     data = [make_batch(index) for index in range(8)]
 
@@ -114,6 +115,7 @@ def test_loader_from_training_data_with_collate_function(tmp_path: Path) -> None
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}])
 def test_train_batch_returns_the_mean_loss(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:
@@ -147,6 +149,7 @@ def test_boundaries_and_counters(tmp_path: Path) -> None:
         assert engine.gradient_accumulation_steps() == 3
 
 
+@pytest.mark.deep
 def test_norm_is_reported_with_and_without_clipping(tmp_path: Path) -> None:
     for clipping in (0.0, 0.1):
         with Lockstep.start(tmp_path, changes={"gradient_clipping": clipping}) as both:
@@ -168,6 +171,7 @@ def test_train_and_eval_switch_the_module(tmp_path: Path) -> None:
         assert both.model.training
 
 
+@pytest.mark.deep
 def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
     """Somebody who forgets no_grad wastes memory and nothing else."""
     with Lockstep.start(tmp_path) as both:
@@ -182,6 +186,7 @@ def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_inference_mode(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         for step in range(2):
@@ -193,6 +198,7 @@ def test_inference_mode(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_autocast_around_the_forward(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         for step in range(3):
@@ -224,6 +230,7 @@ def test_gradients_dropped_after_an_update_in_backward_are_an_error(tmp_path: Pa
             both.optimizer.zero_grad()
 
 
+@pytest.mark.deep
 def test_update_at_step_allows_to_skip_one(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes={"infinity": {"update": "step"}}) as both:
         both.engine_step(0)
@@ -256,6 +263,7 @@ def test_lr_and_report(tmp_path: Path) -> None:
         assert both.engine.plan.minimum_budget_bytes <= both.engine.plan.host_budget_bytes
 
 
+@pytest.mark.deep
 def test_the_configs_schedule_steps_with_the_engine(tmp_path: Path) -> None:
     params = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"}
     section = {"type": "WarmupLR", "params": params}
@@ -272,6 +280,7 @@ def test_the_configs_schedule_steps_with_the_engine(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["instance", "callable"])
 def test_a_schedule_of_the_user(kind: str, tmp_path: Path) -> None:
     make = torch.optim.lr_scheduler.ExponentialLR
@@ -303,6 +312,7 @@ def _train_with_schedule(both: Lockstep, reference_schedule: Any) -> None:
     both.require_equal()
 
 
+@pytest.mark.deep
 def test_a_plateau_schedule_waits_for_its_metric(tmp_path: Path) -> None:
     make = torch.optim.lr_scheduler.ReduceLROnPlateau
     given: dict[str, Any] = {"lr_scheduler": lambda optimizer: make(optimizer, factor=0.1, patience=0)}
@@ -382,6 +392,7 @@ def test_a_step_without_a_backward_is_refused(tmp_path: Path) -> None:
             both.engine.step()
 
 
+@pytest.mark.deep
 def test_the_import_takes_nothing_that_few_need() -> None:
     heavy = ["torch._dynamo", "sympy", "numba", "zarr", "transformers"]
     code = f"import sys; from infinity import *; print([name for name in {heavy} if name in sys.modules])"

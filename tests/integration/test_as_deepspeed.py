@@ -98,7 +98,7 @@ def test_trainers(tmp_path: Path) -> None:
         assert all(torch.equal(weights[key], value) for key, value in expected_weights.items()), name
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("imported", ["deepspeed", "infinity"])
 def test_a_missing_checkpoint_is_an_error_but_for_deepspeeds_scripts(imported: str, tmp_path: Path) -> None:
     code = f"""
@@ -213,6 +213,7 @@ def test_a_training_after_another_of_the_same_model(tmp_path: Path) -> None:
     run(["-c", "if 1:" + code, written(tmp_path, kept)])
 
 
+@pytest.mark.deep
 def test_it_is_refused_where_it_comes_too_late() -> None:
     code = """
         import sys, types
@@ -249,7 +250,7 @@ def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     assert f"['{script}', '--lr', '1'] 3" in found
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -267,6 +268,7 @@ def test_what_cannot_be_run_is_told(words: list[str], told: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.deep
 def test_several_processes_of_srun_do_not_train_alone() -> None:
     """What is set here for a single process must not hide that there are several."""
     code = "import infinity.as_deepspeed, deepspeed; deepspeed.init_distributed()"
@@ -334,6 +336,7 @@ def test_a_step_of_accelerate_that_overflows(tmp_path: Path) -> None:
     run(["-c", "if 1:" + code])
 
 
+@pytest.mark.deep
 def test_a_loop_with_a_model_of_files(tmp_path: Path) -> None:
     """transformers' way without a Trainer: `HfDeepSpeedConfig`, then ``from_pretrained``, then ``deepspeed.initialize``."""
     models.llama().save_pretrained(tmp_path / "model", max_shard_size="20KB")

@@ -68,6 +68,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 def test_what_is_saved_is_the_step_of_the_call(mode: str, held: _Held, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
@@ -102,6 +103,7 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_saves(held: _Held, tmp
     assert Checkpoint.open(tmp_path / "saved").verify()
 
 
+@pytest.mark.deep
 def test_a_script_that_changes_weights_or_states_waits(held: _Held, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     with training(tmp_path / "drive", BF16) as engine:
@@ -138,6 +140,7 @@ def test_writes_to_weights_in_memory_are_found(held: _Held, tmp_path: Path) -> N
         assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["before", "latest"]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("where", ["wait", "step", "save", "load", "close"])
 def test_what_fails_is_raised_by_the_next_call(
     where: str, held: _Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +184,7 @@ def test_what_fails_is_raised_by_the_next_call(
     assert Checkpoint.open(saved).verify()
 
 
+@pytest.mark.deep
 def test_a_save_that_fails_cuts_no_step_off(held: _Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(saving: Saving) -> None:
         raise OSError(28, "No space left on device")
@@ -205,6 +209,7 @@ def test_the_end_of_the_engine_waits_for_a_save(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path / "saved").verify()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_save_is_waited_for_where_an_exception_ends_the_engine(
     fails: bool, held: _Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -246,6 +251,7 @@ def test_where_no_thread_can_be_had_nothing_waits_for_a_save(tmp_path: Path, mon
     assert Checkpoint.open(tmp_path / "saved").verify()
 
 
+@pytest.mark.deep
 def test_an_engine_is_garbage_when_its_save_is_over(tmp_path: Path) -> None:
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     engine: Any = infinity.initialize(model=Model(0), config=everything_on_nvme(tmp_path, {**optimizer, **BF16}))[0]
@@ -314,6 +320,7 @@ def test_a_script_that_just_ends_has_saved(when: str, tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path / "saved").verify()
 
 
+@pytest.mark.deep
 def test_older_checkpoints_go_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tmp_path / "saved"
     (saved / "mine").mkdir(parents=True)
@@ -348,6 +355,7 @@ def test_older_checkpoints_go_and_nothing_else(tmp_path: Path, monkeypatch: pyte
     assert not [path for path in saved.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("latest", "staying"), [("t1\n", "t1 t4"), ("gone", "t3 t4"), ("\udcff", "t3 t4")])
 def test_as_many_stay_as_were_asked_for_whatever_latest_says(latest: str, staying: str, tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16) as engine:

@@ -59,6 +59,7 @@ def _trained(model: nn.Module, config: dict[str, Any]) -> tuple[list[float], dic
         return losses, {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_a_model_built_on_drives_trains_bit_for_bit_as_one_in_memory(
     changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +132,7 @@ def test_a_full_drive_in_initialize_leaves_the_model_as_it_was(small_tmpfs: Call
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.deep
 def test_nothing_is_left_after_a_kill(nvme_dir: Path) -> None:
     code = (
         "import sys, time, torch, infinity\n"

@@ -105,6 +105,7 @@ def _bits(value: Tensor) -> Tensor:
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+@pytest.mark.deep(but=10)
 @pytest.mark.parametrize("name", _MADE)
 def test_bits_strides_and_random_numbers_are_those_of_memory(name: str, tmp_path: Path) -> None:
     torch.manual_seed(7)

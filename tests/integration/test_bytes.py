@@ -56,6 +56,7 @@ _ROWS = covering_rows(_AXES, [*pairs(_AXES), *_HARD])
 _WARM_UP, _MEASURED = 3, 8
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("row", _ROWS, ids=lambda row: "-".join(map(str, row.values())))
 def test_steady_steps_move_the_predicted_bytes(row: dict[str, Any], tmp_path: Path) -> None:
     case, changes = _CASES[row["case"]], _CHANGES[row["changes"]]

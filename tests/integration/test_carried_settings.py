@@ -24,6 +24,7 @@ def flushing() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.usefixtures("flushing")
 @pytest.mark.parametrize("clips", [False, True])
 def test_updates_flush_denormals_as_their_caller_does(clips: bool, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ _OWN_SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] =
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("setting", _OWN_SETTINGS)
 @pytest.mark.parametrize("update", ["deferred", "step"])
 def test_what_users_set_for_their_thread_is_not_that_of_updates_nor_changed_by_them(

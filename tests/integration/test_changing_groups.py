@@ -74,6 +74,7 @@ def _take_all(optimizer: Any, named: dict[str, Any]) -> None:
 _CHANGES = [_remove, _move, _reverse, _empty, _pop, _replace, _split_off, _take_all]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("change", "mode"),
     [(change, mode) for change in _CHANGES for mode in (MODES if change is _replace else ["in backward", "deferred"])],
@@ -89,6 +90,7 @@ def test_members_of_groups_change(change: Callable[[Any, dict[str, Any]], None],
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_a_removed_parameter_comes_back_with_its_state(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
         take_step(both, "in backward", 0)
@@ -101,6 +103,7 @@ def test_a_removed_parameter_comes_back_with_its_state(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in backward", "deferred"])
 def test_a_parameter_in_two_groups_is_refused_before_anything_is_updated(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
@@ -115,6 +118,7 @@ def test_a_parameter_in_two_groups_is_refused_before_anything_is_updated(mode: s
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in backward", "deferred"])
 def test_the_users_own_instance_shows_the_same_groups(mode: str, tmp_path: Path) -> None:
     own: list[torch.optim.Optimizer] = []
@@ -136,6 +140,7 @@ def test_the_users_own_instance_shows_the_same_groups(mode: str, tmp_path: Path)
 # ------------------------------------------------------------------------------------------------------ hyperparameters
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.filterwarnings("ignore::infinity.errors.NonFiniteLossWarning")
 @pytest.mark.parametrize("mode", ["in backward", "in backward, bf16", "deferred"])
 @pytest.mark.parametrize(
@@ -173,6 +178,7 @@ def test_learning_rates_that_are_arrays_without_dimension(tmp_path: Path) -> Non
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("cls", "options", "change"),
     [
@@ -198,6 +204,7 @@ def test_a_state_that_has_no_place_is_refused_before_anything_is_updated(
         both.require_equal()
 
 
+@pytest.mark.deep
 @in_all_modes
 def test_momentum_that_has_a_place_begins_when_it_is_first_needed(mode: str, tmp_path: Path) -> None:
     def make(named: Named) -> torch.optim.Optimizer:
@@ -215,6 +222,7 @@ def test_momentum_that_has_a_place_begins_when_it_is_first_needed(mode: str, tmp
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_switches_that_need_no_other_state_may_change(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
         for step, change in enumerate([{}, {"maximize": True}, {"foreach": True}, {"fused": True, "foreach": False}]):
@@ -224,6 +232,7 @@ def test_switches_that_need_no_other_state_may_change(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_one_cycle_moves_betas_with_the_rate(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
         schedules = [torch.optim.lr_scheduler.OneCycleLR(side, 0.1, total_steps=9) for side, _ in sides(both)]
@@ -244,6 +253,7 @@ def _require_grad(both: Lockstep, pattern: str, flag: bool) -> None:
                 param.requires_grad_(flag)
 
 
+@pytest.mark.deep(but=1)
 @in_all_modes
 def test_freezing_and_thawing_between_steps(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
@@ -258,6 +268,7 @@ def test_freezing_and_thawing_between_steps(mode: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 @in_all_modes
 def test_halves_of_a_model_in_turns(mode: str, tmp_path: Path) -> None:
     """As the two sides of a GAN."""
@@ -271,6 +282,7 @@ def test_halves_of_a_model_in_turns(mode: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in backward", "deferred"])
 def test_gradual_thawing_of_what_was_trainable_in_initialize(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
@@ -293,6 +305,7 @@ def _with_frozen_first(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Par
     return engine, optimizer, first
 
 
+@pytest.mark.deep
 @in_all_modes
 def test_what_is_frozen_in_initialize_and_in_a_group_is_thawed(mode: str, tmp_path: Path) -> None:
     def make(named: Named) -> torch.optim.Optimizer:
@@ -370,6 +383,7 @@ def _grow(model: _Stack) -> _Grown:
     return grown
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("clipping", [0.0, 0.01])
 @pytest.mark.parametrize("loop", ["engine", "plain", "vertical"])
 def test_a_layer_that_is_added_and_put_into_a_group_is_trained(loop: str, clipping: float, tmp_path: Path) -> None:
@@ -465,6 +479,7 @@ def test_the_base_of_adapters_has_no_room_for_states_though_it_is_in_a_group(tmp
 # --------------------------------------------------------------------------------------------------------------- norms
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in backward", "deferred"])
 def test_the_norm_goes_in_the_order_of_the_model(mode: str, tmp_path: Path) -> None:
     """Groups of two kinds put the gradients into another order, whose norm has other last bits."""
@@ -497,6 +512,7 @@ def test_the_norm_goes_in_the_order_of_the_model(mode: str, tmp_path: Path) -> N
             assert engine.get_global_grad_norm() == float(norm)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"infinity": {"update": "in_backward"}}, {"gradient_clipping": 0.05}])
 @pytest.mark.parametrize("is_engine_loop", [False, True])
 def test_an_optimizer_over_a_part_of_the_trainable_parameters(

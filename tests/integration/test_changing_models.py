@@ -72,6 +72,7 @@ _CHANGES: list[Callable[[Any], list[nn.Parameter]]] = [
 ]
 
 
+@pytest.mark.deep
 @in_modes
 @pytest.mark.parametrize("change", _CHANGES)
 def test_a_model_may_change_between_steps(
@@ -126,6 +127,7 @@ def test_replaced_parameters_are_in_no_checkpoint_and_the_states_of_their_group_
         assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.deep(but=1)
 @in_modes
 @pytest.mark.parametrize("kind", ["tensors", "parameters"])
 def test_functional_calls_with_weights_of_the_users(kind: str, mode: str, tmp_path: Path) -> None:
@@ -149,6 +151,7 @@ def test_functional_calls_with_weights_of_the_users(kind: str, mode: str, tmp_pa
     require_same(scenario, tmp_path, mode)
 
 
+@pytest.mark.deep(but=1)
 @in_modes
 @pytest.mark.parametrize("create_graph", [True, False])
 def test_fast_weights(create_graph: bool, mode: str, tmp_path: Path) -> None:
@@ -217,6 +220,7 @@ def test_micro_batches_together_with_a_parameter_that_came_later(tmp_path: Path)
             assert torch.equal(parameter, other.detach().clone()), name
 
 
+@pytest.mark.deep(but=1)
 @in_modes
 def test_a_parameter_over_the_memory_of_another_is_gathered_and_saved(mode: str, tmp_path: Path) -> None:
     def scenario(side: Side) -> None:
@@ -241,6 +245,7 @@ def test_a_parameter_over_the_memory_of_another_is_gathered_and_saved(mode: str,
     require_same(scenario, tmp_path, mode)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("is_gathered", [False, True])
 @in_modes
 def test_a_parameter_made_of_a_held_one_is_refused_by_name(is_gathered: bool, mode: str, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_zarr_and_the_reader_give_the_same(saved: Path) -> None:
     assert num_files <= 3 * len(checkpoint.tensors) + 6
 
 
+@pytest.mark.deep
 def test_the_code_in_the_format_s_page_runs(saved: Path) -> None:
     page = Path(infinity.__file__).parent / "checkpoint" / "README.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
@@ -130,6 +131,7 @@ def test_a_flipped_bit_anywhere_is_found(saved: Path) -> None:
     Checkpoint.open(saved).verify()
 
 
+@pytest.mark.deep
 def test_a_flipped_bit_that_only_other_readers_would_see_is_found_by_a_load(saved: Path) -> None:
     with _engine(saved.parents[1] / "drive") as engine:
         for path in list(saved.rglob("zarr.json")):
@@ -142,6 +144,7 @@ def test_a_flipped_bit_that_only_other_readers_would_see_is_found_by_a_load(save
         engine.load_checkpoint(saved.parent, tag="one")
 
 
+@pytest.mark.deep
 def test_a_file_that_may_not_be_read_is_named(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Path.read_bytes
 
@@ -155,6 +158,7 @@ def test_a_file_that_may_not_be_read_is_named(saved: Path, monkeypatch: pytest.M
         Checkpoint.open(saved).rest()
 
 
+@pytest.mark.deep
 def test_a_name_that_no_file_system_has_is_no_tag(saved: Path) -> None:
     (saved.parent / "latest").write_text("x" * 4000)
     with _engine(saved.parents[1] / "drive") as engine:
@@ -166,6 +170,7 @@ def test_a_name_that_no_file_system_has_is_no_tag(saved: Path) -> None:
         assert engine.load_checkpoint(saved.parent, tag="x" * 229)[0] is not None
 
 
+@pytest.mark.deep
 def test_a_damaged_checkpoint_is_refused_and_training_does_not_go_on_with_a_part_of_it(saved: Path) -> None:
     path = max((path for path in saved.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     whole = path.read_bytes()
@@ -194,6 +199,7 @@ def test_a_damaged_checkpoint_is_refused_and_training_does_not_go_on_with_a_part
             engine.load_checkpoint(saved.parent)
 
 
+@pytest.mark.deep
 def test_a_model_that_was_loaded_in_part_is_not_given_back(saved: Path) -> None:
     path = max((path for path in saved.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     path.write_bytes(path.read_bytes()[:-4096] + bytes(4096))
@@ -279,6 +285,7 @@ _HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("case", _HOSTILE)
 def test_hostile_manifests_are_refused(case: str, saved: Path) -> None:
     change, message = _HOSTILE[case]
@@ -287,6 +294,7 @@ def test_hostile_manifests_are_refused(case: str, saved: Path) -> None:
         Checkpoint.open(saved.parent, "one")
 
 
+@pytest.mark.deep
 def test_what_is_larger_than_memory_is_not_read(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def seal(contents: dict[str, Any]) -> None:
         contents["files"]["training.json"] = [1 << 40, 0]
@@ -298,6 +306,7 @@ def test_what_is_larger_than_memory_is_not_read(saved: Path, monkeypatch: pytest
         Checkpoint.open(saved.parent, "one").rest()
 
 
+@pytest.mark.deep
 def test_what_a_drive_does_not_give_is_told_with_the_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
@@ -317,6 +326,7 @@ def test_what_a_drive_does_not_give_is_told_with_the_file(saved: Path, monkeypat
         engine.load_checkpoint(saved.parent)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("text", ["two", "../saved/one", "", "/etc"])
 def test_latest_that_names_no_checkpoint_is_refused(text: str, saved: Path) -> None:
     (saved.parent / "latest").write_text(text)
@@ -328,6 +338,7 @@ class _Foreign:
     pass
 
 
+@pytest.mark.deep
 def test_what_is_no_plain_data_is_refused_by_its_place_before_anything_is_replaced(saved: Path) -> None:
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
     with (
@@ -342,6 +353,7 @@ class _Number(enum.IntEnum):
     SEVEN = 7
 
 
+@pytest.mark.deep
 def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
     large = torch.arange(40_000.0).view(200, 200)
     state: dict[str, Any] = {
@@ -381,6 +393,7 @@ def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
             assert one.tolist() == other.tolist()
 
 
+@pytest.mark.deep
 def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path, tmp_path: Path) -> None:
     with _engine(tmp_path / "drive") as engine:
         _step(engine)
@@ -393,6 +406,7 @@ def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path, tmp_path: Path) -> Non
         assert not path.is_file() or not zipfile.is_zipfile(path)
 
 
+@pytest.mark.deep
 def test_too_little_room_is_told_before_anything_is_written(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(saved.parent.rglob("*"))
     monkeypatch.setattr(saved_files, "free_bytes", lambda directory: 1000)
@@ -402,6 +416,7 @@ def test_too_little_room_is_told_before_anything_is_written(saved: Path, monkeyp
         assert sorted(saved.parent.rglob("*")) == before
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("tag", ["one", "two"])
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
     tag: str, saved: Path, monkeypatch: pytest.MonkeyPatch
@@ -445,6 +460,7 @@ _REST: dict[str, str] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", _REST)
 def test_what_is_no_tensor_may_be_hostile_as_well(case: str, saved: Path) -> None:
     def seal(contents: dict[str, Any]) -> None:
@@ -459,6 +475,7 @@ def test_what_is_no_tensor_may_be_hostile_as_well(case: str, saved: Path) -> Non
         _step(engine)  # nothing has been changed
 
 
+@pytest.mark.deep
 @pytest.mark.root
 def test_a_drive_that_is_really_full(small_tmpfs: Callable[[int], Path], tmp_path: Path) -> None:
     drive = small_tmpfs(3 << 19)
@@ -483,6 +500,7 @@ def test_a_drive_that_is_really_full(small_tmpfs: Callable[[int], Path], tmp_pat
         assert sorted(path.name for path in drive.iterdir()) == ["latest", "two"]
 
 
+@pytest.mark.deep
 @pytest.mark.root
 def test_a_read_only_drive_is_told_and_is_loaded_from(saved: Path, small_tmpfs: Callable[[int], Path]) -> None:
     drive = small_tmpfs(8 << 20)
@@ -521,6 +539,7 @@ def test_what_the_drives_of_the_states_say_is_told_as_it_is(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.deep
 def test_links_and_files_in_the_way(saved: Path) -> None:
     there = saved.parent
     (there / "file").write_text("mine")
@@ -543,6 +562,7 @@ def test_links_and_files_in_the_way(saved: Path) -> None:
                 engine.load_checkpoint(place, tag=tag)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_what_killed_saves_have_left_is_removed_unless_somebody_lives_who_writes_it(call: str, saved: Path) -> None:
     there = saved.parent
@@ -569,6 +589,7 @@ def test_what_killed_saves_have_left_is_removed_unless_somebody_lives_who_writes
         assert not (there / ".mine.saving-89ab").exists()
 
 
+@pytest.mark.deep
 def test_saving_leaves_other_programs_files_alone(saved: Path) -> None:
     there = saved.parent
     theirs = [there / ".money.saving-plan" / "budget", there / ".two.saving-0123456789abcdef" / "notes"]
@@ -585,6 +606,7 @@ def test_saving_leaves_other_programs_files_alone(saved: Path) -> None:
     assert all(file.read_text() == '{"name": "mine"}' for file in (*theirs, addon))
 
 
+@pytest.mark.deep
 def test_only_the_owner_can_write_to_what_is_saved_whatever_the_umask(tmp_path: Path) -> None:
     drive = tmp_path / "drive"
     drive.mkdir(0o700)

@@ -98,6 +98,7 @@ def _weights(engine: Any) -> list[torch.Tensor]:
     return [engine._settled.gather_main_weight(p) for p in engine.module.parameters()]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("num_steps", [3, 5, 8])
 @pytest.mark.parametrize("loop", _LOOPS)
 def test_the_next_batch_and_the_next_number_are_those_that_would_have_come(

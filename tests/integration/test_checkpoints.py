@@ -98,6 +98,7 @@ def _require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
     changes = {**_MODES[mode], "gradient_accumulation_steps": 2}
@@ -118,6 +119,7 @@ def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
         _require_equal(_everything(engine), expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("large", [False, True], ids=["small", "in files"])
 def test_another_placement_of_memory_loads_it(large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
@@ -134,6 +136,7 @@ def test_another_placement_of_memory_loads_it(large: bool, tmp_path: Path, monke
         _require_equal(_everything(engine), expected)
 
 
+@pytest.mark.deep
 def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0, 1)
@@ -157,6 +160,7 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
         _require_equal(_everything(engine), saved)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("saved_in_between", [False, True])
 def test_the_first_step_after_loading_is_a_whole_one(saved_in_between: bool, tmp_path: Path) -> None:
     """Whatever the accumulation steps were, and where in a step it was saved: its gradients are not in the checkpoint."""
@@ -175,6 +179,7 @@ def test_the_first_step_after_loading_is_a_whole_one(saved_in_between: bool, tmp
         assert engine.was_step_applied() and engine.global_steps == 2
 
 
+@pytest.mark.deep
 def test_the_loss_scale_goes_with_the_optimizer(tmp_path: Path) -> None:
     fp16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
     with training(tmp_path / "drive", fp16) as engine:
@@ -189,6 +194,7 @@ def test_the_loss_scale_goes_with_the_optimizer(tmp_path: Path) -> None:
         assert engine.loss_scale() == 32
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "before", [{}, BF16, {"fp16": {"enabled": True, "loss_scale": 2}}], ids=["fp32", "bf16", "fixed"]
 )
@@ -234,6 +240,7 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
     assert seen == sorted(seen)
 
 
+@pytest.mark.deep
 def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0)
@@ -289,6 +296,7 @@ def _in_groups(directory: Path, order: str, changes: dict[str, Any] | None = Non
         yield engine
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("order", ["other parameters", "other groups", "fewer"])
 def test_states_go_by_name_and_never_to_another_group(order: str, tmp_path: Path) -> None:
     with _in_groups(tmp_path / "drive", "") as engine:
@@ -308,6 +316,7 @@ def test_states_go_by_name_and_never_to_another_group(order: str, tmp_path: Path
             steps_of(engine, 0)  # nothing was changed
 
 
+@pytest.mark.deep
 def test_a_parameter_that_the_checkpoint_does_not_train_starts_anew_only_if_asked(tmp_path: Path) -> None:
     with _in_groups(tmp_path / "drive", "fewer") as engine:
         steps_of(engine, 0, 1)
@@ -323,6 +332,7 @@ def test_a_parameter_that_the_checkpoint_does_not_train_starts_anew_only_if_aske
         assert not state_of(engine, engine.module.norm.weight).get("step")
 
 
+@pytest.mark.deep
 def test_states_of_what_is_frozen_now_are_left_out_only_if_asked(tmp_path: Path) -> None:
     with _in_groups(tmp_path / "drive", "") as engine:
         steps_of(engine, 0, 1)
@@ -347,6 +357,7 @@ def test_a_durable_run_with_parameters_in_other_groups_is_refused(tmp_path: Path
         assert engine.global_steps == 1
 
 
+@pytest.mark.deep
 def test_what_is_written_to_gathered_weights_is_saved(tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0)
@@ -359,6 +370,7 @@ def test_what_is_written_to_gathered_weights_is_saved(tmp_path: Path) -> None:
     assert found is not None and torch.equal(found.read(), torch.full((96, 8), 3.0))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, {**BF16, **IN_MEMORY}], ids=["on nvme", "in memory"])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
@@ -394,6 +406,7 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
         engine.load_checkpoint(tmp_path / "saved")
 
 
+@pytest.mark.deep
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -422,6 +435,7 @@ def _itself() -> list[Any]:
     return found
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("value", [lambda: 1, _itself()], ids=["function", "itself"])
 def test_what_cannot_be_written_is_told_and_leaves_nothing(value: Any, tmp_path: Path) -> None:
     with training(tmp_path / "drive", {}) as engine:
@@ -434,6 +448,7 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing(value: Any, tmp_path:
             engine.save_checkpoint(tmp_path / "saved", client_state=[1])
 
 
+@pytest.mark.deep
 def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = tmp_path / "saved" / "global_step0" / "mp_rank_00_model_states.pt"
     mine.parent.mkdir(parents=True)
@@ -450,6 +465,7 @@ def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, caplo
         assert "To load one that is there, give its tag: 'mine'" in caplog.text
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("tag", [" ends in blanks", "ends in blanks\n", "\ud800", "", "a/b", "..", "latest"])
 def test_a_tag_that_is_no_name_is_refused(tag: str, tmp_path: Path) -> None:
     with training(tmp_path / "drive", {}) as engine, pytest.raises(ValueError, match="tag"):

@@ -86,6 +86,7 @@ def test_an_exception_in_the_with_block_closes_and_is_passed_on(tmp_path: Path) 
         engine.step()
 
 
+@pytest.mark.deep
 def test_what_was_read_for_a_step_that_does_not_come_is_given_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +116,7 @@ def test_what_a_library_has_closed_names_the_cure_in_that_library(tmp_path: Path
         engine(**make_batch(0))
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_the_model_is_an_ordinary_one_after_the_with_block(

@@ -157,6 +157,7 @@ def test_compiled_blocks_are_those_of_plain_torch(
             assert torch.equal(weight, expected), name
 
 
+@pytest.mark.deep
 def test_graphs_are_whole_blocks(tmp_path: Path) -> None:
     expected, found = Counting(), Counting()
     _plain(_each_block, expected, 2)
@@ -170,6 +171,7 @@ def test_graphs_are_whole_blocks(tmp_path: Path) -> None:
     assert found.graphs == expected.graphs and expected.graphs
 
 
+@pytest.mark.deep
 def test_a_part_of_a_block_is_compiled(tmp_path: Path) -> None:
     losses, _ = _plain(_inner, "eager", 2)
     torch.manual_seed(3)
@@ -183,6 +185,7 @@ def test_a_part_of_a_block_is_compiled(tmp_path: Path) -> None:
             assert torch.equal(loss, expected)
 
 
+@pytest.mark.deep
 def test_a_part_that_is_compiled_later_is_refused_by_name(tmp_path: Path) -> None:
     model = Model()
     with _engine(model, tmp_path) as engine:
@@ -191,6 +194,7 @@ def test_a_part_that_is_compiled_later_is_refused_by_name(tmp_path: Path) -> Non
             engine(*_batch(0))
 
 
+@pytest.mark.deep
 def test_a_whole_graph_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'Model' was compiled as a whole.*engine\.compile"):
         _engine(torch.compile(Model(), backend="eager"), tmp_path)
@@ -238,6 +242,7 @@ def test_a_copy_of_a_paged_model_can_be_compiled_whole_and_exported(tmp_path: Pa
         assert torch.equal(exported(x), wanted)
 
 
+@pytest.mark.deep
 def test_a_copy_of_a_compiled_model_is_a_model_of_its_own(tmp_path: Path) -> None:
     model = Model()
     _each_block(model, "eager")

@@ -33,6 +33,7 @@ def _with_directory(value: Any, directory: str) -> Any:
     return value
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
 def test_config_trains_to_the_bits_of_plain_torch(path: Path, tmp_path: Path) -> None:
     config = _with_directory(json.loads(path.read_text()), str(tmp_path))

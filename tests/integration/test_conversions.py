@@ -43,6 +43,7 @@ _NO_OPS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.usefixtures("flag")
 @pytest.mark.parametrize("convert", _NO_OPS)
 def test_a_conversion_that_changes_nothing_works_under_torchs_flags(convert: str, engine: infinity.Engine) -> None:

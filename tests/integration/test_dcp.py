@@ -93,6 +93,7 @@ def test_model_and_optimizer_go_on_with_the_same_bits(kind: str, num: int, tmp_p
     require_ranks(num, script, tmp_path)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("num", [1, 2])
 def test_the_model_alone_is_loaded_into_a_fresh_state_dict(num: int, tmp_path: Path) -> None:
     for rank in range(num):

@@ -55,7 +55,7 @@ def _end(both: Lockstep, step: int) -> None:
     both.note(f"norm {step}", norm, torch.tensor(both.engine.get_global_grad_norm()))
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("calls", ["engine", "model"])
 @pytest.mark.parametrize("mode", _MODES)
 def test_own_backward_with_the_engines_step_is_divided(mode: str, calls: str, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_own_backward_with_the_engines_step_is_divided(mode: str, calls: str, tm
         both.require_equal()
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("own", [[0], [1], [0, 2], [3]])
 @pytest.mark.parametrize("mode", ["in_backward", "deferred_bf16"])
 def test_own_and_engine_backwards_in_one_step(mode: str, own: list[int], tmp_path: Path) -> None:
@@ -84,6 +84,7 @@ def test_own_and_engine_backwards_in_one_step(mode: str, own: list[int], tmp_pat
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_dividing_by_three_says_that_the_last_bit_may_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with _start(tmp_path, "deferred", gradient_accumulation_steps=3) as both:
         for step in range(2):
@@ -95,6 +96,7 @@ def test_dividing_by_three_says_that_the_last_bit_may_differ(tmp_path: Path, cap
         assert sum("last bit" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.deep
 def test_fp16_with_a_scaled_loss_and_an_own_backward(tmp_path: Path) -> None:
     # What plain torch halves before backward is halved afterwards here: the same, unless a gradient is below fp16's normal ones.
     scaling = {"fp16": {**_FP16["fp16"], "initial_scale_power": 11}}
@@ -117,7 +119,7 @@ def test_scale_without_fp16_is_the_loss(tmp_path: Path) -> None:
         both.engine.reset()
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 def test_two_backwards_before_each_step(mode: str, tmp_path: Path) -> None:
     """The discriminator of a GAN: one backward for what is real, another for what is fake."""
@@ -130,7 +132,7 @@ def test_two_backwards_before_each_step(mode: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 def test_backwards_whose_gradients_are_averaged_once_are_one_step(mode: str, tmp_path: Path) -> None:
     """The first steps show one backward each, so that updates have begun in backward where they may."""
@@ -169,6 +171,7 @@ def test_gradients_are_averaged_once_only_with_zero_and_counted_micro_batches() 
         assert engine.global_samples == 6  # of three backwards
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in_backward", "deferred_bf16"])
 def test_optimizer_step_after_the_engines_backward(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
@@ -180,6 +183,7 @@ def test_optimizer_step_after_the_engines_backward(mode: str, tmp_path: Path) ->
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_gradients_looked_at_between_backward_and_step(tmp_path: Path) -> None:
     """In the first step nothing is updated in backward yet: a loop that looks keeps it so."""
     with _start(tmp_path, "in_backward") as both:
@@ -197,7 +201,7 @@ def test_gradients_looked_at_between_backward_and_step(tmp_path: Path) -> None:
         both.require_equal()
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 def test_the_boundary_is_set_by_hand(mode: str, tmp_path: Path) -> None:
     """One ``engine.step`` per step, as Accelerate does it; the loss is divided by whoever sets the boundary."""
@@ -216,6 +220,7 @@ def test_the_boundary_is_set_by_hand(mode: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_scale_wrt_gas_false_divides_nothing(tmp_path: Path) -> None:
     with _start(tmp_path, "in_backward", gradient_accumulation_steps=2) as both:
         for step in range(2):
@@ -235,7 +240,7 @@ def test_backward_returns_the_loss_as_it_was_divided(tmp_path: Path) -> None:
         both.engine.step()
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 def test_backward_twice_through_one_graph(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
@@ -256,6 +261,7 @@ def test_backward_twice_through_one_graph(mode: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in_backward", "deferred_bf16", "resident"])
 def test_every_step_is_an_update_if_the_config_says_so(mode: str, tmp_path: Path) -> None:
     more = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 2}
@@ -279,6 +285,7 @@ def test_unmanaged_accumulation_cannot_update_in_backward(tmp_path: Path) -> Non
         infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("calls", ["engine.backward", "engine.train_batch"])
 def test_the_batch_size_changes_between_steps(calls: str, tmp_path: Path) -> None:
     with _start(tmp_path, "in_backward", train_micro_batch_size_per_gpu=2) as both:
@@ -384,6 +391,7 @@ def test_two_engines_train_against_each_other(tmp_path: Path) -> None:
         assert len(optimizer_d.param_groups) == len(optimizer_g.param_groups) == 1
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("calls", ["loss.backward", "generator", "discriminator"])
 def test_one_backward_through_two_engines_is_divided_once(calls: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -417,6 +425,7 @@ def test_one_backward_through_two_engines_is_divided_once(calls: str, tmp_path: 
             assert all(torch.equal(weights[name], value) for name, value in twin.state_dict().items())
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("more", [{}, {"managed_gradient_accumulation": False}])
 def test_whole_steps_need_counted_micro_batches(more: dict[str, Any], tmp_path: Path) -> None:
     with _start(tmp_path, "deferred", gradient_accumulation_steps=2, **more) as both:
@@ -430,6 +439,7 @@ def test_whole_steps_need_counted_micro_batches(more: dict[str, Any], tmp_path: 
             both.require_equal()
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("mode", ["in_backward", "in_backward_bf16", "resident"])
 def test_an_engine_without_an_optimizer_evaluates(mode: str, tmp_path: Path) -> None:
     """As TRL makes of its reference models."""
@@ -481,6 +491,7 @@ def test_arguments_for_the_schedule(tmp_path: Path) -> None:
         assert both.engine.get_lr() == [first[0] * 0.1]
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_answers_of_the_engine(tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
@@ -515,7 +526,7 @@ class _Autocast(PlainTorch):
             return loss_of(self.model(**batch))
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("calls", ["engine.backward", "engine.train_batch"])
 @pytest.mark.parametrize("more", [{}, {"gradient_clipping": 0.1}, {"infinity": {"schedule": "vertical"}}])
 def test_autocast_by_the_config(
@@ -530,7 +541,7 @@ def test_autocast_by_the_config(
         both.require_equal()
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("schedule", ["ordinary", "vertical"])
 def test_autocast_around_weights_of_the_same_dtype(schedule: str, name: str, tmp_path: Path) -> None:
@@ -604,7 +615,7 @@ def _put_back() -> None:
     torch.set_default_device(None)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("default", _DEFAULTS)
 @pytest.mark.parametrize(
     "changes",

@@ -168,6 +168,7 @@ def test_coefficients_of_lamb(tmp_path: Path) -> None:
         assert engine.optimizer.optimizer.get_lamb_coeffs() == []
 
 
+@pytest.mark.deep
 def test_hooks_that_trl_takes_off(engine: Any) -> None:
     utils = pytest.importorskip("trl.models.utils")
     batch = make_batch(0)
@@ -292,6 +293,7 @@ def test_what_is_not_there_says_what_to_do(engine: Any) -> None:
 # --------------------------------------------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num_micro_batches", [None, 3])
 def test_eval_batch_is_the_mean_without_gradients(num_micro_batches: int | None, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 2}) as both:
@@ -691,6 +693,7 @@ def test_small_functions(tmp_path: Path) -> None:
         should_log_le("loud")
 
 
+@pytest.mark.deep
 def test_fp32_weights_of_a_checkpoint(engine: Any, tmp_path: Path) -> None:
     from infinity.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
         convert_zero_checkpoint_to_fp32_state_dict,

@@ -198,6 +198,7 @@ def test_cifar_in_fp32_is_plain_torch(stage: str, launched: None, tmp_path: Path
     assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_cifar_in_half_precision(dtype: str, launched: None, tmp_path: Path) -> None:
     losses, correct, _ = _cifar(_arguments("--dtype", dtype, "--stage", "3"), tmp_path)

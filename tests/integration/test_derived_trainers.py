@@ -23,6 +23,7 @@ _QUIET |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_p
 _QUIET |= {"save_strategy": "no", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_adapters(tmp_path: Path) -> None:
     """Trained, saved as PEFT does it, resumed from the middle, merged."""
@@ -120,6 +121,7 @@ class AffineQuantizedTensor(torch.Tensor):
 _PACKED = torch.zeros((48, 12), dtype=torch.uint8)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 @pytest.mark.parametrize(
     ("weight", "name"),
@@ -136,6 +138,7 @@ def test_a_quantized_base_is_refused(weight: Any, name: str, tmp_path: Path) -> 
         trained(tmp_path, on_nvme(tmp_path / "nvme"), model)
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 def test_adapters_that_come_too_late(tmp_path: Path) -> None:
     trainer = trained(tmp_path, on_nvme(tmp_path / "nvme"), models.llama())

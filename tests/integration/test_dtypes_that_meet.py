@@ -49,6 +49,7 @@ def _notes(model: nn.Module, dtype: torch.dtype, *given: Any, calls: str = "engi
         return "\n".join(getattr(caught.value, "__notes__", []))
 
 
+@pytest.mark.deep(but=11)
 @pytest.mark.parametrize("dtype", _CONFIGS, ids=str)
 @pytest.mark.parametrize("kind", _MODELS)
 def test_inputs_of_another_dtype(kind: str, dtype: torch.dtype) -> None:

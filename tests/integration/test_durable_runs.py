@@ -125,7 +125,7 @@ def _seed() -> None:
     random.seed(3)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["remainder", "accumulated", "vertical"])
 @pytest.mark.parametrize("step", [6, 7, 8])
 def test_a_run_goes_on_around_the_end_of_an_epoch(mode: str, step: int, tmp_path: Path) -> None:
@@ -167,6 +167,7 @@ def test_a_run_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["durable"]
 
 
+@pytest.mark.deep
 def test_it_is_the_same_as_not_durable(tmp_path: Path) -> None:
     results = []
     for durable in (False, True):
@@ -177,6 +178,7 @@ def test_it_is_the_same_as_not_durable(tmp_path: Path) -> None:
     require_equal(*results)
 
 
+@pytest.mark.deep
 def test_several_drives(tmp_path: Path) -> None:
     directories = [str(tmp_path / name) for name in "ab"]
     for directory in directories:
@@ -190,6 +192,7 @@ def test_several_drives(tmp_path: Path) -> None:
         require_equal(everything(engine), expected)
 
 
+@pytest.mark.deep
 def test_going_back(tmp_path: Path) -> None:
     changes = {**BF16, "infinity": {"keep_last": 3}}
     _seed()
@@ -230,7 +233,7 @@ _UNCOUNTED = {"managed_gradient_accumulation": False}
 _FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # which no step overflows with
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "changes",
     [_MODES["clipped"], _MODES["in the step"], _MODES["accumulated"], _FP16, _UNCOUNTED],
@@ -251,6 +254,7 @@ def test_going_back_forgets_the_gradients_of_a_step_that_has_not_ended(changes: 
     require_equal(*results)
 
 
+@pytest.mark.deep
 def test_going_back_forgets_what_was_written_into_states(tmp_path: Path) -> None:
     with training(tmp_path / "drive", {**BF16, "infinity": {"keep_last": 3}}, Model()) as engine:
         found = {}
@@ -266,6 +270,7 @@ def test_going_back_forgets_what_was_written_into_states(tmp_path: Path) -> None
         require_equal(everything(engine), found[2])
 
 
+@pytest.mark.deep
 def test_a_checkpoint_that_is_being_saved_is_of_one_step_whoever_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +300,7 @@ def test_a_checkpoint_that_is_being_saved_is_of_one_step_whoever_goes_back(
     require_equal(weights, {fqn: expected[fqn] for fqn in weights})
 
 
+@pytest.mark.deep
 def test_going_back_makes_whole_what_a_load_has_left_in_parts(tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16, Model()) as engine:
         _steps(engine, 1)
@@ -315,6 +321,7 @@ def test_going_back_makes_whole_what_a_load_has_left_in_parts(tmp_path: Path) ->
         _steps(engine, 3)
 
 
+@pytest.mark.deep
 def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) -> None:
     """Steps have the same numbers before and after it, and other weights."""
     changes = {**BF16, "infinity": {"keep_last": 6}}
@@ -350,6 +357,7 @@ def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) ->
         require_equal(everything(engine), found[3])
 
 
+@pytest.mark.deep
 def test_long_ways_back(tmp_path: Path) -> None:
     """Of steps 2 and 4 as well as of the last two, 7 and 6, a commit is kept, also after a restart."""
     changes = {**BF16, "infinity": {"keep_last": 2, "keep_every": 2}}
@@ -384,6 +392,7 @@ def test_the_last_step_is_committed_when_the_next_one_updates(tmp_path: Path) ->
         assert max(commits()) == 3
 
 
+@pytest.mark.deep
 def test_going_back_after_a_restart(tmp_path: Path) -> None:
     changes = {**BF16, "infinity": {"keep_last": 2}}
     with training(tmp_path / "drive", changes, Model()) as engine:
@@ -395,6 +404,7 @@ def test_going_back_after_a_restart(tmp_path: Path) -> None:
         require_equal(everything(engine), before)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("what", ["wider", "optimizer", "page"])
 def test_another_training_is_refused(what: str, tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16, Model()) as engine:
@@ -446,6 +456,7 @@ def test_a_second_engine_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("what", ["states", "commit", "newest of two"])
 def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     changes = {**BF16, "infinity": {"keep_last": 2 if what == "newest of two" else 1}}
@@ -495,6 +506,7 @@ def test_a_commit_into_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
             engine.flush()
 
 
+@pytest.mark.deep
 def test_a_commit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive is full: the step is told, no later one is committed, and the run goes on from the one before."""
     with training(tmp_path / "drive", BF16, Model()) as engine:
@@ -550,6 +562,7 @@ class Adapted(nn.Module):
         return result
 
 
+@pytest.mark.deep
 def test_what_is_frozen_is_stored_once(tmp_path: Path) -> None:
     small = {
         **BF16,
@@ -581,6 +594,7 @@ _OTHER_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num_drives", [1, 2])
 def test_other_settings(num_drives: int, tmp_path: Path) -> None:
     """Each of them goes on where the one before has ended, with the same bits as one that never changed anything."""
@@ -606,6 +620,7 @@ def test_other_settings(num_drives: int, tmp_path: Path) -> None:
     require_equal(last, expected)
 
 
+@pytest.mark.deep
 def test_drives_that_are_missing_or_exchanged(tmp_path: Path) -> None:
     first, second, third = (str(tmp_path / name) for name in "abc")
     changes = [{**BF16, "infinity": {"durable_path": paths}} for paths in ([first, second], [second, first], [first])]
@@ -662,6 +677,7 @@ def test_going_back_and_on_with_another_learning_rate(tmp_path: Path) -> None:
             assert torch.equal(parameter, dict(plain.named_parameters())[fqn])
 
 
+@pytest.mark.deep
 def test_what_is_lost_at_each_start_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A checkpoint that is loaded again, and a scheduler that no commit has."""
     drive, saved = tmp_path / "drive", tmp_path / "saved"
@@ -688,6 +704,7 @@ def test_what_is_lost_at_each_start_is_told(tmp_path: Path, caplog: pytest.LogCa
             assert f"gone on from its step {step}" in told.message and "if not engine.global_steps" in told.message
 
 
+@pytest.mark.deep
 def test_hyperparameters_that_the_run_does_not_take_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def changes(lr: float, decay: float) -> dict[str, Any]:
         return {"scheduler": None, "optimizer": {"type": "AdamW", "params": {"lr": lr, "weight_decay": decay}}}

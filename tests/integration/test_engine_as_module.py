@@ -171,6 +171,7 @@ def test_it_is_not_copied_nor_pickled(both: Lockstep) -> None:
     assert all(torch.equal(a, b) for a, b in zip(twin.parameters(), both.reference.model.parameters(), strict=True))
 
 
+@pytest.mark.deep
 def test_a_dropped_engine_is_collected(tmp_path: Path) -> None:
     model, engine = _talker(tmp_path)
     engine.backward(engine(torch.ones(2, 4)))

@@ -78,6 +78,7 @@ def _write_old(folder: Path, kind: str, values: dict[str, torch.Tensor]) -> None
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("kind", ["single", "pickled", "sharded 4", "sharded 2"])
 def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
     kind: str, started: tuple[Any, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +134,7 @@ def test_saving_again_and_again_leaves_one_save(started: tuple[Any, nn.Module], 
         assert names == {"model.safetensors.index.json", *index.values()}
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("moment", range(6))
 def test_an_error_while_moving_leaves_nothing_new(
     moment: int, started: tuple[Any, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -323,6 +325,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.filterwarnings("ignore")  # PEFT's own
 @pytest.mark.parametrize("what", _KINDS)
 def test_kinds_of_adapters(

@@ -55,7 +55,7 @@ def _saved(name: str, config: dict[str, Any], folder: Path) -> Path:
     return folder / "checkpoints"
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral", "qwen3-moe", "t5", "bert", "vit"])
 def test_files_are_those_that_the_engine_writes(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = _saved(name, config, tmp_path)

@@ -149,6 +149,7 @@ class Scaled(nn.Module):
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
 @pytest.mark.parametrize("dtype", _FLOAT8, ids=str)
 def test_frozen_float8_keeps_every_bit(dtype: torch.dtype, place: dict[str, Any], tmp_path: Path) -> None:

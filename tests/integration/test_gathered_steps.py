@@ -32,7 +32,7 @@ def _halve_first_rows(both: Lockstep) -> None:
                 both.reference.trainable[fqn][0].copy_(value)
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_steps_and_changes_inside_the_block_keep_every_bit(mode: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:
@@ -71,6 +71,7 @@ def _fail(*_: Any) -> None:
     raise _Oops
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["bf16", "in memory"])
 def test_a_hook_that_raises_in_load_state_dict_leaves_nothing_open(mode: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:

@@ -70,7 +70,7 @@ def _prompt() -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     "how",
     [{"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 3}],
@@ -131,7 +131,7 @@ def _adapted() -> Any:
     return peft.get_peft_model(_llama(), config)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize("how", ["merge", "merge and unmerge", "unload"])
 @pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])

@@ -582,7 +582,7 @@ def gradients_that_are_assigned_before_the_engines_step(side: Side) -> None:
         side.engine_step()
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=1)
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
 @pytest.mark.parametrize(
     ("name", "mode"),
@@ -593,6 +593,7 @@ def test_as_in_plain_torch(name: str, mode: str, tmp_path: Path) -> None:
     require_same(_SCENARIOS[name], tmp_path, mode)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["smallest", "roomy"])
 def test_a_gradient_looks_as_in_plain_torch(mode: str, tmp_path: Path) -> None:
     def scenario(side: Side) -> None:
@@ -653,7 +654,7 @@ class _ForceNet(Net):
         return energy + (force - 1).square().mean()
 
 
-@pytest.mark.deep(but=6)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("loop", ["plain", "engine"])
 @pytest.mark.parametrize("kind", ["reversible", "force"])
@@ -671,6 +672,7 @@ def test_gradients_made_inside_the_model(kind: str, loop: str, mode: str, tmp_pa
     require_same(scenario, tmp_path, mode, case=Case(kind, build, token_batch, has_checkpointing=False))
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["smallest", "roomy"])
 def test_gradients_from_before_are_added_to(mode: str, tmp_path: Path) -> None:
     def build(checkpointing: str) -> nn.Module:
@@ -690,6 +692,7 @@ def test_gradients_from_before_are_added_to(mode: str, tmp_path: Path) -> None:
     require_same(scenario, tmp_path, mode, case=Case("graded", build, token_batch, has_checkpointing=False))
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch scripts functions of its own for this
 @pytest.mark.parametrize("mode", ["smallest", "resident"])
 def test_derivatives_in_forward_mode(mode: str, tmp_path: Path) -> None:
@@ -703,6 +706,7 @@ def test_derivatives_in_forward_mode(mode: str, tmp_path: Path) -> None:
     require_same(scenario, tmp_path, mode)
 
 
+@pytest.mark.deep
 def test_hooks_see_whole_sums_in_train_batch(tmp_path: Path) -> None:
     def scenario(side: Side) -> None:
         seen: list[torch.Tensor] = []
@@ -732,6 +736,7 @@ def test_what_an_update_in_backward_has_used_up_is_an_error_that_names_the_key(t
         assert all(parameter.grad is None for parameter in both.model.parameters())
 
 
+@pytest.mark.deep
 def test_what_an_update_in_backward_has_used_up_cannot_be_replaced(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         for step in range(2):
@@ -766,6 +771,7 @@ def test_a_backward_of_the_users_own_cannot_add_to_what_an_update_in_backward_ha
         both.engine.step()
 
 
+@pytest.mark.deep
 def test_optimizer_step_ends_the_accumulation(tmp_path: Path) -> None:
     """Micro-batches that are left over at the end of an epoch: the next step takes its full number again."""
     with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 3}) as both:
@@ -782,6 +788,7 @@ def test_optimizer_step_ends_the_accumulation(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["smallest", "roomy"])
 @pytest.mark.parametrize("scale", [1024, 1000])
 def test_with_fp16_gradients_are_shown_without_the_loss_scale(scale: int, mode: str, tmp_path: Path) -> None:
@@ -848,6 +855,7 @@ def test_two_engines_take_turns(tmp_path: Path) -> None:
                     assert torch.equal(reference, parameter)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_own_clipping_at_the_end_of_each_step_of_engine_step(num_micro_batches: int, tmp_path: Path) -> None:
     """From the first step on, though updates run in backward where nobody looks."""

@@ -100,6 +100,7 @@ def test_extra_states_are_in_checkpoints(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("model", [Counting, Growing])
 def test_a_durable_run_has_extra_states_and_buffers_as_they_were(model: type[Model], tmp_path: Path) -> None:
     durable = {"durable": True, "keep_last": 5}
@@ -158,6 +159,7 @@ def test_buffers_of_all_kinds_are_saved_and_loaded(tmp_path: Path) -> None:
                 assert torch.equal(*(each.contiguous().view(torch.uint8) for each in (found, expected))), name
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("name", ["x" * 300, "\u4e2d" * 100, "\ud800", "a/b", "a%2Fb"])
 def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
     def model(seed: int) -> Any:

@@ -41,6 +41,7 @@ def _train(engine: Any, num_steps: int, case: Any = PLAIN) -> list[Any]:
     return reports
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_what_fits_touches_no_drive(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reserved: list[int] = []
@@ -110,6 +111,7 @@ def test_weights_that_stay_may_be_changed_and_read(tmp_path: Path) -> None:
         pair.engine.flush()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("share", "warns"), [(2.0, True), (0.5, False)])
 def test_a_plan_beyond_the_memory_that_there_is_warns(
     share: float, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +130,7 @@ def test_a_plan_beyond_the_memory_that_there_is_warns(
     assert all("are free" in message and '"auto"' in message for message in said)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["in_backward", "deferred"])
 def test_an_update_that_is_done_looks_at_no_weights(mode: str, tmp_path: Path) -> None:
     """Else whether weights can be updated, or what was written to them be undone, would be a matter of time."""

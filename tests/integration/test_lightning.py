@@ -131,6 +131,7 @@ def assert_same(first: Any, second: Any) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in second.state_dict().items())
 
 
+@pytest.mark.deep
 def test_clipping_that_config_and_trainer_say_alike(package: str, tmp_path: Path) -> None:
     """It is done once."""
     pytorch, strategy = parts(package)
@@ -142,6 +143,7 @@ def test_clipping_that_config_and_trainer_say_alike(package: str, tmp_path: Path
     assert_same(*trained)
 
 
+@pytest.mark.deep(but=1)
 def test_gradients_first_looked_at_in_a_later_step(package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
 
@@ -162,7 +164,7 @@ def test_gradients_first_looked_at_in_a_later_step(package: str, tmp_path: Path)
     assert len(found[0]) == 21 and found[0] == found[1]
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -187,7 +189,7 @@ def test_fit(options: dict[str, Any], package: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "nvme").iterdir())
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("what", ["unfrozen", "averaged", "larger"])
 def test_what_changes_and_is_resumed(what: str, package: str, tmp_path: Path) -> None:
     """Layers that were unfrozen before the kill, averaging that has begun, layers that a checkpoint makes larger."""
@@ -249,6 +251,7 @@ def test_what_changes_and_is_resumed(what: str, package: str, tmp_path: Path) ->
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
+@pytest.mark.deep(but=1)
 def test_layers_are_unfrozen_by_a_callback(package: str, tmp_path: Path) -> None:
     pytorch, kind = parts(package)
     base = importlib.import_module(f"{_PACKAGES[package]}.callbacks").BaseFinetuning
@@ -282,7 +285,7 @@ def test_layers_are_unfrozen_by_a_callback(package: str, tmp_path: Path) -> None
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("how", [{"is_manual": True}, {"is_manual": True, "has_inputs": True}, {"own_backward": True}])
 def test_manual_optimization_and_own_backward(how: dict[str, bool], package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
@@ -316,6 +319,7 @@ def fitted(package: str, directory: Path, *, is_ours: bool, resumes: str | None 
     return module, saver, trainer, (Path(trainer.logger.log_dir) / "metrics.csv").read_text()
 
 
+@pytest.mark.deep
 def test_checkpoints_callbacks_and_resuming(package: str, tmp_path: Path) -> None:
     plain, ours = (tmp_path / name for name in ("plain", "ours"))
     expected, expected_saver, _, log = fitted(package, plain, is_ours=False)
@@ -340,6 +344,7 @@ def test_checkpoints_callbacks_and_resuming(package: str, tmp_path: Path) -> Non
         assert_same(again, here)
 
 
+@pytest.mark.deep(but=1)
 def test_a_checkpoint_after_fit(package: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The states are gone: it has weights, and a training that would begin anew in silence is refused."""
     pytorch, strategy = parts(package)
@@ -356,6 +361,7 @@ def test_a_checkpoint_after_fit(package: str, tmp_path: Path, caplog: pytest.Log
             trainer_for(pytorch, tmp_path, kind).fit(module_for(pytorch), data(), ckpt_path=path)
 
 
+@pytest.mark.deep
 def test_a_module_of_a_checkpoint(package: str, tmp_path: Path) -> None:
     """``Module.load_from_checkpoint`` takes the directory, with the arguments that were saved."""
     pytorch, strategy = parts(package)
@@ -416,6 +422,7 @@ def test_a_checkpoint_is_there_while_another_one_takes_its_place(
     assert [each.name for each in tmp_path.glob("*last.ckpt*")] == ["last.ckpt"]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("name", ["photos", ".last.ckpt.part"])
 def test_a_checkpoint_replaces_no_directory_of_others(name: str, package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
@@ -434,6 +441,7 @@ def test_a_checkpoint_replaces_no_directory_of_others(name: str, package: str, t
     assert theirs.read_text() == "mine"
 
 
+@pytest.mark.deep
 def test_a_checkpoint_that_is_written_by_a_thread(package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
     kind = importlib.import_module(f"{_PACKAGES[package]}.plugins.io").AsyncCheckpointIO
@@ -447,6 +455,7 @@ def test_a_checkpoint_that_is_written_by_a_thread(package: str, tmp_path: Path) 
     assert len(module.losses) == 8 and trainer.global_step == 16
 
 
+@pytest.mark.deep
 def test_averaged_weights(package: str, tmp_path: Path) -> None:
     """A checkpoint has both; a test takes the averaged ones, and a training goes on with both."""
     pytorch, strategy = parts(package)
@@ -473,6 +482,7 @@ def test_averaged_weights(package: str, tmp_path: Path) -> None:
     assert_same(found[0][0], found[1][0])
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("what", ["fp32", "durable", "fp16"])
 @pytest.mark.parametrize("skips", [(2, 5), (4, 5)], ids=["micro-batches", "a step"])
 def test_batches_are_skipped(what: str, skips: Collection[int], tmp_path: Path) -> None:
@@ -493,6 +503,7 @@ def test_batches_are_skipped(what: str, skips: Collection[int], tmp_path: Path) 
         assert_same(*trained)
 
 
+@pytest.mark.deep
 def test_a_durable_run_and_lightnings_steps(tmp_path: Path) -> None:
     """It goes on with a checkpoint of Lightning's, and not beside its count; who only evaluates has none."""
     pytorch, strategy = parts(_FOUND[0])
@@ -512,7 +523,7 @@ def test_a_durable_run_and_lightnings_steps(tmp_path: Path) -> None:
     assert len(again.losses) == 8
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("where", ["on_before_optimizer_step", "backward"])
 def test_a_checkpoint_on_an_exception(where: str, package: str, tmp_path: Path) -> None:
     """What Lightning's callback is for: the weights of the last step, from which a training goes on."""
@@ -606,6 +617,7 @@ def test_no_optimizer(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.first.state_dict().items())
 
 
+@pytest.mark.deep(but=1)
 def test_names_and_placement(package: str, tmp_path: Path) -> None:
     pytorch, _ = parts(package)
     expected = None
@@ -655,6 +667,7 @@ def test_narrow_weights_by_name(tmp_path: Path) -> None:
         trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="64-true").fit(module_for(pytorch), data())
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("block", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
 def test_the_dtype_of_a_module(block: str | None, dtype: torch.dtype, package: str, tmp_path: Path) -> None:
     """`LightningModule.dtype`, by which scripts make tensors, in fit, and of the modules within as well."""
@@ -668,6 +681,7 @@ def test_the_dtype_of_a_module(block: str | None, dtype: torch.dtype, package: s
     assert found == [(dtype, dtype)]
 
 
+@pytest.mark.deep(but=1)
 def test_no_thread_of_the_engine_outlives_fit(package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
     inside: list[set[threading.Thread]] = []

@@ -85,7 +85,7 @@ def test_the_text_part_of_a_composite_model(config: dict[str, Any], tmp_path: Pa
     assert_equal(found, wanted)
 
 
-@pytest.mark.deep(but=10)
+@pytest.mark.deep(but=1)
 @pytest.mark.usefixtures("large_is_small")
 @pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -110,6 +110,7 @@ def test_a_class_gives_what_from_pretrained_gives(
     assert all(path for name, path in _mapped(model).items() if name in large)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.usefixtures("large_is_small")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_on_meta_gets_values(name: str, config: dict[str, Any], tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ def test_a_model_on_meta_gets_values(name: str, config: dict[str, Any], tmp_path
     assert all(path for path in _mapped(model).values())
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "bert"])
 def test_a_model_with_values_keeps_its_parameters(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -147,6 +149,7 @@ def test_what_the_files_hold_as_it_is_wanted_is_not_copied(llama: Path, config: 
     assert again.lm_head.weight.any()
 
 
+@pytest.mark.deep
 def test_the_engine_trains_it(llama: Path, config: dict[str, Any]) -> None:
     losses = []
     for load in (
@@ -224,6 +227,7 @@ def test_what_is_missing_stays_as_it_was_in_a_model_with_values(bert: Path, conf
     assert torch.equal(model.bert.pooler.dense.weight, transformers.BertModel.from_pretrained(bert).pooler.dense.weight)
 
 
+@pytest.mark.deep
 def test_what_the_model_has_not_is_named(bert: Path, config: dict[str, Any], tmp_path: Path) -> None:
     make("BertForSequenceClassification", **SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
     with pytest.raises(WeightsMismatchError, match=r"not in the model: classifier\.bias"):
@@ -378,6 +382,7 @@ def _entry(first: int, last: int, shape: list[int], dtype: str = "F32") -> dict[
     return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
 
 
+@pytest.mark.deep(but=8)
 @pytest.mark.parametrize(
     "content",
     [
@@ -410,6 +415,7 @@ def test_broken_safetensors_are_refused_by_name(content: bytes, config: dict[str
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("name", ["../../etc/passwd", "..", "/etc/passwd", "a\0b", "", 3, "."])
 def test_an_index_cannot_name_what_is_elsewhere(name: Any, llama: Path, config: dict[str, Any]) -> None:
     index = llama / "model.safetensors.index.json"

@@ -29,7 +29,7 @@ def _changes(directory: Path, param_tier: str, optimizer_tier: str, main_weights
     }
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=1)
 @_EACH
 @pytest.mark.parametrize(("param_tier", "optimizer_tier"), _TIERS)
 def test_what_was_not_modified_keeps_its_low_bits(
@@ -55,6 +55,7 @@ def test_what_was_not_modified_keeps_its_low_bits(
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @_EACH
 def test_modifications_inside_modifications(main_weights: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_changes(tmp_path, "none", "nvme", main_weights)) as both:
@@ -73,6 +74,7 @@ def test_modifications_inside_modifications(main_weights: str, tmp_path: Path) -
         both.require_equal()
 
 
+@pytest.mark.deep(but=2)
 @_EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_main_weights_are_the_parameters_as_they_came(main_weights: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -115,6 +117,7 @@ def test_a_refused_start_gives_every_bit_back(tmp_path: Path) -> None:
         torch.testing.assert_close(param.detach(), before[fqn].to(param.dtype), rtol=2**-7, atol=0)
 
 
+@pytest.mark.deep
 @_EACH
 def test_state_that_is_loaded_leaves_main_weights_alone(main_weights: str, tmp_path: Path) -> None:
     changes = _changes(tmp_path, "nvme", "nvme", main_weights)
@@ -128,7 +131,7 @@ def test_state_that_is_loaded_leaves_main_weights_alone(main_weights: str, tmp_p
         both.require_equal()
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("fused", [True, None], ids=["fused", "loop"])
 @pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop"])
 def test_every_optimizer_through_two_halves(kind: str, fused: bool | None, tmp_path: Path) -> None:
@@ -173,6 +176,7 @@ _MISFITS: dict[str, Any] = {
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("misfit", _MISFITS)
 def test_state_that_does_not_fit_changes_nothing(misfit: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_changes(tmp_path, "nvme", "nvme", "remainder")) as both:
@@ -187,7 +191,7 @@ def test_state_that_does_not_fit_changes_nothing(misfit: str, tmp_path: Path) ->
         both.require_equal()
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("step", [None, torch.tensor(float("nan")), "x"], ids=["none", "nan", "text"])
 def test_a_state_dict_that_does_not_fit_changes_nothing(step: Any, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_changes(tmp_path, "nvme", "nvme", "remainder")) as both:

@@ -97,6 +97,7 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert [event.value for event in found] == pytest.approx([value for _, value in points])
 
 
+@pytest.mark.deep
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="the package wandb is not installed")
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():

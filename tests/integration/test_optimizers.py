@@ -85,7 +85,7 @@ _BY_NAME: dict[str, tuple[dict[str, Any], Callable[[Named], torch.optim.Optimize
 }
 
 
-@pytest.mark.deep(but=5)
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("clipping", [0.0, 0.1])
 @pytest.mark.parametrize("name", _BY_NAME)
 def test_optimizers_by_config_name(name: str, clipping: float, tmp_path: Path) -> None:
@@ -127,6 +127,7 @@ _INSTANCES: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("name", _INSTANCES)
 def test_optimizers_passed_as_instances(name: str, tmp_path: Path) -> None:
     make = _INSTANCES[name]
@@ -170,6 +171,7 @@ _SOURCES: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], Callable[[Named
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("shape", ["plain", "lora"])
 @pytest.mark.parametrize("name", _SOURCES)
 def test_optimizers_passed_in_other_ways(name: str, shape: str, tmp_path: Path) -> None:

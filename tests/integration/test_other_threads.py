@@ -119,7 +119,7 @@ def _beside(function: Callable[[int], None], num_threads: int = 2) -> Iterator[N
         raise error
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize("read", _READS)
 def test_other_threads_read_weights_of_whole_steps(read: str, mode: str, tmp_path: Path) -> None:
@@ -134,6 +134,7 @@ def test_other_threads_read_weights_of_whole_steps(read: str, mode: str, tmp_pat
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 def test_other_threads_read_states_of_whole_steps(mode: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_changes(mode, tmp_path)) as both:
@@ -165,6 +166,7 @@ def test_other_threads_read_states_of_whole_steps(mode: str, tmp_path: Path) -> 
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize("call", ["engine", "model"])
 def test_other_threads_evaluate(call: str, mode: str, tmp_path: Path) -> None:
@@ -185,6 +187,7 @@ def test_other_threads_evaluate(call: str, mode: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("call", ["engine", "model"])
 def test_who_waits_for_a_vertical_step_touches_none_of_its_hooks(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,6 +255,7 @@ def test_another_thread_has_the_plain_loop_beside_it(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("multithreading", [True, False])
 def test_backward_and_step_in_other_threads_than_forward(multithreading: bool, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
@@ -314,6 +318,7 @@ _FORWARDS: dict[str, Callable[[str], nn.Module]] = {
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("forward", _FORWARDS)
 def test_a_forward_with_threads_of_its_own(forward: str, checkpointing: str, tmp_path: Path) -> None:
@@ -326,6 +331,7 @@ def test_a_forward_with_threads_of_its_own(forward: str, checkpointing: str, tmp
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_many_threads_call_the_model_and_one_sums_their_losses(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(3) as pool:
         for step in range(2):
@@ -345,6 +351,7 @@ def test_many_threads_call_the_model_and_one_sums_their_losses(tmp_path: Path) -
 # -------------------------------------------------------------------------------------------------------------- endings
 
 
+@pytest.mark.deep
 def test_a_thread_that_ends_in_the_midst_of_a_forward_has_no_turn(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
@@ -403,6 +410,7 @@ def test_a_state_dict_that_raises_ends_its_turn(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in memory", "in backward"])
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_forked_child_is_told_whose_the_weights_are(is_open: bool, mode: str, tmp_path: Path) -> None:
@@ -434,6 +442,7 @@ def test_a_forked_child_is_told_whose_the_weights_are(is_open: bool, mode: str, 
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["deferred", "vertical"])
 def test_a_thread_that_was_cut_off_and_lives_on_has_no_turn(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -457,6 +466,7 @@ def test_a_thread_that_was_cut_off_and_lives_on_has_no_turn(
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_a_guest_that_was_cut_off_and_lives_on_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turn, "PATIENCE_SECONDS", 2.0)
     with Lockstep.start(tmp_path, changes=_MODES["in backward"]) as both, ThreadPoolExecutor(1) as pool:
@@ -480,6 +490,7 @@ def test_a_guest_that_was_cut_off_and_lives_on_is_none(tmp_path: Path, monkeypat
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("ending", ["reset", "error"])
 def test_a_guest_beside_a_step_that_is_cut_off_ends_its_own_call(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

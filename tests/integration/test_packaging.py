@@ -49,6 +49,7 @@ def _files(*patterns: str) -> set[str]:
     return {str(path.relative_to(_ROOT)) for pattern in patterns for path in _ROOT.glob(pattern) if path.is_file()}
 
 
+@pytest.mark.deep
 def test_both_hold_every_file(built: Path) -> None:
     data = ("infinity/**/METADATA", "infinity/config/ready/*.json", "infinity/reporting/*.j2", "*/py.typed")
     expected = _files(*(f"{name}/**/*.py" for name in _PACKAGES), *data)
@@ -63,6 +64,7 @@ def test_both_hold_every_file(built: Path) -> None:
     assert __version__ in wheel.name and __version__ in sdist.name
 
 
+@pytest.mark.deep
 def test_the_wheel_runs_the_code_of_the_readme_in_an_empty_directory(built: Path, tmp_path: Path) -> None:
     """Its dependencies are this environment's, by a path: nothing is downloaded."""
     environment, empty = tmp_path / "env", tmp_path / "empty"
@@ -81,6 +83,7 @@ def test_the_wheel_runs_the_code_of_the_readme_in_an_empty_directory(built: Path
     assert __version__ in _run(program, "--version", cwd=empty)
 
 
+@pytest.mark.deep
 def test_the_sdist_can_be_tested(built: Path, tmp_path: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:

@@ -54,19 +54,21 @@ _LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.deep(but=8)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("look", _LOOKS)
 def test_a_look_at_a_weight_gives_what_torch_gives(look: str, both: Lockstep) -> None:
     expected = _LOOKS[look](nn.Parameter(both.reference.model.get_parameter(_NAME).detach().clone()))
     assert _LOOKS[look](both.model.get_parameter(_NAME)) == expected
 
 
+@pytest.mark.deep(but=1)
 def test_an_array_of_a_weight_cannot_be_written_to_in_silence(both: Lockstep) -> None:
     array = both.model.get_parameter(_NAME).detach().numpy()
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
 
 
+@pytest.mark.deep(but=1)
 def test_a_view_in_grad_mode_is_written_to_only_where_torch_allows(both: Lockstep) -> None:
     for parameter in (both.reference.model.get_parameter(_NAME), both.model.get_parameter(_NAME)):
         with pytest.raises(RuntimeError, match="view of a leaf"):
@@ -86,6 +88,7 @@ _NOTHING: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("call", _NOTHING)
 def test_a_conversion_to_what_the_model_is_does_nothing(call: str, both: Lockstep) -> None:
     parameters = list(both.model.parameters())
@@ -106,6 +109,7 @@ _OTHERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("call", _OTHERS)
 def test_a_conversion_to_something_else_is_refused_by_name(call: str, both: Lockstep) -> None:
     convert, message = _OTHERS[call]
@@ -113,6 +117,7 @@ def test_a_conversion_to_something_else_is_refused_by_name(call: str, both: Lock
         convert(both.model)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -128,6 +133,7 @@ def test_data_that_does_not_fit_is_refused_by_name(values: torch.Tensor, message
         parameter.data = values
 
 
+@pytest.mark.deep(but=1)
 def test_values_in_another_order_in_memory_are_warned_of_once(both: Lockstep) -> None:
     parameter = both.model.get_parameter(_NAME)
     values = parameter.detach().clone()
@@ -140,6 +146,7 @@ def test_values_in_another_order_in_memory_are_warned_of_once(both: Lockstep) ->
     parameter.data = values
 
 
+@pytest.mark.deep(but=1)
 def test_what_a_script_notes_on_a_parameter_is_pickled(both: Lockstep) -> None:
     parameter: Any = both.model.get_parameter(_NAME)
     parameter.decays = False
@@ -147,6 +154,7 @@ def test_what_a_script_notes_on_a_parameter_is_pickled(both: Lockstep) -> None:
     assert copied.decays is False and type(copied) is nn.Parameter
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("operation", ["data_ptr", "untyped_storage", "storage", "__dlpack__"])
 def test_memory_is_not_given_away(operation: str, both: Lockstep) -> None:
     for tensor in (both.model.get_parameter(_NAME).data, both.model.get_parameter(_NAME).detach()[1:]):
@@ -156,6 +164,7 @@ def test_memory_is_not_given_away(operation: str, both: Lockstep) -> None:
             getattr(tensor, operation)()
 
 
+@pytest.mark.deep(but=1)
 def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
     parameter = both.model.get_parameter(_NAME)
     storage: Any = torch.ones(parameter.shape).untyped_storage()
@@ -170,6 +179,7 @@ def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
         parameter.set_(torch.ones(3))
 
 
+@pytest.mark.deep
 def test_a_whole_model_can_be_copied_and_saved(both: Lockstep) -> None:
     file = io.BytesIO()
     torch.save(both.model, file)

@@ -16,6 +16,7 @@ from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
 from tests.states import state_of
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, BF16])
 def test_gathered_parameters_show_the_true_weights(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:
@@ -32,6 +33,7 @@ def test_gathered_parameters_show_the_true_weights(changes: dict[str, Any], tmp_
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}])
 def test_modifications_of_gathered_parameters_are_trained_on(changes: dict[str, Any], tmp_path: Path) -> None:
     name = "blocks.1.up.weight"
@@ -98,7 +100,7 @@ def _reads(param: nn.Parameter) -> dict[str, Any]:
     }
 
 
-@pytest.mark.deep(but=5)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("read", _reads(nn.Parameter(torch.ones(1, 1))))
 def test_a_read_outside_the_engine_is_true_or_raises_with_the_name(read: str, tmp_path: Path) -> None:
     name = "blocks.1.up.weight"
@@ -142,6 +144,7 @@ def test_a_pointer_to_a_parameters_memory_is_not_given_away(tmp_path: Path) -> N
             assert param.data_ptr() != 0
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("cast", ["half", "double", "bfloat16", "to meta"])
 def test_casting_or_moving_a_held_model_counts_or_raises(cast: str, tmp_path: Path) -> None:
     """``nn.Module.to`` assigns to ``param.data``: it must not be lost in silence."""
@@ -156,6 +159,7 @@ def test_casting_or_moving_a_held_model_counts_or_raises(cast: str, tmp_path: Pa
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("move", ["cpu", "float", "to"])
 def test_moving_a_held_model_to_where_it_is_changes_nothing(move: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
@@ -168,6 +172,7 @@ def test_moving_a_held_model_to_where_it_is_changes_nothing(move: str, tmp_path:
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("write", ["data", "copy_", "fill_", "index", "init", "data assigned"])
 def test_a_write_outside_the_engine_counts_or_raises(write: str, tmp_path: Path) -> None:
     name = "blocks.1.up.weight"
@@ -222,6 +227,7 @@ def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> 
         assert all(bool(parameter.isfinite().all()) for parameter in engine.module.parameters())
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("call", ["has_state", "gather_state", "gather_main_weight", "gather"])
 def test_a_foreign_tensor_is_refused(call: str, tmp_path: Path) -> None:
     foreign = nn.Parameter(torch.ones(3, 2))

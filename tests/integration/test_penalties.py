@@ -30,7 +30,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize("penalty", _PENALTIES)
@@ -101,6 +101,7 @@ def _joined_weights(side: Side) -> None:
         nn.utils.vector_to_parameters(whole.detach() * 0.5, side.parameters)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["smallest", "smallest deferred"])
 def test_weights_that_do_not_fit_together_are_joined(mode: str, tmp_path: Path) -> None:
     require_same(_joined_weights, tmp_path, mode)

@@ -20,6 +20,7 @@ def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
         return {fqn: param.detach().clone() for fqn, param in params.items()}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, BF16])
 def test_grad_is_the_gradient_or_raises_with_a_cure(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:
@@ -43,6 +44,7 @@ def test_grad_is_the_gradient_or_raises_with_a_cure(changes: dict[str, Any], tmp
         both.require_equal()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, BF16])
 @pytest.mark.parametrize("kind", ["norm", "value"])
 def test_clipping_by_hand_clips_exactly_or_raises(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
         return {fqn: param.detach().clone() for fqn, param in params.items()}
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}, {"gradient_clipping": 0.1, **BF16}])
 def test_steps_are_those_of_plain_torch(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=changes) as both:
@@ -36,6 +37,7 @@ def test_steps_are_those_of_plain_torch(changes: dict[str, Any], tmp_path: Path)
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("configured", [1, 3])
 @pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}])
 def test_losses_are_not_divided_whatever_the_config_says(
@@ -50,6 +52,7 @@ def test_losses_are_not_divided_whatever_the_config_says(
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_no_update_happens_before_step(accumulation: int, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
@@ -228,6 +231,7 @@ def _schedules() -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", _schedules())
 def test_torch_schedules_drive_it(name: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
@@ -241,6 +245,7 @@ def test_torch_schedules_drive_it(name: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_a_plateau_schedule_drives_it(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         make = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -287,6 +292,7 @@ def _step(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("makes_scheduler_first", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"infinity": {"tile_above": "1KiB"}}])
 def test_the_passed_optimizer_trains_as_in_plain_torch(
@@ -336,6 +342,7 @@ def test_the_passed_optimizer_trains_as_in_plain_torch(
     assert optimizer.param_groups is groups and type(optimizer) is torch.optim.AdamW
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [BF16, {"fp16": {"enabled": True}}, {"gradient_accumulation_steps": 2}])
 def test_the_passed_optimizer_makes_the_engines_steps_in_every_precision(
     changes: dict[str, Any], tmp_path: Path
@@ -394,6 +401,7 @@ def test_the_passed_optimizer_with_a_gradient_scaler_and_hooks(tmp_path: Path) -
             assert torch.equal(value, other)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"infinity": {"tile_above": "1KiB"}}])
 def test_state_dicts_of_the_passed_optimizer(changes: dict[str, Any], tmp_path: Path) -> None:
     model, optimizer, engine = _passed(tmp_path, changes)
@@ -410,6 +418,7 @@ def test_state_dicts_of_the_passed_optimizer(changes: dict[str, Any], tmp_path: 
         assert [_step(model, optimizer, number) for number in (1, 2)] == expected
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("loads_checkpoint", [False, True])
 def test_the_passed_optimizer_does_not_begin_anew_unnoticed(
     loads_checkpoint: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -282,6 +282,7 @@ def test_script(name: str, precision: str, tmp_path: Path) -> None:
     assert f"| {name} | {len(re.findall('# [+]$', script, flags=re.MULTILINE))} |" in _GUIDE.read_text()
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_nanogpt_compiles(tmp_path: Path) -> None:
     """As it does by itself, which is refused, and as the guide says."""

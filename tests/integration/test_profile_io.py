@@ -196,6 +196,7 @@ def test_kill_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
     assert list(directory.iterdir()) == []
 
 
+@pytest.mark.deep
 def test_bad_input_is_refused_in_words(nvme_dir: Path) -> None:
     code, output = finish(start(nvme_dir / "missing"))
     assert code == 2, output

@@ -66,6 +66,7 @@ def test_the_first_page_is_short() -> None:
 # ------------------------------------------------------------------------------------------------------ code and commands
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("folder", _WITH_CODE)
 def test_the_code_runs(folder: str, tmp_path: Path) -> None:
     page = _ROOT / folder / "README.md"
@@ -184,12 +185,14 @@ def _problem(command: list[str]) -> str:
     return f"unknown: {unknown}" if unknown else ""
 
 
+@pytest.mark.deep
 @_EACH_PAGE
 def test_commands_can_be_run(page: Path) -> None:
     problems = {" ".join(command): problem for command in _commands(page) if (problem := _problem(command))}
     assert problems == {}
 
 
+@pytest.mark.deep
 def test_the_predictions_of_the_first_page_are_those_of_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     page = _ROOT / "README.md"
     told = [line.strip("| ").split(" | ")[4:] for line in page.read_text().splitlines() if ", predicted |" in line]
@@ -222,6 +225,7 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@pytest.mark.deep(but=8)
 @_EACH_PAGE
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
@@ -246,6 +250,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert {name for name in named if not any((place / name).exists() for place in _places(page))} == set()
 
 
+@pytest.mark.deep(but=14)
 @_EACH_PAGE
 def test_no_page_names_a_place_in_a_file(page: Path) -> None:
     """Names of folders, commands and public classes stay; `file.py::Class.method` is out of date with the next change."""
@@ -262,6 +267,7 @@ def test_errors_that_are_named_exist() -> None:
 # ------------------------------------------------------------------------------------------------------- complete tables
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("package", ["infinity", "swapper"])
 def test_rooms_are_all_there_and_import_only_what_stands_below(package: str) -> None:
     page = _ROOT / package / "README.md"
@@ -335,6 +341,7 @@ def test_settings_in_guides_are_taken(page: Path) -> None:
         infinity.load_config(config, check_storage=False)
 
 
+@pytest.mark.deep
 def test_the_keys_of_a_deepspeed_config_are_explained() -> None:
     """Each key of the config in the guide, and whether it has an effect."""
     section = _GUIDES.read_text().split("The config stays, too.")[1].split("\n## ")[0]
@@ -354,6 +361,7 @@ def _keys_of(block: dict[str, object], path: str = "") -> Iterator[str]:
             yield path + name
 
 
+@pytest.mark.deep
 def test_answers_of_commands_are_what_they_print(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,13 +381,12 @@ def test_the_page_of_public_names_is_what_its_tool_prints() -> None:
     for library in ("transformers", "accelerate", "lightning"):
         if importlib.util.find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
-    answer = subprocess.run(
-        [sys.executable, "tools/api_reference.py"], cwd=_ROOT, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert api_reference.PAGE.read_text() == answer.stdout, "run: python tools/api_reference.py --write"
+    status, printed = run_script(_ROOT / "tools" / "api_reference.py", _ROOT)
+    assert status == 0, printed
+    assert api_reference.PAGE.read_text() == printed, "run: python tools/api_reference.py --write"
 
 
+@pytest.mark.deep
 def test_a_public_name_without_a_docstring_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_reference, "INTEGRATIONS", {})
     assert list(api_reference.undocumented()) == []

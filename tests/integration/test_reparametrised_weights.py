@@ -95,7 +95,7 @@ class _Renormalising(Net):
         self.embedding = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_embedding_with_max_norm_trains_as_in_torch(mode: str, tmp_path: Path) -> None:
     train(Case("max_norm", _Renormalising, token_batch), mode, tmp_path)

@@ -80,7 +80,7 @@ def _saved(engine: Any, optimizer: torch.optim.Optimizer, path: Path) -> dict[st
     return loaded
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("order", ["model, optimizer", "optimizer, model"])
 @pytest.mark.parametrize("mode", _MODES)
 def test_state_dicts_resume_with_every_bit(mode: str, order: str, tmp_path: Path) -> None:
@@ -99,6 +99,7 @@ def test_state_dicts_resume_with_every_bit(mode: str, order: str, tmp_path: Path
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr)], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("mode", ["remainder", "fp32 beside bf16", "fp16"])
 def test_what_is_loaded_before_initialize_resumes_with_every_bit(
@@ -163,6 +164,7 @@ def test_a_main_weight_of_another_shape_is_refused_before_anything_changes(tmp_p
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("mode", _MODES)
 def test_single_main_weights_and_states_are_read_and_set(mode: str, tmp_path: Path) -> None:
     model = Model()

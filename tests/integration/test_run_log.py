@@ -57,6 +57,7 @@ def train(engine: Any, num_steps: int) -> list[infinity.StepReport]:
     return reports
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("calls", ["engine", "model"])
 def test_samples_are_those_of_the_data(calls: str, tmp_path: Path) -> None:
     with training(tmp_path, {"train_micro_batch_size_per_gpu": 4}) as engine:
@@ -91,6 +92,7 @@ def test_the_log_holds_what_the_engine_says(tmp_path: Path) -> None:
     assert last.compute_busy_seconds == pytest.approx(phases) and min(last.forward_seconds, last.backward_seconds) > 0
 
 
+@pytest.mark.deep
 def test_losses_are_the_same_with_and_without_a_log(tmp_path: Path) -> None:
     with training(tmp_path) as engine:
         logged = [report.loss for report in train(engine, 4)]
@@ -116,6 +118,7 @@ def test_a_plain_loop_has_no_losses(tmp_path: Path) -> None:
     assert [(step.step, step.loss) for step in read_run(tmp_path / "run").steps] == [(1, None), (2, None)]
 
 
+@pytest.mark.deep
 def test_a_durable_run_that_is_rolled_back_and_started_again(tmp_path: Path) -> None:
     changes = {"infinity": {"durable": True, "keep_last": 3}}
     with training(tmp_path, changes) as engine:
@@ -142,6 +145,7 @@ def test_a_checkpoint_takes_the_run_to_its_step(tmp_path: Path) -> None:
     assert [(mark.kind, mark.step) for mark in run.marks] == [("save", 2), ("load", 4)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("only_weights", [False, True])
 def test_a_run_that_is_resumed_from_a_checkpoint_shows_all_of_its_steps(only_weights: bool, tmp_path: Path) -> None:
     with training(tmp_path) as engine:
@@ -210,6 +214,7 @@ def test_an_engine_that_evaluates_leaves_the_log_to_the_one_that_trains(tmp_path
         infinity.initialize(model=Model(), config=config)
 
 
+@pytest.mark.deep
 def test_the_first_rank_writes(tmp_path: Path) -> None:
     def rank(index: int) -> None:
         with training(tmp_path) as engine:
@@ -221,6 +226,7 @@ def test_the_first_rank_writes(tmp_path: Path) -> None:
     assert run.num_starts == 1 and run.start["machine"]["num_processes"] == 2
 
 
+@pytest.mark.deep
 def test_a_line_costs_little_beside_a_step(tmp_path: Path) -> None:
     """Both are measured in one run: the processor time of the smallest step there is, and that of its lines."""
     with training(tmp_path) as engine:

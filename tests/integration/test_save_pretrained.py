@@ -49,7 +49,7 @@ def _assert_same_files(ours: Path, theirs: Path) -> None:
     assert configs[0] == configs[1]
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_files_are_those_that_transformers_writes(
@@ -79,6 +79,7 @@ def _train(engine: Any) -> None:
     engine.step()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_what_was_trained_is_loaded_by_transformers(name: str, config: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)

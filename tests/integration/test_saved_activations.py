@@ -75,6 +75,7 @@ def test_losses_and_weights_are_the_same(budget: str, in_memory: Any, tmp_path: 
         assert report.write_bytes > before.write_bytes
 
 
+@pytest.mark.deep
 def test_in_host_memory_losses_and_weights_are_the_same(in_memory: Any, tmp_path: Path) -> None:
     checkpointing, (expected, weights, _) = in_memory
     own = {"activation_checkpointing": checkpointing, "activations": "cpu", "host_memory_budget": "256MiB"}
@@ -83,6 +84,7 @@ def test_in_host_memory_losses_and_weights_are_the_same(in_memory: Any, tmp_path
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
+@pytest.mark.deep
 def test_more_than_the_budget_has_for_it_is_an_error_that_says_how_much(tmp_path: Path) -> None:
     own: dict[str, Any] = {"activations": "cpu", "host_memory_budget": "1MiB"}
     with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, {"infinity": own}))[0] as engine:
@@ -132,6 +134,7 @@ class _FailingGradient(torch.autograd.Function):
         raise ValueError("in backward")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("activations", ["cpu", "nvme"])
 def test_whatever_becomes_of_a_graph_nothing_is_left(activations: str, tmp_path: Path) -> None:
     budget = "1MiB" if activations == "nvme" else "64MiB"
@@ -189,6 +192,7 @@ def test_the_plan_says_what_is_reserved(tmp_path: Path) -> None:
         assert "activations" in str(engine.plan)
 
 
+@pytest.mark.deep
 def test_vertical_steps_keep_what_they_keep_anyway(tmp_path: Path) -> None:
     found = []
     for activations in ("memory", "cpu", "nvme"):

@@ -103,6 +103,7 @@ def _there_and_back(model: nn.Module) -> None:
         parameter.data = values
 
 
+@pytest.mark.deep(but=2)
 @in_modes
 @pytest.mark.parametrize("change", [_one_by_one, _as_a_vector, _there_and_back])
 def test_data_that_is_assigned_between_forward_and_backward(

@@ -16,7 +16,7 @@ from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", ["tied_weights", "batch_norms", "lora", "transposed"])
 def test_saved_weights_load_into_plain_torch(shape: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -45,6 +45,7 @@ def test_saved_weights_load_into_plain_torch(shape: str, changes: dict[str, Any]
             assert torch.equal(loss_of(loaded.eval()(**batch)), expected)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert"])
 def test_saved_weights_load_into_transformers_with_equal_logits(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -47,7 +47,7 @@ def _run(both: Lockstep, num_steps: int, *, vertically: bool = False) -> int:
     return num_skipped
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("update", ["auto", "deferred", "step"])
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -73,7 +73,7 @@ class _Autocast(PlainTorch):
             return loss_of(self.model(**batch))
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("vertically", [False, True])
 def test_fp16_by_autocast_over_fp32_weights(
@@ -92,6 +92,7 @@ def test_fp16_by_autocast_over_fp32_weights(
         assert 0 < _run(both, 14, vertically=vertically) < 12
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_autocast_and_a_scaler_of_the_users_own(max_norm: float | None, tmp_path: Path) -> None:
     def train(model: torch.nn.Module, optimizer: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -120,7 +121,7 @@ def test_autocast_and_a_scaler_of_the_users_own(max_norm: float | None, tmp_path
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("case", ["plain", "attention", "frozen_middle", "lora"])
 def test_fp16_unit_by_unit_over_all_micro_batches(case: str, tmp_path: Path) -> None:
     changes = {**_fp16(), "gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
@@ -129,6 +130,7 @@ def test_fp16_unit_by_unit_over_all_micro_batches(case: str, tmp_path: Path) -> 
         assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
 
 
+@pytest.mark.deep
 def test_fp16_with_gradients_on_nvme(tmp_path: Path) -> None:
     changes: dict[str, Any] = {**_fp16(), "gradient_clipping": 0.05, "infinity": {"host_memory_budget": 1}}
     with pytest.raises(BudgetTooSmallError) as caught:
@@ -139,6 +141,7 @@ def test_fp16_with_gradients_on_nvme(tmp_path: Path) -> None:
         assert _run(both, 10) > 0
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("scale", [1024, 1000])
 def test_a_static_scale_stays(scale: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Lockstep.start(tmp_path, changes=_fp16(loss_scale=scale)) as both:
@@ -156,6 +159,7 @@ def _leave_out(what: str, both: Lockstep, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(both, "note", note)
 
 
+@pytest.mark.deep
 def test_skipped_steps_leave_pending_updates_and_schedules_alone(tmp_path: Path) -> None:
     changes = {**_fp16(), **_SCHEDULE, "infinity": {"update": "deferred"}}
     with Lockstep.start(tmp_path, changes=changes) as both, updates_on_demand(both.engine):
@@ -176,6 +180,7 @@ def _spoil(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deep
 @pytest.mark.filterwarnings("ignore:the loss of step:infinity.errors.NonFiniteLossWarning")
 @pytest.mark.parametrize(
     ("block", "stage", "clipping"),
@@ -231,6 +236,7 @@ def test_the_engines_step_is_the_one_that_follows_the_scale(tmp_path: Path) -> N
         assert both.engine.loss_scale() == 2.0**21
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_a_scale_that_cannot_become_smaller_is_an_error_and_training_can_go_on(
     num_micro_batches: int, tmp_path: Path

@@ -26,7 +26,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("shape", ["tied_weights", "transposed"])
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_copies_are_true_and_stay_as_they_are(shape: str, changes: dict[str, Any], where: str, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_optimizer_state_dict_goes_through_pickle_into_plain_torch(tmp_path: Pat
             assert all(torch.equal(entries[key], expected[index][key]) for key in expected[index])
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, BF16])
 def test_optimizer_state_is_loaded_from_plain_torch(changes: dict[str, Any], tmp_path: Path) -> None:
     """An engine that gets another run's weights and optimizer state goes on as that run does."""

@@ -49,7 +49,7 @@ def _with(make: Any, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("compute", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("state_dtype", "make", "options"), _PAIRS)
 def test_every_optimizer(
@@ -62,7 +62,7 @@ def test_every_optimizer(
         both.require_equal()
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @_SMALL
 @pytest.mark.parametrize("main_weights", ["remainder", "fp32"])
 @pytest.mark.parametrize(
@@ -89,6 +89,7 @@ def test_nothing_but_the_state_dtype_changes_a_bit(
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @_SMALL
 def test_a_parameter_that_is_not_updated_keeps_its_state(state_dtype: str, tmp_path: Path) -> None:
     """Blocks of states are a parameter's own: its neighbours' updates leave it alone."""
@@ -99,7 +100,7 @@ def test_a_parameter_that_is_not_updated_keeps_its_state(state_dtype: str, tmp_p
         both.require_equal()
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @_SMALL
 @pytest.mark.parametrize("compute", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_run_goes_on_from_a_state_dict(state_dtype: str, compute: dict[str, Any], tmp_path: Path) -> None:
@@ -140,6 +141,7 @@ def _saved(optimizer: torch.optim.Optimizer, path: Path) -> Path:
     return path
 
 
+@pytest.mark.deep(but=1)
 @_SMALL
 def test_the_users_random_numbers_are_left_alone(state_dtype: str, tmp_path: Path) -> None:
     changes = {"infinity": {"state_dtype": state_dtype}}
@@ -171,6 +173,7 @@ class _OtherAdam(torch.optim.AdamW):
     """Might do anything with its states."""
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("state_dtype", "make", "words"),
     [

@@ -182,7 +182,7 @@ _EDITS = [
 ]
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("edit", "mode"),
     [
@@ -226,6 +226,7 @@ def test_states_that_were_read_do_not_stay_in_memory(tmp_path: Path) -> None:
         assert not both.optimizer._shown._shown and not both.optimizer._shown._stale
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["in backward", "deferred"])
 def test_a_change_of_what_was_read_before_a_step_is_an_error(mode: str, tmp_path: Path) -> None:
     with _start(tmp_path, mode) as both:
@@ -240,6 +241,7 @@ def test_a_change_of_what_was_read_before_a_step_is_an_error(mode: str, tmp_path
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_what_was_read_before_a_step_may_be_let_go_of_one_by_one(tmp_path: Path) -> None:
     with _start(tmp_path, "in backward") as both:
         take_step(both, "in backward", 0)
@@ -250,6 +252,7 @@ def test_what_was_read_before_a_step_may_be_let_go_of_one_by_one(tmp_path: Path)
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -283,6 +286,7 @@ def test_state_is_loaded_for_parameters_that_are_frozen_at_the_moment(tmp_path: 
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("as_instance", [False, True])
 def test_adagrad_has_its_states_before_the_first_step(as_instance: bool, tmp_path: Path) -> None:
     def make(named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -55,7 +55,7 @@ def _start_from_what_is_seen(both: Lockstep) -> None:
         both.reference.main[fqn].data.copy_(both.reference.model.get_parameter(fqn))
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("kind", [_adamw, _momentum])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_model_is_thawed_group_by_group(
@@ -145,6 +145,7 @@ def test_where_there_is_no_room_the_error_names_the_key_and_the_training_goes_on
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.deep
 def test_a_checkpoint_holds_the_thawed_states(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     engine, optimizer, model = _engine(tmp_path / "drive")
@@ -166,7 +167,7 @@ def test_a_checkpoint_holds_the_thawed_states(tmp_path: Path) -> None:
 _FP16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1}
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"gradient_clipping": 0.1}, {"bf16": {"enabled": True}}, {"fp16": _FP16}])
 def test_between_the_micro_batches_of_a_step(changes: dict[str, Any], tmp_path: Path) -> None:
     def make(named: Named) -> torch.optim.Optimizer:
@@ -197,6 +198,7 @@ def test_between_the_micro_batches_of_a_step(changes: dict[str, Any], tmp_path: 
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("moment", ["gathered", "in forward"])
 def test_not_in_the_midst_of_things(moment: str, tmp_path: Path) -> None:
     engine, optimizer, model = _engine(tmp_path)
@@ -231,6 +233,7 @@ class _Chain(nn.Sequential):
         return super().forward(x).square().mean()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("mode", ["roomy", "resident"])
 def test_a_model_whose_layers_have_changed(mode: str, at_once: bool, tmp_path: Path) -> None:

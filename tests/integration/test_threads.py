@@ -16,7 +16,7 @@ _CASES = [case for case in (*SHAPES, *FAMILIES) if case.name in {"plain", "convo
 _ROWS = [Row(budget="tight", page="small"), Row(dtype="bf16", clipping=True, accumulation=3)]
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.usefixtures("several_threads")
 @pytest.mark.parametrize("setting", _ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("threaded", _CASES, ids=lambda case: case.name)

@@ -71,7 +71,7 @@ def _close(first: Any, second: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------- bits
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}, {"gradient_accumulation_steps": 2}])
 def test_a_training_is_that_of_whole_layers_but_for_last_bits(changes: dict[str, Any], tmp_path: Path) -> None:
     with _engine(tmp_path, changes) as whole, _engine(tmp_path, {**changes, **_TILED}) as tiled:
@@ -80,6 +80,7 @@ def test_a_training_is_that_of_whole_layers_but_for_last_bits(changes: dict[str,
         torch.testing.assert_close(losses, expected, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.deep
 def test_frozen_and_tiled_layers_give_the_very_bits(tmp_path: Path) -> None:
     def model() -> nn.Module:
         made = _Model(is_tied=False)
@@ -116,7 +117,7 @@ def test_a_layer_larger_than_the_budget_trains(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- names and shapes
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, BF16])
 def test_state_dicts_go_to_and_fro(changes: dict[str, Any], tmp_path: Path) -> None:
     with _engine(tmp_path, changes) as whole, _engine(tmp_path, {**changes, **_TILED}) as tiled:
@@ -145,7 +146,7 @@ def test_a_state_dict_of_another_size_is_refused_by_name(tmp_path: Path) -> None
             engine.module.load_state_dict(state)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("names", [("whole", "tiled"), ("tiled", "whole")])
 def test_checkpoints_go_to_and_fro(names: tuple[str, str], is_frozen: bool, tmp_path: Path) -> None:
@@ -210,6 +211,7 @@ def test_exports_have_whole_weights(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- the model
 
 
+@pytest.mark.deep
 def test_afterwards_the_model_is_what_it_was(tmp_path: Path) -> None:
     model = _Model()
     weight, names = model.embed.weight, [name for name, _ in model.named_parameters()]
@@ -276,6 +278,7 @@ def test_what_needs_the_whole_weight_is_refused_by_name(tmp_path: Path) -> None:
                 engine.module.embed(torch.tensor([_VOCABULARY]))
 
 
+@pytest.mark.deep
 def test_a_tiled_weight_that_comes_into_the_groups_later_is_trained(tmp_path: Path) -> None:
     def model() -> nn.Module:
         made = _Model(is_tied=False)
@@ -305,6 +308,7 @@ def test_a_model_with_tiles_can_be_pickled(tmp_path: Path) -> None:
         assert torch.equal(twin(_tokens(0)), engine(_tokens(0)))
 
 
+@pytest.mark.deep
 def test_vertical_steps(tmp_path: Path) -> None:
     own = {"gradient_accumulation_steps": 2}
     found = []
@@ -316,6 +320,7 @@ def test_vertical_steps(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.deep
 def test_built_on_drives(tmp_path: Path) -> None:
     config = everything_on_nvme(tmp_path, _TILED)
     with infinity.Init(config=config):
@@ -324,6 +329,7 @@ def test_built_on_drives(tmp_path: Path) -> None:
         assert torch.equal(torch.stack(_train(engine)), torch.stack(_train(other)))
 
 
+@pytest.mark.deep
 def test_checkpoints_saved_while_training_goes_on(tmp_path: Path) -> None:
     with _engine(tmp_path, {**BF16, **_TILED}) as engine:
         _train(engine, stop=1)

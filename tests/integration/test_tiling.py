@@ -24,6 +24,7 @@ def _input() -> Tensor:
     return torch.randn(6, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("splits", [(1, 1), (1, 4), (3, 1), (5, 3), (48, 80)])
 def test_results_and_gradients(splits: tuple[int, int], bias: bool) -> None:

@@ -101,6 +101,7 @@ def _bytes(row: Sequence[Event], step: int) -> int:
     return sum(event["args"]["bytes"] for event in row if event["args"].get("step") == step)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -45,6 +45,7 @@ def first_and_last_loss(output: str) -> tuple[float, float]:
     return float(found.group(1)), float(found.group(2))
 
 
+@pytest.mark.deep
 def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
     code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--steps", "30"))
     assert code == 0, output

@@ -133,7 +133,7 @@ def _tangent(model: Any, x: Tensor) -> Tensor | None:
         return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("call", _CALLS)
 def test_transforms_of_a_forward(call: str, tmp_path: Path) -> None:
     with _both(Recursive(), tmp_path) as (plain, engine):
@@ -203,6 +203,7 @@ _AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("which", _AROUND)
 def test_hooks_of_the_user_inside_a_forward(which: str, tmp_path: Path) -> None:
     with _both(NormedByItself(_AROUND[which]), tmp_path) as (plain, engine):
@@ -216,6 +217,7 @@ def test_hooks_of_the_user_inside_a_forward(which: str, tmp_path: Path) -> None:
         engine.step()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("which", ["narrow", "kept", "moved"])
 def test_hooks_of_the_user_around_a_forward_see_all_that_is_saved(which: str, tmp_path: Path) -> None:
     counts = [_Counting(), _Counting()]

@@ -73,6 +73,7 @@ def test_one_process_takes_one_of_several_gpus(tmp_path: Path) -> None:
     assert InfinityTrainer(model=model, args=settings, infinity_config=on_nvme(tmp_path / "nvme")).args.n_gpu == 1
 
 
+@pytest.mark.deep
 def test_what_the_trainer_does_around_a_step(tmp_path: Path) -> None:
     """Autocast, label smoothing, NEFTune, checkpointing, no clipping, a short last step, the best model, rotation."""
     options: dict[str, Any] = {"bf16": True, "label_smoothing_factor": 0.1, "neftune_noise_alpha": 5}
@@ -160,6 +161,7 @@ def test_weights_of_the_scripts_own_making_are_saved(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
+@pytest.mark.deep
 def test_optimizer_and_scheduler_of_the_config(tmp_path: Path) -> None:
     adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
     plain = trained(tmp_path / "plain", None, models.llama(), warmup_steps=2, weight_decay=0.0)
@@ -205,6 +207,7 @@ class _OwnOptimizer:
         return self.optimizer
 
 
+@pytest.mark.deep
 def test_an_optimizer_of_a_subclass(tmp_path: Path) -> None:
     """The engine has it, whatever stands before the mixin; an evaluation changes nothing, a second training begins anew."""
     found = []
@@ -303,6 +306,7 @@ def test_a_save_that_fails_leaves_the_weights_of_the_one_before(
     trainer.engine.close()
 
 
+@pytest.mark.deep
 def test_a_training_after_one_that_was_cut_off(tmp_path: Path) -> None:
     """In the backward of its third step, as by Ctrl-C in a notebook."""
 
@@ -353,6 +357,7 @@ def test_after_the_engine_was_closed(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
+@pytest.mark.deep(but=5)
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [

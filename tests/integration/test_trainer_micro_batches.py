@@ -189,6 +189,7 @@ class Counting(Weighing):
         return loss
 
 
+@pytest.mark.deep
 def test_a_loss_of_a_subclass(train: Any) -> None:
     expected = train(Weighing, _llama(), None, max_steps=2)
     found = train(Weighing, _llama(), "auto", max_steps=2)
@@ -282,7 +283,7 @@ def _adapted() -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "embed_tokens", "lm_head"], r=2))
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("base", "make", "reason"),
     [
@@ -313,6 +314,7 @@ def test_what_would_differ_goes_one_after_the_other(train: Any, base: Any, make:
         assert (report.schedule, reason in report.schedule_reason) == ("ordinary", True), report.schedule_reason
 
 
+@pytest.mark.deep
 def test_who_asks_for_it_is_told_what_differs(train: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="infinity.vertical"):
         *_, reports = train(Trainer, _llama(attention_dropout=0.1), "vertical", max_steps=2)
@@ -321,6 +323,7 @@ def test_who_asks_for_it_is_told_what_differs(train: Any, caplog: pytest.LogCapt
     assert "random numbers are drawn at several places" in message
 
 
+@pytest.mark.deep
 def test_an_error_of_the_loss(train: Any) -> None:
     class Failing(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

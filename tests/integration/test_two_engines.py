@@ -73,6 +73,7 @@ def _of_torch_func(a: nn.Module, b: nn.Module) -> Tensor:
         other.remove()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("loss_of", [_all_products, _in_a_forward, _under_hooks_of_the_user, _of_torch_func])
 def test_weights_of_two_engines_in_one_graph_train_as_in_torch(
     loss_of: Callable[[nn.Module, nn.Module], Tensor], tmp_path: Path

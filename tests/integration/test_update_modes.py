@@ -21,7 +21,7 @@ _MODES = ("in_backward", "deferred", "step")
 _DEFERRED = {"infinity": {"update": "deferred"}}
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("update", [*_MODES, "auto"])
 @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
 def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -36,6 +36,7 @@ def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tm
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_deferred_updates_wait_for_the_forward_that_wants_them(tmp_path: Path) -> None:
     budget = _budget("smallest", tmp_path)
     changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": budget}}
@@ -73,7 +74,7 @@ _LOOKS: dict[str, Callable[[Lockstep, Path], Any]] = {
 }
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("look", _LOOKS)
 def test_whoever_looks_sees_the_step_done(look: str, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
@@ -147,7 +148,7 @@ def _budget(size: str, directory: Path) -> int:
 _BUDGETS = pytest.mark.parametrize("size", ["smallest", "some", "roomy"])
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @_BUDGETS
 def test_gradients_added_by_hand_are_exact_in_any_budget(size: str, tmp_path: Path) -> None:
     """The plan counts on one bf16 gradient for each parameter; the plain loop may bring more."""
@@ -160,6 +161,7 @@ def test_gradients_added_by_hand_are_exact_in_any_budget(size: str, tmp_path: Pa
         both.require_equal()
 
 
+@pytest.mark.deep
 @_BUDGETS
 def test_a_gradient_that_is_looked_at_is_exact(size: str, tmp_path: Path) -> None:
     changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
@@ -189,6 +191,7 @@ def test_rounded_gradients_are_shown_as_they_wait(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("update", _MODES)
 def test_the_state_of_a_first_update_that_is_pending_is_not_missed(update: str, tmp_path: Path) -> None:
     changes = {"infinity": {"update": update}}
@@ -214,6 +217,7 @@ class _Routed(torch.nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("routes", [([1, 0], [0], [1, 0]), ([1], [0], [1, 0]), ([0, 1], [0, 1], [1])])
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
 def test_a_gradient_that_was_not_expected_is_part_of_the_same_update(

@@ -75,7 +75,7 @@ _ROWS = [
 ]
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("case", "changes", "budget"), [(*row, 1.0 if index % 2 else 1.5) for index, row in enumerate(_ROWS)]
 )

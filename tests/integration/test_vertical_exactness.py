@@ -41,5 +41,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("vertical_case", "setting"), combinations)
 
 
+@pytest.mark.deep(but=8)
 def test_trains_to_the_bits_of_the_vertical_order(vertical_case: Case, setting: Row, tmp_path: Path) -> None:
     require_exact_vertical_training(vertical_case, setting, tmp_path)

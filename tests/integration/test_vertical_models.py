@@ -85,6 +85,7 @@ def test_hooks_of_the_user(tmp_path: Path) -> None:
         assert sorted(calls[0]) == sorted(calls[1])
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_autocast_around_the_step(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes={**_VERTICAL, **changes}) as both:
@@ -191,6 +192,7 @@ class KindBlock(Block):
         }
 
 
+@pytest.mark.deep
 def test_arguments_and_results_of_all_kinds(tmp_path: Path) -> None:
     case = Case("kinds", lambda _: ManyKinds(), token_batch)
     changes = {**_VERTICAL, "gradient_clipping": 0.0}
@@ -226,6 +228,7 @@ def _cached_llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+@pytest.mark.deep
 def test_a_cache_that_the_library_brings_along(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     batch = next(case for case in FAMILIES if case.name == "llama").batch
@@ -233,6 +236,7 @@ def test_a_cache_that_the_library_brings_along(tmp_path: Path) -> None:
         _train(both)
 
 
+@pytest.mark.deep
 def test_evaluation_between_steps_and_a_changed_number_of_threads(tmp_path: Path) -> None:
     num_threads = torch.get_num_threads()
     try:
@@ -264,6 +268,7 @@ def _train_once(both: Lockstep, step: int) -> None:
     assert both.engine.report.schedule == "vertical"
 
 
+@pytest.mark.deep
 def test_both_orders_in_turn(tmp_path: Path) -> None:
     """The engine's own loop and train_batch, on one engine."""
     with Lockstep.start(tmp_path, changes={**_VERTICAL, "gradient_clipping": 0.1}) as both:

@@ -136,7 +136,7 @@ def _lockstep(
     )
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("placement", _PLACEMENTS)
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 def test_whole_parameters_are_updated_as_in_torch(name: str, placement: str, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ _SHAPES = [
 ]
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
     with _lockstep(tmp_path, _OPTIMIZERS["Lamb"], shape, {}) as both:
@@ -180,6 +180,7 @@ def restored_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.usefixtures("restored_threads")
 def test_norms_of_large_weights_have_the_bits_of_as_many_threads(num_threads: int, tmp_path: Path) -> None:
@@ -279,6 +280,7 @@ def test_many_micro_batches_go_through_a_unit_together(tmp_path: Path) -> None:
         both.require_equal()
 
 
+@pytest.mark.deep
 def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     make = _OPTIMIZERS["NovoGrad"]
     with _lockstep(tmp_path / "drive", make, "plain", {}) as both:

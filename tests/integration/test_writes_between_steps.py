@@ -180,7 +180,7 @@ _ROWS = [(write, mode) for write in _WRITES for mode in ("in backward", "bf16 re
 _ROWS += [(write, mode) for write in ("foreach", "rows") for mode in MODES if (write, mode) not in _ROWS]
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("write", "mode"), _ROWS)
 def test_a_write_between_steps_counts(write: str, mode: str, tmp_path: Path) -> None:
     def between(model: nn.Module, step: int) -> None:
@@ -216,7 +216,7 @@ class _Ema:
         self.backup = {}
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in backward", "deferred", "bf16", "resident", "vertical"])
 def test_a_shadow_is_swapped_in_and_out(mode: str, tmp_path: Path) -> None:
     shadows: dict[int, _Ema] = {}
@@ -232,7 +232,7 @@ def test_a_shadow_is_swapped_in_and_out(mode: str, tmp_path: Path) -> None:
     train(PLAIN, mode, tmp_path, between=between)
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in backward", "bf16", "resident"])
 @pytest.mark.parametrize("kind", ["AveragedModel", "EMA", "deepcopy", "foreach"])
 def test_averages_follow(kind: str, mode: str, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_averages_follow(kind: str, mode: str, tmp_path: Path) -> None:
     train(PLAIN, mode, tmp_path, between=between)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["in backward", "deferred", "bf16 resident", "vertical"])
 def test_a_view_that_is_kept_shows_the_weight_as_it_is(mode: str, tmp_path: Path) -> None:
     views: dict[int, torch.Tensor] = {}
@@ -285,7 +285,7 @@ def _in_inference_mode(model: nn.Module) -> None:
         parameter.data.add_(0.0625)
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["in backward", "deferred", "bf16 resident", "vertical"])
 def test_a_write_in_inference_mode_counts(mode: str, tmp_path: Path) -> None:
     def between(model: nn.Module, step: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fuzz.sequence import run_sequence
 
-_CHUNK = 50
+_CHUNK = 25
 _NUM_SEQUENCES = 2000
 _MOST_REFUSED = 0.15
 """Of a chunk: else a change that refuses everything would pass."""

@@ -476,6 +476,7 @@ def test_few_floors() -> None:
     assert max(floors(graph).values()) <= _MOST_FLOORS
 
 
+@pytest.mark.deep(but=39)
 @pytest.mark.parametrize("path", sorted({str(Path(module.path).parent) for module in _MODULES.values()}))
 def test_a_folder_says_what_it_is_and_is_small(path: str) -> None:
     assert ast.get_docstring(_MODULES[path.replace("/", ".")].tree)

@@ -89,6 +89,7 @@ def answers() -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("package", ["swapper", "infinity"])
 def test_an_import_loads_and_installs_nothing(answers: Any, package: str) -> None:
     found = answers[f"import {package}"]
@@ -218,6 +219,7 @@ def test_threads_get_the_same(lazy: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- interrupts
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [

@@ -105,6 +105,7 @@ def _in_place(x: torch.Tensor) -> torch.Tensor:
 _FUNCTIONS = [_chain, _strided, _masked, _complex, _in_place]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
 def test_gradients_have_the_same_bits(store: Store, function: Callable[..., Any], dtype: torch.dtype) -> None:
@@ -133,6 +134,7 @@ def test_what_exceeds_the_memory_is_written_and_read_ahead(tmp_path: Path) -> No
     assert 0 < sum(s.read_bytes for s in statistics) <= sum(s.write_bytes for s in statistics)
 
 
+@pytest.mark.deep(but=1)
 def test_one_storage_is_kept_once(store: Store) -> None:
     def views(y: torch.Tensor) -> list[torch.Tensor]:
         return [torch.square(view) for view in (y, y, y.t(), y.view(-1), y[:200])]
@@ -148,6 +150,7 @@ def test_one_storage_is_kept_once(store: Store) -> None:
     assert torch.equal(x.grad, plain.grad)
 
 
+@pytest.mark.deep(but=1)
 def test_writes_afterwards_are_an_error_as_in_torch(store: Store) -> None:
     with store.active():
         y = _leaf() * 2
@@ -157,6 +160,7 @@ def test_writes_afterwards_are_an_error_as_in_torch(store: Store) -> None:
         loss.backward()
 
 
+@pytest.mark.deep(but=2)
 def test_a_second_version_is_another_tensor(store: Store) -> None:
     x = _leaf()
     with store.active():
@@ -170,6 +174,7 @@ def test_a_second_version_is_another_tensor(store: Store) -> None:
         first.backward()
 
 
+@pytest.mark.deep(but=1)
 def test_the_storage_of_data_counts_by_itself(store: Store) -> None:
     """`y.data` has the storage of `y`, and both their first version, though they differ in time."""
     x = _leaf()
@@ -183,6 +188,7 @@ def test_the_storage_of_data_counts_by_itself(store: Store) -> None:
     del kept
 
 
+@pytest.mark.deep(but=1)
 def test_retained_graphs_and_double_backward(store: Store) -> None:
     runs = []
     for is_kept in (False, True):
@@ -198,6 +204,7 @@ def test_retained_graphs_and_double_backward(store: Store) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.deep(but=1)
 def test_dropped_graphs_and_errors_give_their_space_back(store: Store) -> None:
     for _ in range(3):
         with store.active():
@@ -226,6 +233,7 @@ def test_dropped_graphs_and_errors_give_their_space_back(store: Store) -> None:
     assert sum(swapper.capacity_bytes for swapper in store.swappers) <= 128 << 20
 
 
+@pytest.mark.deep(but=1)
 def test_checkpoints_and_hooks_of_others_inside_and_outside(store: Store) -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -244,6 +252,7 @@ def test_checkpoints_and_hooks_of_others_inside_and_outside(store: Store) -> Non
     assert torch.equal(x.grad, plain.grad)
 
 
+@pytest.mark.deep
 def test_threads(store: Store) -> None:
     plain = _leaf()
     _chain(plain).backward()
@@ -265,6 +274,7 @@ def test_threads(store: Store) -> None:
     assert found == [True] * 20
 
 
+@pytest.mark.deep(but=1)
 def test_what_would_not_become_smaller_stays(store: Store) -> None:
     large = torch.randn(1 << 20)
     parameter = torch.nn.Parameter(torch.randn(256, 256))

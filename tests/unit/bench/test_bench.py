@@ -212,6 +212,7 @@ def test_a_group_ends_its_processes_and_is_gone(memory_cgroup: Cgroup) -> None:
     assert not join.parent.exists()
 
 
+@pytest.mark.deep
 def test_a_peer_needs_nothing_of_ours(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{_REFUSING}\n$2" "$3" "$4" "$5" "$6"\n')

@@ -38,6 +38,7 @@ def test_the_rank_that_deviates_most_is_told() -> None:
     assert row[0] == "2" and row[-1] == "2.00 s" and "(-10.0 %)" in row[1 + KINDS.index("read")]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("stage", "clip", "dtype"), [(1, 0.0, "bfloat16"), (1, 1.0, "float32"), (3, 0.0, "bfloat16"), (3, 0.0, "float32")]
 )

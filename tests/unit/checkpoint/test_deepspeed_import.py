@@ -104,6 +104,7 @@ def _engine(directory: Path, case: Case, *, all_parameters: bool = False) -> Ite
         yield engine
 
 
+@pytest.mark.deep(but=2)
 def test_tensors_are_those_that_deepspeed_has(written: tuple[Path, Case], tmp_path: Path) -> None:
     directory, case = written
     expected = _expected(directory)
@@ -124,6 +125,7 @@ def test_tensors_are_those_that_deepspeed_has(written: tuple[Path, Case], tmp_pa
             assert torch.equal(found["parameters", fqn, kind], value)
 
 
+@pytest.mark.deep(but=1)
 def test_the_universal_form_gives_the_same(written: tuple[Path, Case], tmp_path: Path) -> None:
     directory, case = written
     if not case.universal:
@@ -138,6 +140,7 @@ def test_the_universal_form_gives_the_same(written: tuple[Path, Case], tmp_path:
     assert first.rest() == second.rest()
 
 
+@pytest.mark.deep(but=1)
 def test_training_goes_on_as_deepspeed_goes_on(written: tuple[Path, Case], tmp_path: Path) -> None:
     directory, case = written
     expected = _expected(directory)
@@ -317,6 +320,7 @@ _FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("name", _FAULTS)
 def test_bad_input_is_named(name: str, tmp_path: Path) -> None:
     folder = _unpacked("stage3", tmp_path) / "checkpoint" / f"global_step{NUM_STEPS_BEFORE}"

@@ -158,6 +158,7 @@ def _state(bench: _Bench, name: str, start: float = 0) -> dict[str, Any]:
     return {"exp_avg": first, "exp_avg_sq": first * 2, "step": torch.tensor(5.0)}
 
 
+@pytest.mark.deep(but=3)
 def test_what_was_stored_is_given_out_with_all_its_bits(bench: _Bench) -> None:
     bench.check()
     for name, original in bench.originals.items():
@@ -186,6 +187,7 @@ def test_padding_is_zero_and_a_unit_needs_memory_to_be_stored(bench: _Bench) -> 
         bench.access.store_modified(outside, [])
 
 
+@pytest.mark.deep(but=4)
 def test_a_state_is_given_out_as_it_was_loaded(bench: _Bench) -> None:
     wide, bias, access = bench.model.wide, bench.model.bias, bench.access
     assert access.state(wide) == {} and not access.has_state(wide) and access.state_names(wide) is None
@@ -218,6 +220,7 @@ def test_there_is_no_place_for_the_state_of_what_was_frozen(bench: _Bench) -> No
         access.load_state(frozen, {"exp_avg": torch.ones(5, 5)})
 
 
+@pytest.mark.deep(but=3)
 def test_a_state_that_does_not_fit_changes_nothing(bench: _Bench) -> None:
     bench.access.load_state(bench.model.bias, _state(bench, "bias"))
     with pytest.raises(ValueError, match="exp_avg_sq"):
@@ -247,6 +250,7 @@ def test_a_first_update_that_is_pending_is_waited_for(bench: _Bench) -> None:
     bench.units[0].end_update()
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("name", ["wide", "bias", "frozen", "other"])
 def test_a_main_weight_is_replaced_and_the_model_weight_with_it(name: str, bench: _Bench) -> None:
     values = torch.randn(bench.originals[name].shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
@@ -262,6 +266,7 @@ def test_a_main_weight_is_replaced_and_the_model_weight_with_it(name: str, bench
     bench.check(**{name: values.float()})
 
 
+@pytest.mark.deep(but=3)
 def test_a_saved_main_weight_is_resumed_where_the_parameter_is_its_cast(bench: _Bench) -> None:
     saved = bench.originals["wide"].clone()
     bench.access.load_main_weight(bench.model.wide, bench.cast(saved).float())  # as from a file of model weights
@@ -286,6 +291,7 @@ def test_either_way_of_rounding_is_a_cast(swapper: Swapper) -> None:
         assert torch.equal(bench.main("bias"), tie)
 
 
+@pytest.mark.deep(but=4)
 def test_only_elements_that_were_changed_lose_their_low_bits(bench: _Bench) -> None:
     unit, slot = bench.place("wide")
     with bench.pager.opened(unit):
@@ -301,6 +307,7 @@ def test_only_elements_that_were_changed_lose_their_low_bits(bench: _Bench) -> N
     bench.check(wide=expected)
 
 
+@pytest.mark.deep(but=4)
 def test_what_is_gathered_and_written_to_is_stored_and_nothing_else(bench: _Bench) -> None:
     model, access = bench.model, bench.access
     gathered = access.gather([model.wide, model.bias, model.frozen])
@@ -317,6 +324,7 @@ def test_what_is_gathered_and_written_to_is_stored_and_nothing_else(bench: _Benc
     assert unit.version == version
 
 
+@pytest.mark.deep(but=4)
 def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Bench) -> None:
     access, unit = bench.access, bench.units[0]
     outer = access.gather([bench.model.wide])
@@ -332,6 +340,7 @@ def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Benc
     bench.check(wide=expected, bias=torch.full((70,), 2.0))
 
 
+@pytest.mark.deep(but=4)
 def test_before_an_update_what_was_written_is_stored_and_after_it_that_is_what_counts(bench: _Bench) -> None:
     access, unit = bench.access, bench.units[0]
     access.store_gathered(unit)  # nobody holds it
@@ -369,6 +378,7 @@ def test_a_unit_that_stays_in_memory_is_changed_there_beside_those_on_a_drive(
     bench.check(**expected, bias=new)
 
 
+@pytest.mark.deep(but=5)
 def test_memory_that_was_put_into_a_gathered_parameter_is_stored(bench: _Bench) -> None:
     gathered = bench.access.gather([bench.model.bias])
     new = torch.full((70,), 1 / 4, dtype=bench.model.bias.dtype)
@@ -483,6 +493,7 @@ def test_a_change_that_fails_stores_nothing_and_keeps_no_memory(bench: _Bench, m
     bench.check()
 
 
+@pytest.mark.deep(but=5)
 def test_given_back_parameters_are_ordinary_and_hold_the_weights(bench: _Bench) -> None:
     view = bench.model.bias.data
     expected = {name: bench.cast(original) for name, original in bench.originals.items()}

@@ -119,6 +119,7 @@ def test_a_missing_path(command: tuple[str, ...], tmp_path: Path, capsys: pytest
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.deep(but=9)
 @pytest.mark.parametrize("kind", ["directory", "binary", "text", "list"])
 @pytest.mark.parametrize("command", _WITH_A_PATH, ids=" ".join)
 def test_a_wrong_file(command: tuple[str, ...], kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,6 +289,7 @@ def test_an_interrupt(
     assert _told(capsys) == "Interrupted.\n"
 
 
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize(
     "arguments",
     [["config", "schema"], ["config", "show", "--key", "a"], ["config", "show", "ds.json"], ["--help"]],

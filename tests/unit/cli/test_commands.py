@@ -135,6 +135,7 @@ def test_two_directories_on_one_drive(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- the program
 
 
+@pytest.mark.deep
 def test_nothing_loads_what_it_does_not_need() -> None:
     """Neither `import infinity` the command line, nor the command line what trains."""
     script = (
@@ -147,6 +148,7 @@ def test_nothing_loads_what_it_does_not_need() -> None:
     assert json.loads(done.stdout)["is_ready"]
 
 
+@pytest.mark.deep
 def test_a_reader_that_goes_away() -> None:
     command = f"{sys.executable} -m infinity config schema | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=560, check=False)

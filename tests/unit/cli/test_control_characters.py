@@ -68,6 +68,7 @@ def made(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     "command",
     [

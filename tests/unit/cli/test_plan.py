@@ -117,6 +117,7 @@ def test_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.deep
 def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = ["--ram", "32GB", "--disk", "70GB", "--nvme-path", str(tmp_path)]
     found = _json(["--params", "7b", *machine], capsys, 1)
@@ -177,6 +178,7 @@ _PLACES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("little", "enough"), _PLACES.values(), ids=_PLACES)
 def test_what_is_told_of_drives_is_what_the_engine_finds(little: dict[str, Any], enough: str, tmp_path: Path) -> None:
     def config(capacity: str) -> dict[str, Any]:
@@ -214,6 +216,7 @@ def test_a_run_that_is_there_has_its_space(tmp_path: Path) -> None:
     assert held is not None and held > written
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     ("optimizer", "keys"),
     [
@@ -257,6 +260,7 @@ def test_directories_that_are_given_take_the_place_of_the_configs(
     assert _json([*arguments, "--disk", "1TB", "--nvme-path", str(tmp_path)], capsys, 0)["chosen"]["fits"]
 
 
+@pytest.mark.deep
 def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> None:
     def shapes(num_layers: int) -> nn.Module:
         with torch.device("meta"):
@@ -276,6 +280,7 @@ def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> Non
         assert Ladder(shapes(count), None, machine, str(tmp_path), 64).outcome(keys).fits is fits
 
 
+@pytest.mark.deep
 def test_a_model_is_of_the_class_that_its_config_names(tmp_path: Path) -> None:
     sizes = {
         f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
@@ -300,6 +305,7 @@ def test_why_no_model_can_be_made_of_a_config(tmp_path: Path) -> None:
         read_model(str(tmp_path))
 
 
+@pytest.mark.deep
 def test_a_config_of_several_processes_is_planned_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ds.json"
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8}
@@ -368,6 +374,7 @@ def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:
     assert seconds == pytest.approx(ladder_module.FLOPS_PER_PARAMETER * count * 64 / 1e9)
 
 
+@pytest.mark.deep
 def test_a_plan_imports_neither_the_compiler_nor_what_it_brings(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from infinity.cli.main import main; main(); "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.deep
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(PATHS), values), max_size=4), st.booleans(), st.booleans())
 def test_loads_or_says_why_not(changes: list[tuple[tuple[str, ...], Any]], strict: bool, as_overrides: bool) -> None:

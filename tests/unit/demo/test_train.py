@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from infinity.cli.main import main
-from infinity.demo.train import DEFAULT_CONFIG, SIZES, make_config, parse_arguments, warm_up
+from infinity.demo.arguments import SIZES, parse_arguments
+from infinity.demo.train import DEFAULT_CONFIG, make_config, warm_up
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -53,7 +54,7 @@ def test_the_rate_rises_first(wanted: int | None, rates: list[float]) -> None:
         schedule.step()
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize(("wanted", "spins"), [(None, False), ("active", True)])
 def test_threads_sleep_while_they_wait(wanted: str | None, spins: bool) -> None:
     """On a busy machine, those that spin make a step ten times as long. A user's own setting stays."""

@@ -74,6 +74,7 @@ def test_space_goes_back_with_the_tensor(small_tmpfs: Callable[[int], Path]) -> 
     assert kept.shape
 
 
+@pytest.mark.deep
 def test_little_of_it_is_in_memory(nvme_dir: Path) -> None:
     before = mapped_memory._mapped_bytes()
     tensor = DriveTensors([nvme_dir]).empty((8 * mapped_memory.WINDOW_BYTES,), torch.uint8)

@@ -155,6 +155,7 @@ def test_memory_is_not_discarded_under_a_request_nor_where_it_is_registered() ->
         assert region.discard(2 << 20) == 2 << 20
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.off_main_thread
 @pytest.mark.parametrize("seed", range(4))
 def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
@@ -315,7 +316,7 @@ def test_an_interrupt_during_a_read_of_spilled_gradients(moment: str, num_uses: 
         both.require_equal()
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("changes", [{"gradient_clipping": 0.1}, _ACCUMULATED], ids=["clip", "accumulation"])
 def test_a_late_answer_changes_no_other_weights_and_gradients(

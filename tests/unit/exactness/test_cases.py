@@ -22,7 +22,7 @@ def test_names_are_unique() -> None:
     assert len(_BY_NAME) == len(_ALL)
 
 
-@pytest.mark.deep(but=7)
+@pytest.mark.deep(but=6)
 @pytest.mark.parametrize("case", _ALL, ids=lambda case: case.name)
 def test_a_case_is_reproducible_trains_and_is_clipped(case: Case) -> None:
     row = Row(checkpointing="reentrant" if case.has_checkpointing else "none", dtype="bf16", clipping=True)
@@ -39,7 +39,7 @@ def test_a_case_is_reproducible_trains_and_is_clipped(case: Case) -> None:
     assert all(torch.isfinite(value).all() for _, value in record.tensors())
 
 
-@pytest.mark.deep(but=27)
+@pytest.mark.deep(but=17)
 @pytest.mark.parametrize("case", [case for case in _ALL if case.has_checkpointing], ids=lambda case: case.name)
 def test_checkpointing_is_really_on(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.utils.checkpoint

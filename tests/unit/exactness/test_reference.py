@@ -38,6 +38,7 @@ def _ordinary(case: Case, row: Row) -> tuple[list[torch.Tensor], torch.nn.Module
     return seen, model, optimizer
 
 
+@pytest.mark.deep(but=6)
 @pytest.mark.parametrize("name", ["plain", "tied_weights", "experts", "transposed", "lora", "scalars", "dropout"])
 @pytest.mark.parametrize(
     "row",

@@ -29,7 +29,7 @@ def _config(tier: str, directory: Path, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-@pytest.mark.deep(but=3)
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_all_in_memory_is_updated_in_the_step_with_the_same_bits(

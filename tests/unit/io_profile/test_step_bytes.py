@@ -13,6 +13,7 @@ from infinity.io_profile.model import facts_of
 from infinity.numerics.state_format import StateFormat
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize(
     ("states", "shares"), [*((states, False) for states in StateFormat), (StateFormat.FP32, True)], ids=str
 )

@@ -175,6 +175,7 @@ _TORCH: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.deep(but=12)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", _TORCH)
 def test_torch_modules_have_the_same_bits(name: str, config: dict[str, Any]) -> None:
@@ -243,6 +244,7 @@ def _resized() -> nn.Module:
     return model
 
 
+@pytest.mark.deep(but=5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*_ARCHITECTURES, "resized"])
 def test_transformers_have_the_same_bits(name: str, config: dict[str, Any]) -> None:

@@ -122,6 +122,7 @@ def test_nan_stays_nan() -> None:
     assert back.view(torch.int32).tolist() == [_CANONICAL_NAN] * 4
 
 
+@pytest.mark.deep
 def test_kernels_are_compiled_without_a_cache_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     njit = cpu_kernels.numba.njit
     without_cache: list[bool] = []

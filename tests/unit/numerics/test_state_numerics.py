@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.demo.train import RandomWindows, Size, build_model, read_text
+from infinity.demo.arguments import Size
+from infinity.demo.train import RandomWindows, build_model, read_text
 from tests.exactness.lockstep import everything_on_nvme
 
 _STEPS, _BATCH, _SEQ_LEN, _WARM_UP = 600, 8, 32, 20

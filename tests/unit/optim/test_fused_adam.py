@@ -117,6 +117,7 @@ def _made(kind: Any, **options: Any) -> tuple[GpuAdam, dict[str, Any]]:
     return kernel, template.snapshots()[0]
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

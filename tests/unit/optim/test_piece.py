@@ -183,7 +183,7 @@ def _check_pieces(
     assert wrong == []
 
 
-@pytest.mark.deep(but=13)
+@pytest.mark.deep(but=6)
 @pytest.mark.parametrize(("cls", "arguments"), _CASES)
 def test_pieces_have_the_bits_of_the_whole(
     cls: type[Optimizer], arguments: dict[str, Any], restore_num_threads: None
@@ -206,7 +206,7 @@ def test_pieces_have_the_bits_of_the_whole_on_a_gpu(cls: type[Optimizer], argume
     _check_pieces(cls, arguments, _reference(cls, arguments, "cuda"), "cuda")
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("cls", "arguments"),
     [

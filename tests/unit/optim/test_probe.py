@@ -61,6 +61,7 @@ class PlainAdamW(AdamW):
     """A subclass may change anything; this one changes nothing."""
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("cls", "options", "names"),
     [
@@ -103,6 +104,7 @@ class FractionalPower(_Custom):
         param.sub_(group["lr"] * grad.sign() * grad.abs() ** 0.37)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("cls", [TrustRatio, Centralized, NeighbourSum, SmallTensorsFaster, FractionalPower])
 def test_classes_that_mix_elements_get_whole_parameters(cls: type[Optimizer]) -> None:
     updater = _updater(cls)
@@ -132,6 +134,7 @@ class ByTheNumber(_Custom):
                 param.sub_(group["lr"] * 0.9**number * param.grad)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("cls", "options"),
     [(JointNorm, {"threshold": 1e-3}), (JointNorm, {"threshold": 1e9}), (ByTheNumber, {})],
@@ -244,6 +247,7 @@ class DrawsFromNumpy(_Custom):
         param.sub_(0.1 * grad + 0 * numpy.random.random())
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("cls", [Langevin, DrawsFromPython, DrawsFromNumpy, SignMomentum, AdamW])
 def test_random_numbers_are_refused_and_the_generators_restored(cls: type[Optimizer]) -> None:
     states = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
@@ -393,6 +397,7 @@ class OwnListOfParameters(_Custom):
                 param.sub_(param.grad)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("cls", [Lookahead, Several, HoldsTheMethod, OwnListOfParameters])
 def test_an_optimizer_that_passes_its_step_on_is_refused_and_changes_nothing(cls: type[Optimizer]) -> None:
     param = torch.nn.Parameter(torch.zeros(2))
@@ -459,7 +464,7 @@ _SELDOM: dict[str, Callable[[torch.Tensor, torch.Tensor, int], Any]] = {
 }
 
 
-@pytest.mark.deep(but=5)
+@pytest.mark.deep
 @pytest.mark.parametrize("name", _SELDOM)
 def test_rules_that_mix_elements_now_and_then_get_whole_parameters(name: str) -> None:
     assert _updater(_rule(_SELDOM[name])).mixes_elements
@@ -474,6 +479,7 @@ _ELEMENTWISE: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", _ELEMENTWISE)
 def test_rules_for_single_elements_are_taken(name: str) -> None:
     updater = _updater(_rule(_ELEMENTWISE[name]))
@@ -481,12 +487,13 @@ def test_rules_for_single_elements_are_taken(name: str) -> None:
     assert not updater.mixes_elements
 
 
-@pytest.mark.deep(but=2)
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"])
 def test_subclasses_of_torchs_elementwise_classes_are_taken(name: str) -> None:
     _updater(type(f"My{name}", (getattr(torch.optim, name),), {}), lr=1e-2, foreach=True)
 
 
+@pytest.mark.deep
 def test_switches_that_come_later_are_tried_when_they_come() -> None:
     class Switchable(_Custom):
         def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
@@ -498,11 +505,13 @@ def test_switches_that_come_later_are_tried_when_they_come() -> None:
         updater.names_under({"lr": 1.0, "normalize": True})
 
 
+@pytest.mark.deep
 def test_a_warm_up_that_starts_at_zero_hides_nothing() -> None:
     assert _updater(TrustRatio, lr=0.0).mixes_elements
     assert _updater(SignMomentum, lr=0.0).state_names(0) == ("momentum",)
 
 
+@pytest.mark.deep
 def test_each_group_is_tried() -> None:
     class Switchable(_Custom):
         def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
@@ -571,6 +580,7 @@ def test_attributes_of_parameters_are_seen_behind_decorators() -> None:
         PieceUpdater(build_template(_LooksAtParameters([param]), [("weight", param)], "cpu"))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("make", [lambda p: {p: 0.5}, lambda p: {id(p): 0.5}, lambda p: {p}])
 def test_values_that_a_class_keeps_by_parameter_are_refused(make: Callable[[Any], Any]) -> None:
     param = torch.nn.Parameter(torch.zeros(2))
@@ -594,6 +604,7 @@ def test_values_of_the_users_class_that_change_later_are_refused() -> None:
         optimizer._updater.check_attributes()
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("on_own_instance", [False, True])
 def test_attributes_that_change_later_are_refused(on_own_instance: bool) -> None:
     from tests.unit.optim.memory_backend import Mixed, page
@@ -610,6 +621,7 @@ def test_attributes_that_change_later_are_refused(on_own_instance: bool) -> None
         updater.check_attributes()
 
 
+@pytest.mark.deep
 def test_methods_of_the_users_class_work_on_the_groups() -> None:
     from tests.unit.optim.memory_backend import Mixed, page
 
@@ -672,6 +684,7 @@ class ByTheFirstGroup(_Custom):
         param.sub_(self.param_groups[0]["lr"] * grad)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("cls", "rates", "is_refused"),
     [
@@ -713,6 +726,7 @@ class WarmsUp(_Custom):
         param.sub_(group["lr"] * self._warmth() * grad)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("on_own_instance", [False, True])
 def test_private_attributes_that_change_later_are_refused(on_own_instance: bool) -> None:
     from tests.unit.optim.memory_backend import Mixed, page

@@ -105,7 +105,7 @@ class _Rig:
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name])), name
 
 
-@pytest.mark.deep(but=7)
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("cls", "options", "is_fused"), _CASES)
 def test_pieces_in_halves_have_the_bits_of_torch(

@@ -133,6 +133,7 @@ def _require_gradients_fit(placement: Placement, units: list[UnitSize], request:
     assert placement.gradient_bytes >= max(sizes.values())
 
 
+@pytest.mark.deep
 @given(_questions(), st.floats(0, 1))
 @settings(max_examples=200, deadline=None)
 def test_the_parts_fit_into_the_budget(question: tuple[list[UnitSize], Request], generosity: float) -> None:
@@ -146,6 +147,7 @@ def test_the_parts_fit_into_the_budget(question: tuple[list[UnitSize], Request],
     _require_gradients_fit(placement, units, request)
 
 
+@pytest.mark.deep
 @given(_questions())
 @settings(max_examples=150, deadline=None)
 def test_the_minimum_that_is_named_is_the_minimum(question: tuple[list[UnitSize], Request]) -> None:
@@ -322,6 +324,7 @@ def _all_there_is(units: list[UnitSize], request: Request) -> int:
     return 2 * (states + 4 * numel) + (1 << 30)
 
 
+@pytest.mark.deep
 @given(_questions(), st.floats(0, 1), st.floats(0, 0.2))
 @settings(max_examples=150, deadline=None)
 def test_more_memory_never_moves_more(question: tuple[list[UnitSize], Request], one: float, step: float) -> None:
@@ -337,6 +340,7 @@ def test_more_memory_never_moves_more(question: tuple[list[UnitSize], Request], 
         assert later <= 1.01 * before + max(chunks_before - chunks_later, 0), moved
 
 
+@pytest.mark.deep
 @given(_questions())
 @settings(max_examples=100, deadline=None)
 def test_what_fits_wholly_moves_nothing(question: tuple[list[UnitSize], Request]) -> None:

@@ -116,6 +116,7 @@ def test_ctrl_c_ends_it_without_a_traceback(log: RunLog) -> None:
     assert child.returncode == INTERRUPTED and err.strip() == "Interrupted."
 
 
+@pytest.mark.deep
 def test_the_command_writes_a_page_and_says_the_verdict(
     log: RunLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +132,7 @@ def test_the_command_writes_a_page_and_says_the_verdict(
 _WRONG = ["x", [], {}, None, True, -1, 1e300, 10**30, "nan", [[1]], {"a": [1]}]
 
 
-@pytest.mark.deep(but=1)
+@pytest.mark.deep
 @pytest.mark.parametrize("value", _WRONG, ids=str)
 def test_values_of_other_types_are_no_crash(value: Any, log: RunLog, capsys: pytest.CaptureFixture[str]) -> None:
     """Each value of each record, one after the other: shown, left out, or told in one line."""

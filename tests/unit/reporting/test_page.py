@@ -95,6 +95,7 @@ def test_the_page_says_what_there_is(page: str) -> None:
         assert words in page
 
 
+@pytest.mark.deep
 def test_a_run_without_steps_and_one_of_another_version_have_a_page(tmp_path: Path) -> None:
     assert "No step has ended yet" in render(Run(tmp_path))
     other = _run(tmp_path)
@@ -115,6 +116,7 @@ def test_without_matplotlib_it_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         render(_run(tmp_path))
 
 
+@pytest.mark.deep
 def test_the_last_step_of_a_trace(tmp_path: Path) -> None:
     names = [{"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}} for tid, name in _ROWS.items()]
     spans = [

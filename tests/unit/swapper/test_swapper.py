@@ -102,6 +102,7 @@ def test_a_request_that_is_over_looks_at_no_memory(wrapped: Callable[[IOBackend]
         assert view() is None and keeping.kept
 
 
+@pytest.mark.deep(but=10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("numel", [1, 1000, 250_000])
 def test_tensors_come_back(swapper: Swapper, dtype: torch.dtype, numel: int) -> None:
@@ -217,6 +218,7 @@ def test_extents_of_another_swapper_are_refused(swapper: Swapper) -> None:
                 use()
 
 
+@pytest.mark.deep(but=1)
 def test_the_handle_keeps_the_buffer_alive(swapper: Swapper) -> None:
     extent = swapper.allocate(1 << 20, "x")
     swapper.write(extent, np.full(1 << 20, 3, dtype=np.uint8))
@@ -254,6 +256,7 @@ def test_callbacks(swapper: Swapper, caplog: pytest.LogCaptureFixture) -> None:
     swapper.write(extent, np.zeros(1, dtype=np.uint8)).wait()
 
 
+@pytest.mark.deep(but=4)
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
 @pytest.mark.parametrize("backend", ["threads", "aiofiles", "uring", "memory"])
 def test_a_callback_that_would_end_a_thread_ends_none(

@@ -150,7 +150,7 @@ def _comparable(value: Any) -> Any:
     return value
 
 
-@pytest.mark.deep(but=90)
+@pytest.mark.deep(but=50)
 @pytest.mark.parametrize("fqn", [_NAME, _FROZEN])
 @pytest.mark.parametrize("read", _READS)
 def test_a_read_outside_is_true_or_refused_by_name(held: Held, read: str, fqn: str) -> None:
@@ -250,7 +250,7 @@ def _require_written(held: Held, fqn: str, write: str) -> None:
     _require_untouched(held)
 
 
-@pytest.mark.deep(but=62)
+@pytest.mark.deep(but=31)
 @pytest.mark.parametrize("fqn", [_NAME, _FROZEN])
 @pytest.mark.parametrize("write", _WRITES)
 def test_a_write_outside_counts_or_is_refused_by_name(held: Held, write: str, fqn: str) -> None:

@@ -113,6 +113,7 @@ def _damage(test: DriveTest, offset: int, data: bytes) -> None:
 # ------------------------------------------------------------------------------------------------------------- samples
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("workload", Workload)
 def test_a_sample_tells_what_the_backend_did(drive: DriveTest, watched: list[_Watched], workload: Workload) -> None:
     sample = drive.measure(SMALL, workload, 0.05)
@@ -178,6 +179,7 @@ def test_a_file_that_is_no_multiple_of_the_request_is_used_to_its_end(tmp_path: 
         test.verify(SMALL)
 
 
+@pytest.mark.deep(but=2)
 @pytest.mark.parametrize("share", [STEP_READ_SHARE, 0.2, 0.9])
 def test_both_directions_keep_their_shares_all_the_time(
     drive: DriveTest, watched: list[_Watched], share: float
@@ -194,6 +196,7 @@ def test_both_directions_keep_their_shares_all_the_time(
     assert halves == {(Direction.READ, False), (Direction.WRITE, True)}
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("workload", Workload)
 @pytest.mark.parametrize(
     "setting", [IOSetting("threads", 16 << 10, 6, 6), IOSetting("threads", 4096, 32, 32)], ids=lambda s: s.describe()
@@ -325,6 +328,7 @@ def test_every_setting_uses_the_same_files(drive: DriveTest) -> None:
     assert os.stat(drive.paths[0]).st_ino == before
 
 
+@pytest.mark.deep
 def test_several_directories_are_striped_by_the_request(tmp_path: Path, watched: list[_Watched]) -> None:
     directories = [tmp_path / name for name in "abc"]
     for directory in directories:

@@ -242,6 +242,7 @@ def test_all_that_wait_for_each_other_behind_what_hangs_end_at_once() -> None:
         _read(swapper, extent, 2)
 
 
+@pytest.mark.deep(but=13)
 @pytest.mark.parametrize("seed", range(30))
 def test_nothing_at_the_backend_touches_what_is_written_there(seed: int) -> None:
     """Whatever completes, fails, hangs and is given up, in whatever order."""

@@ -101,7 +101,7 @@ def _poke(backend: IOBackend, address: int) -> None:
     write(backend, low, block)
 
 
-@pytest.mark.deep(but=4)
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("kind", ["memory", "odd capacity", "direct", "page cache"])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_written_byte_is_protected_and_no_other(kind: str, seed: int, tmp_path: Path) -> None:
@@ -136,6 +136,7 @@ def test_every_written_byte_is_protected_and_no_other(kind: str, seed: int, tmp_
     assert backend.close(5.0)
 
 
+@pytest.mark.deep(but=1)
 @pytest.mark.parametrize("threads", [0, 3])
 def test_neighbours_in_a_page_are_written_and_read_at_once(threads: int) -> None:
     """Each thread has two ranges of its own, all of them small parts of the same few pages."""
@@ -238,7 +239,7 @@ def test_a_write_into_a_segment_reads_it_first() -> None:
     assert len(inner.log) == 8, "they all begin and end where segments do"
 
 
-@pytest.mark.deep(but=6)
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize("block_bytes", [1, 512])
 @pytest.mark.parametrize("seed", range(30))
 def test_requests_in_one_page_may_end_in_any_order(seed: int, block_bytes: int) -> None:
