@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from swapper.backend import Direction, IOBackend
     from swapper.config import ALIGNMENT, Priority, SwapperConfig
     from swapper.extents.extent import Extent, NameOf
-    from swapper.memory.device_bytes import DeviceBytes
     from swapper.memory.held import hang_of, is_held
     from swapper.memory.region import AlignedRegion
     from swapper.memory.staging import ArenaStatistics, Page, StagingArena
@@ -104,7 +103,6 @@ else:
             "Bell": "swapper.sync.bell",
             "BusySeconds": "swapper.meters.busy",
             "BusyTimes": "swapper.meters.busy",
-            "DeviceBytes": "swapper.memory.device_bytes",
             "Direction": "swapper.backend",
             "Directory": "swapper.volumes.directory",
             "Drive": "swapper.volumes.file_system",
@@ -144,7 +142,6 @@ __all__ = [
     "BusyTimes",
     "ChecksumMismatchError",
     "DamagedCommitError",
-    "DeviceBytes",
     "Direction",
     "Directory",
     "Drive",

@@ -16,7 +16,7 @@ ALIGNMENT = 4096
 """Direct I/O wants memory addresses, file offsets and lengths that are multiples of this many bytes."""
 
 
-BackendName = Literal["auto", "threads", "uring", "aiofiles", "gds"]
+BackendName = Literal["auto", "threads", "uring", "aiofiles"]
 """How bytes move between memory and files; "auto" takes the fastest one that proves to work."""
 
 

@@ -15,7 +15,7 @@ from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
 from swapper.measure.choice import open_backend
 from swapper.measure.speeds import with_speeds
-from swapper.memory.buffer import Buffer, memory_of
+from swapper.memory.buffer import Buffer, bytes_of
 from swapper.memory.region import AlignedRegion
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observer
@@ -46,10 +46,6 @@ class Swapper(Closable):
         config: How to use it.
         busy: Counts when this swapper is at work as well: one for all that are to be counted together.
         is_prewritten: Whatever lies in the backend may be read, in all extents: see :meth:`allocate`.
-
-    Attributes:
-        accepts_device_memory: CUDA tensors may be read and written as well. The backend does not know CUDA streams: no kernel
-            may be using the memory when a request is started, nor be started before it is over.
     """
 
     def __init__(
@@ -68,7 +64,6 @@ class Swapper(Closable):
         give_back = functools.partial(_give_back, self._allocator, self._allocator_lock)
         self._scheduler = IOScheduler(backend, self.config, busy, give_back)
         self._block_bytes = backend.block_bytes
-        self.accepts_device_memory: bool = getattr(backend, "accepts_device_memory", False)
         self._pid = os.getpid()
         self._is_closed = False
         switching.hold(id(self))
@@ -239,9 +234,7 @@ class Swapper(Closable):
         self._scheduler.pending.raise_first()
         self._check_owned(extent)
         offset, priority = whole_number("offset", offset), as_priority(priority)
-        array = memory_of(
-            buffer, for_read=direction is Direction.READ, accepts_device_memory=self.accepts_device_memory
-        )
+        array = bytes_of(buffer, for_read=direction is Direction.READ)
         if num_bytes is not None and whole_number("num_bytes", num_bytes) != array.size:
             if not 0 <= num_bytes <= array.size:
                 raise InvalidBufferError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")

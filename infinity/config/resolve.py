@@ -260,7 +260,10 @@ def _resolve_offload(name: str, book: _Book, check_storage: bool) -> OffloadSect
 
 
 def _resolve_io(book: _Book) -> IOSection:
-    aio, infinity, findings = book.root.aio, book.root.infinity, book.findings
+    aio, infinity = book.root.aio, book.root.infinity
+    if aio.use_gds:
+        cure = "Set it to false: data goes through host memory"
+        raise ConfigValueError("aio.use_gds", True, "GPUDirect Storage is not implemented", cure=cure)
     wanted_bytes = aio.block_size or _REQUEST_BYTES
     request_bytes = -(-wanted_bytes // _ALIGNMENT) * _ALIGNMENT
     # DeepSpeed's threads hand requests to the kernel and go on; ours wait in it, so that fewer than these leave a drive
@@ -268,7 +271,7 @@ def _resolve_io(book: _Book) -> IOSection:
     num_threads = max(_NUM_THREADS, aio.intra_op_parallelism or 0)
     max_inflight = (aio.queue_depth or _QUEUE_DEPTH) * num_threads
     # "auto" is dropped before the types are checked, so that a switch that knows it looks for it here.
-    measures_once = "infinity.autotune_io" in findings.auto
+    measures_once = "infinity.autotune_io" in book.findings.auto
     autotune: AutotuneMode = "once" if measures_once else "always" if infinity.autotune_io else "off"
     rounded = "" if wanted_bytes == request_bytes else f" ({wanted_bytes} rounded up to a multiple of {_ALIGNMENT})"
     book.note("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
@@ -280,11 +283,6 @@ def _resolve_io(book: _Book) -> IOSection:
     book.note("infinity.verify_checksums", infinity.verify_checksums)
     who = "config" if measures_once or "autotune_io" in infinity.model_fields_set else "default"
     book.decisions.append(Decision("infinity.autotune_io", autotune, who))
-    if aio.use_gds:
-        if infinity.verify_checksums:
-            findings.note("aio.use_gds", "no effect: infinity.verify_checksums needs the bytes in host memory")
-        elif infinity.io_backend not in ("auto", "gds"):
-            findings.note("aio.use_gds", "no effect: infinity.io_backend says what moves the bytes")
     written = {
         "request_bytes": aio.block_size is not None,
         "num_threads": aio.intra_op_parallelism is not None,
@@ -301,7 +299,6 @@ def _resolve_io(book: _Book) -> IOSection:
         autotune=autotune,
         given=frozenset(name for name, is_given in written.items() if is_given),
         verify_checksums=infinity.verify_checksums,
-        use_gds=aio.use_gds and infinity.io_backend == "auto" and not infinity.verify_checksums,
     )
 
 

@@ -96,7 +96,6 @@ class IOSection:
         autotune: whether a measurement replaces those of the values above that nobody wrote into the config.
         given: the names of the values above that somebody did write.
         verify_checksums: whether what is read from drives is compared with what was written.
-        use_gds: whether weights go straight to the GPU if that works here; else `backend` is used.
     """
 
     request_bytes: int
@@ -108,7 +107,6 @@ class IOSection:
     autotune: AutotuneMode = "off"
     given: frozenset[str] = frozenset()
     verify_checksums: bool = False
-    use_gds: bool = False
 
 
 @dataclass(frozen=True)

@@ -116,13 +116,6 @@ class EngineResources:
                     self._run, directories, capacity, self._volumes.durable_bytes, settings, busy=self._busy
                 )
                 return self.versions.swapper
-            if self._config.io.use_gds and not self.device.shares_host_memory:
-                try:
-                    return Swapper.open(
-                        directories, capacity, dataclasses.replace(settings, backend="gds"), busy=self._busy
-                    )
-                except BackendUnavailableError as error:
-                    logger.warning("aio.use_gds has no effect, data goes through host memory: %s", error.reason)
             return Swapper.open(directories, capacity, settings, busy=self._busy)
         except VolumeError as error:
             key_name = "durable_path" if tier == "durable" else "nvme_path"

@@ -13,7 +13,7 @@ from infinity.io_profile.results import EQUAL, Results
 from swapper.measure.io_setting import IOSetting, Workload
 
 _WEIGHTS = {Workload.READ: 1, Workload.WRITE: 1, Workload.MIXED: 2}
-_PREFERENCE = ("threads", "uring", "gds", "aiofiles")
+_PREFERENCE = ("threads", "uring", "aiofiles")
 """Among equals: the one that needs least from the machine."""
 _PAGE_PER_RECORD = 18 / 12
 """A page holds, besides what is stored of a parameter, its gradient and its model weight."""

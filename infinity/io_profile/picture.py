@@ -20,7 +20,6 @@ _STYLES = {
     "threads": ("#1f6fb2", "o"),
     "uring": ("#2a9d6a", "s"),
     "aiofiles": ("#d08c2e", "^"),
-    "gds": ("#8a5fbf", "D"),
     "fio, best engine": ("#333333", "x"),
 }
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from infinity.device.compute import ComputeDevice
-from infinity.tiers.direct_reader import DirectReader
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.host_weights import HostWeights
 from infinity.units.layout import Chunk
@@ -86,16 +85,8 @@ class WeightStore:
         """
         self._swapper = swapper
         self._device = device
-        self._direct = self._uploader = None
-        if arena is not None and self._reads_into_devices:
-            self._direct = DirectReader(self.swapper, device)
-        elif arena is not None:
-            self._uploader = Uploader(device, arena)
+        self._uploader = None if arena is None else Uploader(device, arena)
         self._blocks: dict[int, HostWeights] = {}
-
-    @property
-    def _reads_into_devices(self) -> bool:
-        return self._swapper is not None and self._swapper.accepts_device_memory
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         """Give ``unit`` its place, unless its flat buffer is that."""
@@ -121,8 +112,6 @@ class WeightStore:
             raise RuntimeError(f"unit {unit.name} has no flat buffer")
         if unit.index in self._blocks:
             return self._blocks[unit.index].fetch(unit.flat)
-        if self._direct is not None:
-            return self._direct.fetch(_extent_of(unit), unit.flat, is_demand=is_demand)
         if self._uploader is not None:
             return self._uploader.fetch(unit, functools.partial(self._read, unit), is_demand=is_demand)
         return self._read(unit, unit.flat.tensor(), 0, is_demand=is_demand)
@@ -164,9 +153,8 @@ class WeightStore:
 
     def close(self) -> None:
         """Stop the upload thread, if there is one, and release memory. The swapper belongs to somebody else."""
-        for thread in (self._direct, self._uploader):
-            if thread is not None:
-                thread.close()
+        if self._uploader is not None:
+            self._uploader.close()
         for block in self._blocks.values():
             block.release()
         self._blocks.clear()

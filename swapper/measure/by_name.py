@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from swapper.backend import IOBackend
-from swapper.backends import gds
 from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import MAX_QUEUE_DEPTH, UringBackend
@@ -30,8 +29,6 @@ def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
             return ThreadsBackend(volume, config.num_threads)
         case "aiofiles":
             return AiofilesBackend(volume, config.num_threads)
-        case "gds":
-            return gds.GdsBackend(volume, gds.find_driver(), config.num_threads)
         case "uring":
             return _open_uring(volume, config)
     raise ArgumentError(f"{config.backend!r} is no backend by itself; name one")

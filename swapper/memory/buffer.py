@@ -9,27 +9,11 @@ import numpy.typing as npt
 import torch
 
 from swapper.errors import InvalidBufferError
-from swapper.memory.device_bytes import DeviceBytes
 
 Buffer = Any
-"""A contiguous CPU tensor of any dtype, a contiguous numpy array, or an object with the buffer protocol; where the backend
-accepts device memory, also a contiguous CUDA tensor."""
+"""A contiguous CPU tensor of any dtype, a contiguous numpy array, or an object with the buffer protocol."""
 
 _EMPTY = np.empty(0, dtype=np.uint8)
-
-
-def memory_of(buffer: Buffer, *, for_read: bool, accepts_device_memory: bool) -> npt.NDArray[np.uint8] | DeviceBytes:
-    """Return the bytes of a buffer in host memory, as :func:`bytes_of` does, or in device memory if that will do.
-
-    Raises:
-        InvalidBufferError: See :func:`bytes_of`.
-    """
-    if accepts_device_memory:
-        if isinstance(buffer, DeviceBytes):
-            return buffer
-        if isinstance(buffer, torch.Tensor) and buffer.is_cuda:
-            return DeviceBytes(buffer)
-    return bytes_of(buffer, for_read=for_read)
 
 
 def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:

@@ -14,7 +14,6 @@ from swapper.backend import Direction, IORequest
 from swapper.config import ALIGNMENT, Priority
 from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
-from swapper.memory.device_bytes import DeviceBytes
 from swapper.memory.held import let_go
 
 
@@ -62,7 +61,7 @@ class Operation:
     direction: Direction
     extent: Extent
     offset: int
-    array: InitVar[npt.NDArray[np.uint8] | DeviceBytes]
+    array: InitVar[npt.NDArray[np.uint8]]
     priority: Priority
     block_bytes: InitVar[int]
     num_bytes: int = field(init=False)
@@ -88,12 +87,12 @@ class Operation:
     waiters: list[threading.Lock] = field(default_factory=list, init=False)
     callbacks: list[Callable[[], None]] = field(default_factory=list, init=False)
 
-    def __post_init__(self, array: npt.NDArray[np.uint8] | DeviceBytes, block_bytes: int) -> None:
+    def __post_init__(self, array: npt.NDArray[np.uint8], block_bytes: int) -> None:
         self.num_bytes = array.size
         self.stop = self.offset + array.size
         self.start = self.extent.start + self.offset
         self.memory = array.data
-        self.address = array.address if isinstance(array, DeviceBytes) else array.__array_interface__["data"][0]
+        self.address = array.__array_interface__["data"][0]
         self.hazard_start = self.offset - self.offset % block_bytes
         self.hazard_stop = -(-self.stop // block_bytes) * block_bytes
 

@@ -151,4 +151,4 @@ class AioBlock(Block):
     single_submit: Annotated[Flag, NoEffect(_BACKEND)] = False
     overlap_events: Annotated[Flag, NoEffect(_BACKEND)] = True
     use_gds: Flag = False
-    """Drive to GPU memory through cuFile. Experimental: tested with a stand-in for the driver only."""
+    """`true` is an error: GPUDirect Storage is not implemented, and data goes through host memory."""

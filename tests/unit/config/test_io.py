@@ -21,7 +21,7 @@ def _decided(config: InfinityConfig) -> dict[str, tuple[object, str]]:
     return {key: (value, who) for key, value, who in config.decisions}
 
 
-@pytest.mark.parametrize("name", ["threads", "uring", "aiofiles", "gds"])
+@pytest.mark.parametrize("name", ["threads", "uring", "aiofiles"])
 def test_backend(name: str) -> None:
     for written in (name, name.upper(), f" {name} "):
         config = _load(io_backend=written)
@@ -42,7 +42,8 @@ def test_backend_left_open(value: object) -> None:
     [
         ("io_uring", 'expected one of "auto".*Did you mean "uring"'),
         ("thread", 'Did you mean "threads"'),
-        ("libaio", 'expected one of "auto", "threads", "uring", "aiofiles", "gds"'),
+        ("libaio", 'expected one of "auto", "threads", "uring", "aiofiles"'),
+        ("gds", 'expected one of "auto", "threads", "uring", "aiofiles"'),
         (3, 'expected one of "auto"'),
     ],
 )
@@ -119,15 +120,11 @@ def test_raised_threads_are_said() -> None:
     assert _decided(_load({"thread_count": 6}))["aio.intra_op_parallelism"] == (6, "config")
 
 
-def test_deepspeeds_switch_for_gds() -> None:
-    config = _load({"use_gds": True})
-    assert config.io.use_gds and config.notices == () and config.io.backend == "auto"
-    assert not _load().io.use_gds
-    assert _load({"use_gds": True}, io_backend="gds").io.backend == "gds"
-    for ours, reason in (({"io_backend": "threads"}, "infinity.io_backend"), ({"verify_checksums": True}, "checksums")):
-        config = _load({"use_gds": True}, **ours)
-        (notice,) = config.notices
-        assert not config.io.use_gds and "aio.use_gds" in notice and reason in notice
+def test_who_asks_for_gds_is_told_what_to_do() -> None:
+    with pytest.raises(ConfigValueError, match="GPUDirect Storage is not implemented") as caught:
+        _load({"use_gds": True})
+    assert caught.value.key == "aio.use_gds"
+    assert _load({"use_gds": False}).notices == ()
 
 
 def test_misspelt_keys_are_known() -> None:
