@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Says whether a model trains, and how fast, on 1 to 512 GPUs: `infinity plan`, from a checkout; --help says what there is.
+"""Says whether a model trains, and how fast: `infinity plan`, from a checkout; --help says what there is.
 
-python tools/plan.py --params 70b --scale --ram 1.5TB --drive-speed 25GB --gpu 80GB --tflops 300 --network 100GB
+python tools/plan.py --params 70b --ram 64GB --disk 2TB --drive-speed 6GB --gpu 24GB --tflops 150
 """
 
 from __future__ import annotations

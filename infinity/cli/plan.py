@@ -13,8 +13,7 @@ import click
 
 from infinity.cli.checkpoint import SIZE
 from infinity.cli.config import loaded_for_one
-from infinity.cli.output import PathType, check_picture, display, json_option, print_facts, print_json, table
-from infinity.forecast.offloads import OFFLOADS
+from infinity.cli.output import PathType, display, json_option, print_facts, print_json, table
 from infinity.machine.finding import size
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from infinity.forecast.machine import Machine
 
 _TOKENS = 2048
-_PICTURES = (".png", ".svg")
 
 
 class _Positive(click.FloatRange):
@@ -44,9 +42,7 @@ Examples:
   infinity plan path/to/config.json --nvme-path /mnt/nvme --tokens 8192
   infinity plan model-directory --config ds_config.json --json
   infinity plan --params 70b --ram 64GB --disk 2TB --drive-speed 6GB --gpu 24GB --tflops 150 --tbw 1200
-  infinity plan path/to/config.json --largest
-  infinity plan --params 70b --scale --plot scale.svg --ram 1.5TB --disk 28TB --drive-speed 25GB \\
-      --gpu 80GB --tflops 300 --pcie 25GB --link 300GB --network 100GB --tokens 8192"""
+  infinity plan path/to/config.json --largest"""
 )
 @click.argument("model", required=False)
 @click.option("--params", metavar="NUMBER", help="A model of so many parameters in equal blocks: 7b, 374m, 1.2e9.")
@@ -67,20 +63,6 @@ Examples:
 @click.option("--tbw", type=_Positive(), help="Terabytes that its drives are rated to take.")
 @click.option("--no-measure", is_flag=True, help="Do not try drive and compute for a second, which writes 32 MiB.")
 @click.option("--largest", is_flag=True, help="Also the largest model of this family that trains there.")
-@click.option(
-    "--scale", is_flag=True, help="On 1, 2, 4, ... 512 GPUs: --ram and drives are each node's, --tokens each GPU's."
-)
-@click.option("--stage", "stages", type=click.IntRange(0, 3), multiple=True, help="Of ZeRO, with --scale; else all.")
-@click.option(
-    "--offload", type=click.Choice(OFFLOADS), help="With --scale: of weights/states; else the least that fits."
-)
-@click.option("--gpus-per-node", type=click.IntRange(min=1), help="With --scale; by default 8, and 1 without GPUs.")
-@click.option("--pcie", type=SIZE, metavar="SIZE", help="Bytes per second between host and each GPU; else no limit.")
-@click.option(
-    "--link", type=SIZE, metavar="SIZE", help="Bytes per second of a GPU to others of its node; else no limit."
-)
-@click.option("--network", type=SIZE, metavar="SIZE", help="Bytes per second of a node to others; else no limit.")
-@click.option("--plot", type=PathType(), help="With --scale: draw it into this .png or .svg file.")
 @json_option
 def plan(
     model: str | None,
@@ -96,14 +78,6 @@ def plan(
     tbw: float | None,
     no_measure: bool,
     largest: bool,
-    scale: bool,
-    stages: tuple[int, ...],
-    offload: str | None,
-    gpus_per_node: int | None,
-    pcie: int | None,
-    link: int | None,
-    network: int | None,
-    plot: Path | None,
     as_json: bool,
 ) -> int:
     """Say whether MODEL trains here or on a described machine, for every offload choice: bytes of each tier, time of a step.
@@ -111,33 +85,15 @@ def plan(
     MODEL is a Hugging Face config.json or a directory with one; or give --params. Nothing is downloaded, and no weights are
     made. Bytes are those of the engine's own plan. The time of a step is that of drives and compute alone, so a step takes at
     least as long. Exit status 1 if it does not fit: then the smallest change that makes it fit is told.
-
-    With --scale, the same on many GPUs, with each stage of ZeRO: step, tokens/s and efficiency.
     """
-    of_many = {
-        "--stage": stages,
-        "--offload": offload,
-        "--gpus-per-node": gpus_per_node,
-        "--pcie": pcie,
-        "--link": link,
-        "--network": network,
-    }
-    if not scale and (alone := [name for name, value in {**of_many, "--plot": plot}.items() if value]):
-        raise click.UsageError(f"{', '.join(alone)}: what it says is of several GPUs. Add --scale, or leave it out.")
-    if scale and largest:
-        raise click.UsageError("--largest and --scale are two questions: ask one after the other.")
-    if plot is not None:
-        check_picture(plot, "--plot", _PICTURES)
     if (model is None) == (params is None):
         raise click.UsageError("give a MODEL (config.json or a directory with one) or --params, and not both.")
     if model is not None and not Path(model).exists():
         raise click.UsageError(f"{model}: no such file or directory; names on the hub are not looked up.")
     if params is not None and Path(params).exists():
         raise click.UsageError(f"--params {params}: it is a path. Give it without --params.")
-    from infinity.cli.scale import show_scale
     from infinity.forecast.ladder import MOST_LAYERS, Ladder
     from infinity.forecast.machine import Machine, glance
-    from infinity.forecast.scale import Cluster, Scale
     from infinity.io_profile.machine import measure_flops_per_second
     from infinity.io_profile.model import ModelRefused, read_model
     from infinity.planning.bandwidth_cache import Bandwidth, now
@@ -177,12 +133,7 @@ def plan(
         drive_tbw=tbw,
         has_its_drives=disk is None,
     )
-    nvme_path = [str(path) for path in paths]
-    if scale:
-        cluster = Cluster(machine, gpus_per_node or (1 if machine.shares_host_memory else 8), pcie, link, network)
-        on_cluster = Scale(shapes, written, cluster, nvme_path, tokens, offload)
-        return show_scale(name, on_cluster, cluster, stages, plot, as_json=as_json)
-    ladder = Ladder(shapes, written, machine, nvme_path, tokens)
+    ladder = Ladder(shapes, written, machine, [str(path) for path in paths], tokens)
     rungs = list(ladder.rungs())
     given = ladder.given() if config is not None else next((each for each in rungs if each.fits), rungs[-1])
     change = None if given.fits else ladder.smallest_change(given)

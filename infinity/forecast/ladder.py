@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +29,12 @@ from infinity.forecast.experts import active_share
 from infinity.forecast.machine import Machine
 from infinity.forecast.offloads import ON_CPU, ON_GPU
 from infinity.optim.template import Template, absent_template, build_template
-from infinity.planning.inputs import UnitSize, guessed_order, needed_together
+from infinity.planning.inputs import UnitSize, guessed_order
 from infinity.planning.page_sizes import PageSizes
 from infinity.planning.placement import HOST_KEY
 from infinity.planning.plan import Plan
 from infinity.planning.volumes import Volumes
 from infinity.torch_internals.modes import without_compiler
-from infinity.units.layout import CHUNK_GRANULE
-from infinity.units.shares import Shares
 from infinity.units.tiles import Tiling
 from infinity.vertical.eligibility import place_for_schedule
 
@@ -57,34 +55,6 @@ MOST_LAYERS = 1 << 10
 
 
 @dataclass(frozen=True)
-class Part:
-    """Of a training on several ranks, what one of them has.
-
-    Attributes:
-        num_ranks: that train together.
-        stage: of ZeRO; None: the config's.
-    """
-
-    num_ranks: int = 1
-    stage: int | None = None
-
-    def keys(self, config: InfinityConfig) -> dict[str, Any]:
-        """What a config for one rank is changed in. Each rank has the samples that it has alone."""
-        keys: dict[str, Any] = {} if self.stage is None else {"zero_optimization.stage": self.stage}
-        if self.num_ranks > 1 and config.train_batch_size is not None:
-            keys["train_batch_size"] = config.train_batch_size * self.num_ranks
-            keys["gradient_accumulation_steps"] = config.gradient_accumulation_steps
-            keys["train_micro_batch_size_per_gpu"] = config.train_micro_batch_size_per_gpu
-        if config.shard_size is not None:
-            keys["zero_optimization.mics_shard_size"] = self.num_sharing(config)
-        return keys
-
-    def num_sharing(self, config: InfinityConfig) -> int:
-        """How many divide states among them."""
-        return self.num_ranks if config.shard_size is None else min(config.shard_size, self.num_ranks)
-
-
-@dataclass(frozen=True)
 class Outcome:
     """What one config comes to on a machine.
 
@@ -95,10 +65,7 @@ class Outcome:
         minimum_bytes: the least host memory with which an engine begins; 0 where a GPU's is too small.
         problem: why it does not fit; None if it does.
         tokens: of a step.
-        weight_itemsize: bytes of a model weight.
-        moved_kinds: of what is read from drives and written to them in a step, what kind it is of.
         lacks_room: whether it is memory or drives that it does not fit into; else an engine would refuse it anywhere.
-        weight_group_size: how many ranks divide weights in stage 3, if fewer than all; None: all.
     """
 
     param_tier: str
@@ -108,10 +75,7 @@ class Outcome:
     minimum_bytes: int
     problem: str | None
     tokens: int
-    weight_itemsize: int
-    moved_kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     lacks_room: bool = True
-    weight_group_size: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -158,23 +122,20 @@ class Ladder:
         machine: Machine,
         nvme_path: Any,
         tokens: int,
-        part: Part | None = None,
     ) -> None:
         """
         Args:
             model: may lie on the meta device.
             config: what is planned for; None: bf16 with AdamW.
-            machine: where; with several ranks, what one of them has of it.
+            machine: where.
             nvme_path: for what is offloaded to drives, where the config names no directory.
-            tokens: of a step; with several ranks, of one of them.
-            part: of several ranks; None: one rank trains alone.
+            tokens: of a step.
         """
         self._model = model
         self._source: ConfigSource = PLAIN if config is None else config
         self._machine = machine
         self._nvme_path = nvme_path
         self._tokens = tokens
-        self._part = part or Part()
 
     def given(self) -> Outcome:
         """The config as it is."""
@@ -185,10 +146,6 @@ class Ladder:
         tiers = ON_CPU if self._machine.shares_host_memory else ON_GPU
         found = list(self._outcomes(self._tiers(*each) for each in tiers))
         yield from found or [self.given()]
-
-    def rung(self, param: str, optimizer: str) -> Outcome:
-        """One choice of tiers ("none", "cpu" or "nvme"), with the rest of the config as it is."""
-        return self.outcome(self._tiers(param, optimizer))
 
     def _tiers(self, param: str, optimizer: str) -> dict[str, Any]:
         keys: dict[str, Any] = {}
@@ -223,7 +180,7 @@ class Ladder:
         if config.infinity.page_bytes is None:
             return {}
         try:
-            draft, _ = self._draft(config, *self._cut(config))
+            draft = self._draft(config, *self._cut(config))
         except (ConfigValueError, OptimizerNotPageableError):
             return {}
         sizes = draft.sizes
@@ -249,16 +206,14 @@ class Ladder:
         config = self._config(keys)
         cut = self._cut(config)
         tiers = (config.offload_param.device, config.offload_optimizer.device)
-        itemsize = config.compute_dtype.itemsize
-        room = 0
         try:
-            draft, room = self._draft(config, *cut)
+            draft = self._draft(config, *cut)
             tracker = draft.tracker(*draft.place(), self._machine.room_bytes)
         except BudgetTooSmallError as error:
-            least = error.minimum_bytes + room if error.key == HOST_KEY else 0
-            return Outcome(*tiers, keys, None, least, _too_small(error, room), self._tokens, itemsize)
+            least = error.minimum_bytes if error.key == HOST_KEY else 0
+            return Outcome(*tiers, keys, None, least, _too_small(error), self._tokens)
         except (ConfigValueError, OptimizerNotPageableError) as error:  # as an engine would
-            return Outcome(*tiers, keys, None, 0, str(error), self._tokens, itemsize, lacks_room=False)
+            return Outcome(*tiers, keys, None, 0, str(error), self._tokens, lacks_room=False)
         plan = tracker.first
         machine = self._machine
         speed = machine.flops_per_second
@@ -277,10 +232,7 @@ class Ladder:
             if taken > machine.host_free_bytes:
                 free = format_bytes(machine.host_free_bytes)
                 problem = f"the budget takes {format_bytes(taken)} of memory, of which {free} are free"
-        least = plan.minimum_budget_bytes + room
-        kinds = tracker.workload.prediction(plan.placement).kinds
-        group = config.weight_group_size
-        return Outcome(*tiers, keys, plan, least, problem, self._tokens, itemsize, kinds, weight_group_size=group)
+        return Outcome(*tiers, keys, plan, plan.minimum_budget_bytes, problem, self._tokens)
 
     def _drive_problem(self, volumes: Volumes) -> str | None:
         """Which drives are too small: those of one volume, or all of them for all volumes."""
@@ -300,16 +252,7 @@ class Ladder:
         return None
 
     def _config(self, keys: Mapping[str, Any]) -> InfinityConfig:
-        config = load_config(self._source, overrides=keys, world_size=1, check_storage=False)
-        part = self._part
-        if part.num_ranks == 1 and part.stage is None:
-            return config
-        keys = {**keys, **part.keys(config)}
-        config = load_config(self._source, overrides=keys, world_size=part.num_ranks, check_storage=False)
-        if config.infinity.durable is None:
-            return config
-        durable = config.infinity.durable.of_rank(0, part.num_ranks)
-        return dataclasses.replace(config, infinity=dataclasses.replace(config.infinity, durable=durable))
+        return load_config(self._source, overrides=keys, world_size=1, check_storage=False)
 
     def _cut(self, config: InfinityConfig) -> tuple[nn.Module, Template]:
         """The model, in tiles if it is to be, and its optimizer."""
@@ -325,25 +268,18 @@ class Ladder:
         with without_compiler():
             return model, build_template(source, named, torch.device("cpu"), tiled=tiling.groups)
 
-    def _draft(self, config: InfinityConfig, model: nn.Module, template: Template) -> tuple[Draft, int]:
-        """And the host memory that its budget leaves to gathered weights, which it does not know."""
+    def _draft(self, config: InfinityConfig, model: nn.Module, template: Template) -> Draft:
         machine = self._machine
         share = free_share(holds_activations=machine.shares_host_memory, all_bytes=machine.host_free_bytes)
-        part = self._part
         with without_compiler():
-            draft = Draft.of(
+            return Draft.of(
                 model,
                 config,
                 template,
                 share,
                 shares_host_memory=machine.shares_host_memory,
                 device_free_bytes=machine.device_free_bytes,
-                shares=Shares(0, part.num_sharing(config)) if config.zero_stage > 0 else None,
-                is_alone=part.num_ranks == 1,
             )
-        num = part.num_sharing(config)
-        among = min(config.weight_group_size or num, num)
-        return _divided(draft, num, among) if config.zero_stage == 3 and num > 1 else (draft, 0)
 
     # ---------------------------------------------------------------------------------------------------------- largest
 
@@ -354,7 +290,7 @@ class Ladder:
         """
         config = load_config(self._source, overrides=self._tiers("nvme", "nvme"), world_size=1, check_storage=False)
         try:
-            draft, _ = self._draft(config, *self._cut(config))
+            draft = self._draft(config, *self._cut(config))
         except (ConfigValueError, OptimizerNotPageableError):
             return None
         layers = _Layers.of(draft)
@@ -375,34 +311,9 @@ class Ladder:
         return None if not count else (count, layers.num_parameters(count))
 
 
-def _divided(draft: Draft, num_ranks: int, among: int) -> tuple[Draft, int]:
-    """A rank of stage 3 in full: as a model of which it has a part alone, besides room for the units that are gathered.
-
-    Args:
-        draft: of the whole model.
-        num_ranks: how many divide states.
-        among: how many divide weights.
-
-    Returns:
-        The draft, and the bytes of host memory that are taken from its budget for gathered units.
-    """
-    request, gathered = draft.request, needed_together(draft.sizes, draft.request, range(len(draft.sizes)))
-    sizes = []
-    for size in draft.sizes:
-        numel = -(-size.trainable_numel // (CHUNK_GRANULE * num_ranks)) * CHUNK_GRANULE
-        weight_bytes = -(-size.weight_bytes // among)
-        sizes.append(dataclasses.replace(size, weight_bytes=weight_bytes, trainable_numel=numel, share_numel=numel))
-    if request.shares_host_memory:
-        request = dataclasses.replace(request, budget_bytes=request.budget_bytes - gathered)
-        return dataclasses.replace(draft, sizes=sizes, request=request), gathered
-    if request.device_free_bytes is not None:
-        request = dataclasses.replace(request, device_free_bytes=request.device_free_bytes - gathered)
-    return dataclasses.replace(draft, sizes=sizes, request=request), 0
-
-
-def _too_small(error: BudgetTooSmallError, room_bytes: int) -> str:
+def _too_small(error: BudgetTooSmallError) -> str:
     memory = "memory" if error.key == HOST_KEY else "GPU memory"
-    least, given = (max(0, size + room_bytes) for size in (error.minimum_bytes, error.budget_bytes))
+    least, given = error.minimum_bytes, max(0, error.budget_bytes)
     return f"{memory}: {format_bytes(least)} are needed at least, {format_bytes(given)} are given"
 
 

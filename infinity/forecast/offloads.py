@@ -4,5 +4,3 @@ from __future__ import annotations
 
 ON_CPU = (("none", "none"), ("none", "nvme"), ("nvme", "nvme"))
 ON_GPU = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("none", "nvme"), ("cpu", "nvme"), ("nvme", "nvme"))
-OFFLOADS = tuple("/".join(tiers) for tiers in ON_GPU)
-"""Weights/states."""
