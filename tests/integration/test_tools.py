@@ -176,3 +176,19 @@ def test_a_day_with_a_gpu_names_what_it_cannot_do(nvme_dir: Path) -> None:
     hidden = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     without = subprocess.run([*script, "train-3b"], capture_output=True, text=True, timeout=60, env=hidden, check=False)
     assert (without.returncode, "--simulated" in without.stderr) == (1, True), without.stderr
+
+
+@pytest.mark.deep
+def test_calls_are_counted_and_come_out_the_same_twice() -> None:
+    """What the main thread calls depends on the step alone, but for waits that a busy machine adds."""
+    found = []
+    for _ in range(2):
+        answer = subprocess.run(
+            [sys.executable, "tools/count_calls.py", "--blocks", "3", "--json"], cwd=_ROOT, capture_output=True, check=True
+        )
+        found.append(json.loads(answer.stdout))
+    first, second = found
+    assert first["units"] == second["units"] == 5
+    assert first["transfers"] == second["transfers"] > first["units"]
+    main = [each["calls"]["main thread"] for each in found]
+    assert abs(main[0] - main[1]) < 0.05 * main[0], main
