@@ -129,14 +129,18 @@ def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
 
 
 def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
-    """Host memory, the GPU's peak, and the budget."""
+    """The engine's buffers and their budget, the process's memory, and the GPU's peak."""
     host = [(step.step, step.host_bytes / 1e9) for step in steps if step.host_bytes]
+    buffers = [(step.step, step.buffers_peak_bytes / 1e9) for step in steps if step.buffers_peak_bytes]
     device = [(step.step, step.device_peak_bytes / 1e9) for step in steps if step.device_peak_bytes is not None]
 
-    curves = {"process": ("a", host)} | ({"GPU, peak": ("b", device)} if device else {})
+    curves = {"engine's buffers, peak": ("d", buffers), "process": ("a", host)}
+    curves |= {"GPU, peak": ("b", device)} if device else {}
     levels = {} if plan is None else {"host memory budget": ("c", plan.host_budget_bytes / 1e9)}
     peak = max((step.host_peak_bytes for step in steps), default=0)
-    text = f"The process held at most {peak / 1e9:.3g} GB of host memory, Python, libraries and activations included."
+    engine = max((step.buffers_peak_bytes for step in steps), default=0)
+    text = f"The engine's buffers, which the budget limits, took at most {engine / 1e9:.3g} GB of host memory."
+    text += f" The whole process, with Python, libraries and activations, took at most {peak / 1e9:.3g} GB."
     if device:
         text += f" torch held at most {max(value for _, value in device):.3g} GB of the GPU's."
     return _chart("Memory", text, _curves(curves, levels, "GB"))

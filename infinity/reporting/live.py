@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.errors import RunLogError
-from infinity.reporting.verdict import judge, steady_steps
+from infinity.reporting.verdict import judge, known_plan, steady_steps
 from infinity.run_log import Run, RunReader, showing
 from infinity.telemetry.report import StepReport
 from swapper import Latch
@@ -118,7 +118,11 @@ def _add_steps(facts: Table, run: Run) -> None:
     speed = last.drive_bytes_per_second
     facts.add_row("drives", moved + ("" if speed is None else f", {speed / 1e9:.3g} GB/s while busy"))
     device = "" if last.device_peak_bytes is None else f", GPU at most {last.device_peak_bytes / 1e9:.3g} GB"
-    facts.add_row("memory", f"{last.host_bytes / 1e9:.3g} GB, at most {last.host_peak_bytes / 1e9:.3g} GB{device}")
+    known = known_plan(run)
+    budget = "" if known is None else f" of a budget of {known[1].host_budget_bytes / 1e9:.3g} GB"
+    buffers = max(step.buffers_peak_bytes for step in run.steps)
+    process = f"process {last.host_bytes / 1e9:.3g} GB, at most {last.host_peak_bytes / 1e9:.3g} GB{device}"
+    facts.add_row("memory", f"engine's buffers at most {buffers / 1e9:.3g} GB{budget}; {process}")
 
 
 def _state(run: Run, *, goes_on: bool) -> str:

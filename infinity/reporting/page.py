@@ -109,7 +109,10 @@ def _facts(run: Run, plan: Plan | None) -> list[tuple[str, str]]:
             facts.append(("tokens per second", f"{tokens / seconds:,.0f}"))
         elif samples := sum(step.num_samples or 0 for step in steps):
             facts.append(("samples per second", f"{samples / seconds:,.3g}"))
-        facts.append(("host memory, peak", f"{max(step.host_peak_bytes for step in run.steps) / 1e9:.3g} GB"))
+        facts.append(
+            ("engine's host buffers, peak", f"{max(step.buffers_peak_bytes for step in run.steps) / 1e9:.3g} GB")
+        )
+        facts.append(("process memory, peak", f"{max(step.host_peak_bytes for step in run.steps) / 1e9:.3g} GB"))
         device = [step.device_peak_bytes for step in run.steps if step.device_peak_bytes is not None]
         if device:
             facts.append(("GPU memory, peak", f"{max(device) / 1e9:.3g} GB"))

@@ -184,7 +184,10 @@ def test_calls_are_counted_and_come_out_the_same_twice() -> None:
     found = []
     for _ in range(2):
         answer = subprocess.run(
-            [sys.executable, "tools/count_calls.py", "--blocks", "3", "--json"], cwd=_ROOT, capture_output=True, check=True
+            [sys.executable, "tools/count_calls.py", "--blocks", "3", "--json"],
+            cwd=_ROOT,
+            capture_output=True,
+            check=True,
         )
         found.append(json.loads(answer.stdout))
     first, second = found

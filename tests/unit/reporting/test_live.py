@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,13 +45,16 @@ def _text(console: Console) -> str:
 
 def test_a_run_that_has_ended(log: RunLog) -> None:
     for number in range(1, 6):
-        log.note_step(step(number, loss=2.0 / number, num_tokens=4000), None)
+        log.note_step(step(number, loss=2.0 / number, num_tokens=4000, buffers_peak_bytes=3 * 10**8), None)
     log.write("note", 5, text="[half] way")
     log.close(5)
     console = _console()
     assert watch(log.path.parent, console, once=True)
     for words in ("has ended", "0.4000", "█", "400 per second", "waiting for reads 80 %", "[half] way", "Reads of the"):
         assert words in _text(console)
+    assert re.search(
+        r"engine's buffers at most 0\.3 GB of a budget of \S+ GB; process 1 GB, at\s+most 2 GB", _text(console)
+    )
     console = _console()
     assert watch(log.path.parent, console)
     assert _text(console).count("bound by reads | loss") == 5
