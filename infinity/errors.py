@@ -20,7 +20,7 @@
     ├── WeightFileError (ValueError)           a file with weights is missing, cut off or broken
     ├── CheckpointError (ValueError)           a checkpoint is damaged, or not what this version reads
     ├── OptimizerNotPageableError (ValueError) the optimizer mixes elements or needs a closure
-    ├── StaleStateError (RuntimeError)         a copy of an optimizer state was changed too late
+    ├── StateWriteError (RuntimeError)         a write to a copy of an optimizer state, which would be lost
     ├── StaleDataError (RuntimeError)          a tensor was changed that had been assigned to .data
     ├── NotResidentError (RuntimeError)        something was read while its memory is elsewhere
     │   ├── ParameterNotResidentError
@@ -344,18 +344,15 @@ class OptimizerNotPageableError(InfinityError, ValueError):
         super().__init__(f"optimizer {optimizer_name} cannot be paged: {reason}. {cure or default}")
 
 
-class StaleStateError(InfinityError, RuntimeError):
-    """A copy of an optimizer state was changed after the state itself had been updated, or one that nothing is read from."""
+class StateWriteError(InfinityError, RuntimeError):
+    """An optimizer's state was written to in a way that would be lost."""
 
-    def __init__(self, fqn: str, name: str, *, is_copy: bool = False) -> None:
-        """``is_copy``: it never stood for the state, as what a state dict gives of main weights and tiled parameters."""
+    def __init__(self, fqn: str, name: str, problem: str) -> None:
         self.fqn = fqn
         super().__init__(
-            f"optimizer.state_dict() of '{fqn}': the tensor '{name}' was written to. It is a copy, so the change is lost. "
-            "Take a copy.deepcopy of the state dict, change that, and pass it to optimizer.load_state_dict"
-            if is_copy
-            else f"optimizer.state of '{fqn}': the tensor '{name}' was read before a step and changed after it. It is a copy "
-            "of what was then, so the change is lost. Read optimizer.state[parameter] again after each step and change that"
+            f"optimizer.state of '{fqn}', '{name}': {problem}. Assign what it is to be: "
+            f"optimizer.state[parameter]['{name}'] = tensor; or use infinity.safe_set_full_optimizer_state or "
+            "optimizer.load_state_dict"
         )
 
 

@@ -26,7 +26,7 @@ def _anonymous_bytes() -> int:
 
 
 def run(group: str, directory: str) -> None:
-    """In a process of its own, inside the control group: train, save in both ways, and load. Prints a line of JSON."""
+    """In a process of its own, inside the control group: train, save, walk the states, load. Prints JSON."""
     torch.set_num_threads(1)
     compile_kernels()
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
@@ -50,6 +50,7 @@ def run(group: str, directory: str) -> None:
         engine.flush()
         MemoryGroup(Path(group)).limit(limit)
         engine.save_checkpoint(saved, tag="at once")
+        _walk(engine)
         engine.save_checkpoint(saved, tag="meanwhile", blocking=False)
         _step(engine)
         engine.wait_for_checkpoint()
@@ -64,6 +65,15 @@ def run(group: str, directory: str) -> None:
 def _step(engine: Any) -> None:
     engine.backward(engine(torch.ones(1, _WIDTH, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
+
+
+def _walk(engine: Any) -> None:
+    """Read and assign all states, and load them, as scripts do it, all of one parameter at a time."""
+    optimizer = engine.optimizer
+    for parameter, state in optimizer.state.items():
+        optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}
+        state["exp_avg"] = state["exp_avg"] * 1
+    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _sums(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:

@@ -11,6 +11,5 @@ from infinity import Engine
 
 def state_of(engine: Engine, parameter: torch.Tensor) -> dict[str, Any]:
     """Copies of the main weight ("weight": fp32, on the CPU) and the optimizer's state, in the parameter's shape."""
-    engine._paged.settle_states()
     keeper = engine._settled
     return {**keeper.gather_state(parameter), "weight": keeper.gather_main_weight(parameter)}

@@ -32,7 +32,6 @@ from infinity.engine.parts import Parts
 from infinity.errors import CheckpointError
 from infinity.loop.phase import PhaseGuard
 from infinity.numerics.random_states import random_states, set_random_states_of
-from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.scheduler_state import state_of_scheduler
 from infinity.run_log.notes import RunNotes
 from infinity.threads.interrupts import surely
@@ -49,7 +48,6 @@ class CheckpointCalls(ExportCalls):
     """Part of the engine. Knows what is needed of it; must not know formats."""
 
     _parts: Parts
-    _paged: PagedOptimizer
     _saving: checkpoint.BackgroundSave | None
     _notes: RunNotes
     _is_saving = False
@@ -154,7 +152,6 @@ class CheckpointCalls(ExportCalls):
         """Finish what is pending. Returns what a checkpoint has of each rank."""
         self._guard.check_loaded()
         self._finish_saving()
-        self._paged.settle_states()
         self.flush()
         return self._own()
 

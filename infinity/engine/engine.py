@@ -115,7 +115,7 @@ class Engine(Relayout):
         self._vertical = VerticalSchedule(parts.vertical, loop)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter.note_schedule)
         self._gradients = GradAccess(parts.module_hooks, self._residency, self._stepper, self._backwards)
-        self._listener = EngineListener(parts, self._backwards, self._guard, self._paged.settle_states)
+        self._listener = EngineListener(parts, self._backwards, self._guard)
         parts.upper.pager_listener.connect(self._listener)
         parts.upper.gradient_listener.connect(self._gradients)
         parts.upper.gradient_host.connect(self._gradients)
@@ -189,7 +189,6 @@ class Engine(Relayout):
         self._forget_cut_off_forward()
         self._check_optimizer("engine.backward()")
         self._guard.check_backward(loss)
-        self._paged.settle_states()
         self._backwards.collect()
         self._vertical.note_ordinary()
         self._reporter.note_loss(loss, self.global_steps)
@@ -222,7 +221,6 @@ class Engine(Relayout):
         self._check_usable()
         self._check_optimizer("engine.backward_together()")
         self._guard.check_whole()
-        self._paged.settle_states()
         self._backwards.collect()
         self._style.note_backward()
         found = self._train_batch.together(compute_losses, updates=self._style.updates_in_backward)
@@ -625,7 +623,6 @@ class Engine(Relayout):
         self.wait_for_checkpoint()  # or its other half would be of the step that is gone back to
         self.reset()
         before = self.global_steps
-        self._paged.settle_states()
         self._parts.durable.rollback(self, steps)
         self._paged.expire_states()
         self._guard.note_part_loaded(None)

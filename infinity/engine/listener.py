@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,14 +19,10 @@ from infinity.units.unit import Unit
 class EngineListener(PagerListener):
     """Passes each event on to the parts that have to know."""
 
-    def __init__(
-        self, parts: Parts, backwards: Backwards, guard: PhaseGuard, settle_states: Callable[[], None]
-    ) -> None:
-        """``settle_states``: takes in what the user wrote into states of the optimizer."""
+    def __init__(self, parts: Parts, backwards: Backwards, guard: PhaseGuard) -> None:
         self._parts = parts
         self._backwards = backwards
         self._guard = guard
-        self._settle_states = settle_states
 
     def check_usable(self) -> None:
         refuse_in_between("this call")
@@ -54,7 +50,6 @@ class EngineListener(PagerListener):
         self._guard.check_settled()
         self._parts.module_hooks.settle_loads()
         self._backwards.collect()
-        self._settle_states()
         if torch.is_grad_enabled() and self._parts.groups.before_forward():
             self._backwards.collector.forget_history()
 

@@ -139,7 +139,6 @@ class Relayout(CheckpointCalls):
 
     def _copy_contents(self) -> _Contents:
         self.wait_for_checkpoint()
-        self._paged.settle_states()
         self.flush()
         parts = self._parts
         access, copies = parts.access, parts.access.copies

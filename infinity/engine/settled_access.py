@@ -25,6 +25,7 @@ class SettledAccess:
 
     Attributes:
         owner: The engine, which lives as long as somebody has this.
+        num_loads: How often states were replaced.
     """
 
     def __init__(self, owner: object, parts: Callable[[], Parts], check: Callable[[], None]) -> None:
@@ -35,6 +36,7 @@ class SettledAccess:
             check: raises if the engine cannot be used now, or its weights are of two steps.
         """
         self.owner = owner
+        self.num_loads = 0
         self._parts = parts
         self._check = check
 
@@ -83,6 +85,7 @@ class SettledAccess:
         """Replace a parameter's optimizer state. Raises ValueError, and changes nothing, where that does not fit."""
         self.flush()
         self._parts().access.load_state(parameter, values)
+        self.num_loads += 1
 
     def gather_main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of a parameter's fp32 main weight, on the CPU; of a frozen one, its weight as fp32."""

@@ -461,7 +461,7 @@ def edit_state(world: World) -> None:
             if kind == "forget":
                 del state[param]
             elif name is not None and kind == "zero":
-                state[param][name].zero_()
+                state[param][name] = torch.zeros_like(state[param][name])
             elif name is not None and kind == "assign":
                 state[param][name] = torch.full(param.shape, 0.5)
             elif name is not None:

@@ -263,7 +263,7 @@ def test_going_back_forgets_what_was_written_into_states(tmp_path: Path) -> None
             found[step] = everything(engine)
         for steps in (0, 1):
             state = engine.optimizer.state[engine.module.first.weight]
-            state["exp_avg"].zero_()
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
             engine.rollback(steps)
             require_equal(everything(engine), found[2 - steps])
         _steps(engine, 2)

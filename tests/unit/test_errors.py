@@ -100,7 +100,7 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["'head.bias'", "was frozen", "Thaw it before"],
     ),
     (errors.StaleDataError("head.bias"), RuntimeError, ["'head.bias'", "p.data = t", "Write to p.data"]),
-    (errors.StaleStateError("head.bias", "exp_avg"), RuntimeError, ["'head.bias'", "'exp_avg'", "Read"]),
+    (errors.StateWriteError("head.bias", "exp_avg", "why"), RuntimeError, ["'head.bias'", "['exp_avg'] = tensor"]),
     (
         errors.TurnError("forward", thread="T", call_of_other="backward"),
         RuntimeError,

@@ -1,46 +1,27 @@
-"""Optimizer state that is read from where it lies only when somebody looks."""
+"""Optimizer states that are read from where they lie when somebody looks."""
 
 from __future__ import annotations
 
 import copy
-import sys
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from infinity.optim.values import same_values
-
-
-class Access(Protocol):
-    """Reads one parameter's state."""
-
-    def has_any(self) -> bool:
-        """Whether it has any; reads nothing."""
-        ...
-
-    def read(self) -> dict[str, Any]:
-        """The values now, in a plain dict; tensors may be changed in place until the next step."""
-        ...
-
-    def copy(self) -> dict[str, Any]:
-        """Copies of the values now."""
-        ...
-
-
-class WriteAccess(Access, Protocol):
-    """Reads and writes one parameter's state."""
-
-    def replace(self, values: Mapping[str, Any]) -> None:
-        """Store others."""
-        ...
+from infinity.optim.facade.read_only import ReadOnlyTensor
 
 
 class StateKeeper(Protocol):
     """Whoever keeps the states of parameters."""
+
+    @property
+    def num_loads(self) -> int:
+        """How often states were replaced."""
+        ...
 
     def has_place(self, parameter: Tensor, /) -> bool:
         """Whether the parameter can have state: it was trainable in `initialize`."""
@@ -62,209 +43,201 @@ class StateKeeper(Protocol):
 
 
 class LazyEntry(dict[str, Any]):
-    """One parameter's state. Every way of reading it gathers the values as they are at that moment.
+    """One parameter's state: a dict that reads itself at the first look, and again at the first look after a step.
 
-    It is a dict so that torch takes it for one in `load_state_dict`; pickling (`torch.save`) and `copy.deepcopy` turn
-    it into a plain mapping with values, and so does calling its class with a mapping, as code does that rebuilds
-    containers. It is never filled. What is written into the tensors that it gives is stored before the next step (see
-    `ShownStates`). Assignments are those of the subclasses.
+    It is a dict so that torch takes it for one in `load_state_dict`. Pickles, deep copies and what its class makes of a mapping
+    are ordinary dicts.
 
     Args:
-        access: reads the parameter's state where it is kept.
+        read: gives copies of the values now.
+        clock: gives something else after each step or load.
         name: the parameter's name, for messages.
     """
 
-    __slots__ = ("_access", "_name")
+    __slots__ = ("_clock", "_name", "_read", "_read_at")
 
-    def __new__(cls, access: Access | Mapping[str, Any] | None = None, name: str = "") -> Any:
-        if access is None or isinstance(access, Mapping):
-            return dict(access or {})
-        return super().__new__(cls)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # `type(entry)({...})` is how code rebuilds containers.
+        return super().__new__(cls) if args and callable(args[0]) else dict(*args, **kwargs)
 
-    def __init__(self, access: Access, name: str = "") -> None:
+    def __init__(self, read: Callable[[], dict[str, Any]], clock: Callable[[], object], name: str) -> None:
         super().__init__()
-        self._access = access
+        self._read = read
+        self._clock = clock
         self._name = name
+        self._read_at: object = None
+
+    def look(self) -> None:
+        """Read it, unless that has been done since the last step."""
+        now = self._clock()
+        if self._read_at != now:
+            values = self._shown(self._read())
+            dict.clear(self)
+            dict.update(self, values)
+            self._read_at = now
+
+    def held(self) -> dict[str, Any]:
+        """What was read last, in a plain dict."""
+        return dict(dict.items(self))  # `dict.copy` would look
+
+    def _shown(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What a look gives of values that were read."""
+        return values
 
     def gather(self) -> dict[str, Any]:
-        """Copies of the values now, in a plain dict that the caller owns: one read for all of them."""
-        return self._access.copy()
-
-    def __getitem__(self, key: str) -> Any:
-        return self._access.read()[key]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._access.read().get(key, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._access.read())
-
-    def __reversed__(self) -> Iterator[str]:
-        return reversed(self._access.read())
-
-    def __len__(self) -> int:
-        return len(self._access.read())
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._access.read()
-
-    def __bool__(self) -> bool:
-        return self._access.has_any()
-
-    def keys(self) -> KeysView[str]:  # type: ignore[override]  # dict promises its own view class
-        return self._access.read().keys()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._access.read().values()
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        if sys._getframe(1).f_globals.get("__name__") == Optimizer.__module__:
-            return self._access.copy().items()  # a plain optimizer loads them, keeps them, and writes to them
-        return self._access.read().items()
-
-    def copy(self) -> dict[str, Any]:
-        return self._access.read()
-
-    def __or__(self, other: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]  # dict has overloads
-        return self._access.read() | dict(other)
-
-    def __ror__(self, other: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return dict(other) | self._access.read()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
-    __hash__ = None
+        """The values in a plain dict, whose tensors may be written to. An entry that nobody has looked at stays unread."""
+        return self._read()
 
     def __repr__(self) -> str:
-        return f"<optimizer state of '{self._name}', not in memory: read it with entry['...'] or dict(entry)>"
+        return f"<optimizer state of '{self._name}', read at the first look>"
 
     def __copy__(self) -> dict[str, Any]:
-        return self._access.read()
+        return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return self._access.copy()
+        return self.gather()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # torch.load(weights_only=True) knows OrderedDict by name, and not the builtin dict.
-        return OrderedDict, (), None, None, iter(self._access.copy().items())
-
-    # ---------------------------------------------------------------------------------------------------------- writing
-
-    def _change(self, values: Mapping[str, Any]) -> None:
-        """Something was assigned or removed: these are the values with it."""
-        raise NotImplementedError
-
-    def assign(self, values: Mapping[str, Any]) -> None:
-        """``optimizer.state[param] = values``."""
-        self._change(dict(values))
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._change({**self._access.read(), key: value})
-
-    def __delitem__(self, key: str) -> None:
-        self.pop(key)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        self._change({**self._access.read(), **dict(*args, **kwargs)})
-
-    def __ior__(self, other: Any) -> LazyEntry:  # type: ignore[override, misc]
-        self.update(other)
-        return self
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def clear(self) -> None:
-        self._change({})
-
-    def pop(self, key: str, *default: Any) -> Any:
-        values = dict(self._access.read())
-        found = values.pop(key, *default)
-        self._change(values)
-        return found
-
-    def popitem(self) -> tuple[str, Any]:
-        key = next(reversed(self))
-        return key, self.pop(key)
+        return OrderedDict, (), None, None, iter(self.gather().items())
 
 
 class StateEntry(LazyEntry):
-    """An entry of ``optimizer.state``: what is assigned is stored at once."""
+    """An entry of ``optimizer.state``: tensors are read-only, and what is assigned is stored at once.
 
-    __slots__ = ()
-    _access: WriteAccess
+    Args:
+        read, clock, name: see `LazyEntry`.
+        store: replaces the state.
+    """
 
-    def _change(self, values: Mapping[str, Any]) -> None:
-        present = self._access.read()
-        # Else they are the tensors that were read: `ShownStates` sees what was written.
-        if present.keys() != values.keys() or any(present[key] is not value for key, value in values.items()):
-            self._access.replace(values)
+    __slots__ = ("_store",)
+
+    def __init__(
+        self,
+        read: Callable[[], dict[str, Any]],
+        clock: Callable[[], object],
+        name: str,
+        store: Callable[[dict[str, Any]], None],
+    ) -> None:
+        super().__init__(read, clock, name)
+        self._store = store
+
+    def _shown(self, values: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: tree_map(lambda each, name=name: self._protected(each, name), value) for name, value in values.items()
+        }
+
+    def _protected(self, value: Any, name: str) -> Any:
+        return ReadOnlyTensor.of(value, (self._name, name)) if type(value) is Tensor else value
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """``optimizer.state[parameter] = values``; those that were read are stored already."""
+        given = dict(values)
+        if given:  # else nothing has to be read
+            self.look()
+        present = self.held()
+        if (
+            not given
+            or present.keys() != given.keys()
+            or any(present[key] is not value for key, value in given.items())
+        ):
+            self._store(given)
+
+    def in_state_dict(self) -> DictEntry:
+        """The same state in a state dict."""
+        return DictEntry(self._read, self._clock, self._name)
 
 
 class DictEntry(LazyEntry):
-    """An entry of a state dict.
+    """An entry of a state dict: copies that are the caller's own, so that it is an ordinary dict once it has been changed.
 
-    If it is assigned what it has, it holds copies from then on and is an ordinary entry: torch's DCP does that with each value,
-    and then reads a checkpoint into the tensors. Any other assignment would change the optimizer in torch, and is an error.
+    torch's DCP reads a checkpoint into them, and a plain optimizer that loads them steps with them.
     """
 
-    __slots__ = ()
+    __slots__ = ("_as_read",)
+    _as_read: dict[str, tuple[Any, int]]
 
-    def _change(self, values: Mapping[str, Any]) -> None:
-        is_held = isinstance(self._access, _Held)
-        present = self._access.read() if is_held else self._access.copy()
-        if not is_held and not same_values(present, dict(values)):
-            raise TypeError(
-                "this entry of a state dict stands for what lies outside memory. Change optimizer.state[parameter], or a "
-                "copy.deepcopy of the state dict"
-            )
-        # A tensor that was read of the entry before is the optimizer's own: who writes to the copy must not write to it.
-        self._access = _Held(
-            {key: present[key] if same_values(present.get(key), value) else value for key, value in values.items()}
+    def look(self) -> None:
+        if self._read_at is None or not self._is_changed():
+            super().look()
+
+    def _shown(self, values: dict[str, Any]) -> dict[str, Any]:
+        self._as_read = {name: (value, _version(value)) for name, value in values.items()}
+        return values
+
+    def _is_changed(self) -> bool:
+        present = self.held()
+        return present.keys() != self._as_read.keys() or any(
+            present[name] is not value or _version(value) != version for name, (value, version) in self._as_read.items()
         )
 
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody has looked."""
+        return self._read_at is not None
 
-class _Held:
-    """Values in memory, see `Access`."""
+    def gather(self) -> dict[str, Any]:
+        return self.copy() if self.is_read else self._read()
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = dict(values)
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.copy(), memo) if self.is_read else self._read()
 
-    def has_any(self) -> bool:
-        return bool(self._values)
 
-    def read(self) -> dict[str, Any]:
-        return self._values
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
-    def copy(self) -> dict[str, Any]:
-        return copy.deepcopy(self._values)
+
+def _looks(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: LazyEntry, *args: Any, **kwargs: Any) -> Any:
+        self.look()
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _stores(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: StateEntry, *args: Any, **kwargs: Any) -> Any:
+        self.look()
+        values = self.held()
+        result = method(values, *args, **kwargs)
+        self.assign(values)
+        return self if result is values else result
+
+    return call
+
+
+_CHANGING = ("__delitem__", "__ior__", "__setitem__", "clear", "pop", "popitem", "setdefault", "update")
+_READING = (
+    *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__reversed__", "__ror__"),
+    *("copy", "get", "items", "keys", "values"),
+)
+for _name in (*_READING, *_CHANGING):
+    setattr(LazyEntry, _name, _looks(getattr(dict, _name)))
+for _name in _CHANGING:
+    setattr(StateEntry, _name, _stores(getattr(dict, _name)))
 
 
 @dataclass(eq=False, repr=False)
 class LazyState(MutableMapping[Any, Any]):
-    """`optimizer.state`: maps each parameter that has state to its lazy entry. Nothing is stored here.
+    """`optimizer.state`: maps each parameter that has state to its entry. Nothing is stored here.
 
     Attributes:
         params: the optimizer's parameters in the order of its groups.
         has_state: whether a tensor is a parameter of the model that has had an update.
-        entry: makes a parameter's entry.
+        entry: gives a parameter's entry.
         others: states of whatever else is a key: live, and in memory.
         known: all parameters of the model.
     """
 
     params: Callable[[], Iterator[Tensor]]
     has_state: Callable[[Tensor], bool]
-    entry: Callable[[Tensor], LazyEntry | None]
+    entry: Callable[[Tensor], StateEntry | None]
     others: MutableMapping[Any, Any]
     known: Callable[[], Iterator[Tensor]]
 
-    def _entry_of(self, key: Any) -> LazyEntry | None:
+    def _entry_of(self, key: Any) -> StateEntry | None:
         return self.entry(key) if isinstance(key, Tensor) else None
 
     def __getitem__(self, key: Any) -> Any:
@@ -296,13 +269,13 @@ class LazyState(MutableMapping[Any, Any]):
         if entry is None:
             del self.others[key]
         else:
-            entry.clear()
+            entry.assign({})
 
     def pop(self, key: Any, *default: Any) -> Any:
         if key not in self and default:
             return default[0]
         value = self[key]
-        value = value.copy() if isinstance(value, LazyEntry) else value
+        value = value.gather() if isinstance(value, LazyEntry) else value
         del self[key]
         return value
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from types import FunctionType, MethodType
 from typing import Any, NoReturn, Protocol, overload
@@ -15,13 +14,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from infinity.optim.attributes import attribute_names, is_of_the_class
-from infinity.optim.facade.lazy_state import DictEntry, LazyEntry, LazyState, StateEntry, StateKeeper
+from infinity.optim.facade.lazy_state import DictEntry, LazyState, StateEntry, StateKeeper
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.no_hooks import NoHooks
-from infinity.optim.facade.shown_states import ShownStates
+from infinity.optim.facade.read_only import AssignedTensors, ReadOnlyTensor, unprotected
 from infinity.optim.facade.state_loader import StateLoader, check_entry
 from infinity.optim.facade.tiled_states import with_tiles, without_tiles
-from infinity.optim.main_weights import MAIN_WEIGHT, PENDING, MainWeightKeeper, with_main_weight, without_main_weight
+from infinity.optim.main_weights import PENDING, MainWeightKeeper, with_main_weight, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 
@@ -75,9 +74,8 @@ class PagedOptimizer(Optimizer):
     """A `torch.optim.Optimizer` in front of the engine.
 
     It knows groups and the layout of state dicts; it must not know pages or tiers. `param_groups` is the template's
-    list, so learning rate schedulers of any kind work on either. `state_dict()` costs nothing: its entries gather a
-    parameter's state when they are read or pickled, and then give what it is at that time (as torch's state dict
-    references live tensors, too).
+    list, so learning rate schedulers of any kind work on either. `state_dict()` costs nothing: its entries read a
+    parameter's state at the first look, or while they are pickled, and then give what it is at that time.
 
     Args:
         template: class, hyperparameters and groups.
@@ -105,8 +103,10 @@ class PagedOptimizer(Optimizer):
         self._loose = loose or LooseParameters(template)
         self._mains = mains
         source = template.optimizer
-        self._shown = ShownStates(self, template.fqn)
-        self._gives_dict = False
+        self._assigned = AssignedTensors()
+        self._last_entry: tuple[Tensor, StateEntry] | None = None
+        """That of the parameter which was looked at last: whoever looks at several of its states reads once."""
+        self._num_changes = 0
         self._state = LazyState(template.params, self.has_state, self._entry, self._loose.state, template.known)
         super().__setstate__(
             {"defaults": source.defaults}
@@ -154,7 +154,7 @@ class PagedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states, see `LazyState`: what is assigned, or written into a tensor of it before the next step, counts."""
+        """The states, see `LazyState`: what is read is a read-only copy, and what is assigned is stored."""
         return self._state
 
     @state.setter
@@ -187,10 +187,10 @@ class PagedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._backend.optimizer_turn("optimizer.step()"):
-            self._shown.settle()
+            self._assigned.check()
             self._backend.optimizer_step()
             if not self._backend.was_step_skipped():
-                self._shown.expire()
+                self.expire_states()
         for each in (self, self._template.optimizer):  # where a scheduler looks for whether a step came before its own
             vars(each)["_opt_called"] = True
         return loss
@@ -259,34 +259,30 @@ class PagedOptimizer(Optimizer):
             self._backend.make_room()
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups in torch's layout; the state's entries are lazy, see the class. As in torch, what is written into
-        their tensors before the next step changes the state; into those of main weights and tiled parameters, it is an error.
+        """State and groups in torch's layout; the state's entries are lazy, see the class. Their tensors are copies: what is
+        written into them takes effect by `load_state_dict`.
 
         With 16-bit weights, the entries hold the fp32 main weights as well: see ``infinity.optim.main_weights``.
         """
         with self._backend.optimizer_turn("optimizer.state_dict()"):
-            hooks = self._optimizer_state_dict_pre_hooks
-            for pre_hook in hooks.values():
-                pre_hook(self)
-            self._optimizer_state_dict_pre_hooks = OrderedDict()
-            self._gives_dict = True
-            try:
-                found = super().state_dict()
-            finally:
-                self._gives_dict = False
-                self._optimizer_state_dict_pre_hooks = hooks
+            self._assigned.check()
+            found = super().state_dict()
+            found["state"] = {
+                key: entry.in_state_dict() if isinstance(entry, StateEntry) else entry
+                for key, entry in found["state"].items()
+            }
             if self._mains is not None:
                 self._add_main_weights(found, self._mains)
-            return without_tiles(found, self._template, self._shown.lend)
+            return without_tiles(found, self._template, self._clock)
 
     def _add_main_weights(self, found: dict[str, Any], mains: MainWeightKeeper) -> None:
         ids = chain.from_iterable(group["params"] for group in found["param_groups"])
-        pending: dict[int, LazyEntry] = {}
+        pending: dict[int, DictEntry] = {}
         for param, key in zip(self._template.params(), ids, strict=True):
             if param in self._template and self.has_place(param):
                 is_pending = key not in found["state"]
-                fqn = self._template.fqn(param)
-                entry: LazyEntry = DictEntry(_MainAccess(self, self._shown, param, mains, fqn), fqn)
+                read = partial(self._read_with_main, param, mains)
+                entry = DictEntry(read, self._clock, self._template.fqn(param))
                 (pending if is_pending else found["state"])[key] = entry
         if pending:
             found[PENDING] = pending
@@ -310,9 +306,8 @@ class PagedOptimizer(Optimizer):
                 state_dict = replaced
         loader = StateLoader(self._template, self._updater, with_tiles(state_dict, self._template))
         with self._backend.optimizer_turn("optimizer.load_state_dict()", reads=True):
-            self._shown.settle()
             loader.load_into(self, self._mains)
-            self._shown.expire()
+            self.expire_states()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -323,22 +318,41 @@ class PagedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------------------------------------ the states
 
-    def settle_states(self) -> None:
-        """Store what was written into tensors of `state`. The engine calls it before anything is read or updated.
-
-        Raises:
-            StaleStateError: a tensor was changed that was read before the last step, or that is a copy.
-        """
-        with self._backend.optimizer_turn("optimizer.state"):
-            self._shown.settle()
-
     def expire_states(self) -> None:
-        """All states were replaced: tensors of `state` that somebody has are of before."""
-        self._shown.expire()
+        """States have changed: entries are read anew."""
+        self._num_changes += 1
+        self._last_entry = None
+        self._assigned.forget()
+
+    def _clock(self) -> object:
+        return self._num_changes, self._keeper.num_loads
+
+    def _read(self, param: Tensor) -> dict[str, Any]:
+        with self.reading_states():
+            self._assigned.check()
+            return self.gather_state(param)
+
+    def _read_with_main(self, param: Tensor, mains: MainWeightKeeper) -> dict[str, Any]:
+        with self.reading_states():
+            return with_main_weight(self._read(param), mains.gather_main_weight(param))
+
+    def _store(self, param: Tensor, values: dict[str, Any]) -> None:
+        with self.reading_states():
+            self._assigned.check()
+            plain = {
+                key: unprotected(value) if isinstance(value, ReadOnlyTensor) else value for key, value in values.items()
+            }
+            self.load_state(param, plain)
+            self._assigned.add(self._template.fqn(param), values)
 
     def reading_states(self) -> AbstractContextManager[None]:
         """States that are read or written inside the ``with`` block are those of one step."""
         return self._backend.optimizer_turn("optimizer.state", reads=True)
+
+    @property
+    def num_loads(self) -> int:
+        """See `StateKeeper.num_loads`."""
+        return self._keeper.num_loads
 
     def has_state(self, param: Tensor) -> bool:
         """Whether a parameter has state."""
@@ -372,16 +386,16 @@ class PagedOptimizer(Optimizer):
         if main is not None and self._mains is not None:
             self._mains.load_main_weight(param, main)
 
-    def _entry(self, param: Tensor) -> LazyEntry | None:
+    def _entry(self, param: Tensor) -> StateEntry | None:
         tiled = self._template.tiled.of(param)
         if tiled is not None:
             raise tiled.refusal("optimizer.state")
         if param not in self._template:
             return None
-        fqn = self._template.fqn(param)
-        if self._gives_dict:
-            return DictEntry(_DictAccess(self, self._shown, param), fqn)
-        return StateEntry(_EntryAccess(self, self._shown, param), fqn)
+        if self._last_entry is None or self._last_entry[0] is not param:
+            read, store = partial(self._read, param), partial(self._store, param)
+            self._last_entry = param, StateEntry(read, self._clock, self._template.fqn(param), store)
+        return self._last_entry[1]
 
     def __repr__(self) -> str:
         return f"Paged{self._template.optimizer!r}"
@@ -413,58 +427,3 @@ class _Unwrapped(PagedOptimizer):
     @property
     def optimizer(self) -> Optimizer:
         raise AttributeError("optimizer")
-
-
-class _EntryAccess:
-    """One parameter's state, see `infinity.optim.facade.lazy_state.Access`."""
-
-    def __init__(self, optimizer: PagedOptimizer, shown: ShownStates, param: Tensor) -> None:
-        self._optimizer = optimizer
-        self._shown = shown
-        self._param = param
-
-    def has_any(self) -> bool:
-        return self._optimizer.has_state(self._param)
-
-    def read(self) -> dict[str, Any]:
-        with self._optimizer.reading_states():
-            return self._shown.read(self._param)
-
-    def copy(self) -> dict[str, Any]:
-        with self._optimizer.reading_states():
-            return self._shown.copy(self._param)
-
-    def replace(self, values: Mapping[str, Any]) -> None:
-        with self._optimizer.reading_states():
-            self._shown.replace(self._param, values)
-
-
-class _DictAccess(_EntryAccess):
-    """The same for an entry of a state dict: as in torch, its tensors are those of the state."""
-
-    def read(self) -> dict[str, Any]:
-        with self._optimizer.reading_states():
-            return self._shown.read_anew(self._param)
-
-
-class _MainAccess(_DictAccess):
-    """The same, with a copy of the main weight."""
-
-    def __init__(
-        self, optimizer: PagedOptimizer, shown: ShownStates, param: Tensor, mains: MainWeightKeeper, fqn: str
-    ) -> None:
-        super().__init__(optimizer, shown, param)
-        self._mains = mains
-        self._fqn = fqn
-
-    def has_any(self) -> bool:
-        return True
-
-    def read(self) -> dict[str, Any]:
-        with self._optimizer.reading_states():
-            lent = self._shown.lend(self._fqn, {MAIN_WEIGHT: self._mains.gather_main_weight(self._param)})
-            return with_main_weight(super().read(), lent[MAIN_WEIGHT])
-
-    def copy(self) -> dict[str, Any]:
-        with self._optimizer.reading_states():
-            return with_main_weight(super().copy(), self._mains.gather_main_weight(self._param))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim.facade.lazy_state import LazyEntry, StateKeeper
+from infinity.optim.facade.lazy_state import DictEntry, LazyEntry, StateKeeper
 from infinity.optim.main_weights import PENDING, MainWeightKeeper, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.probe import StateSchema
@@ -72,7 +72,7 @@ class StateLoader:
         ]
         for param, lazy, _ in self._entries:
             # Checking a lazy entry would read it from storage once more; it is checked when it is loaded.
-            if not isinstance(lazy, LazyEntry):
+            if not isinstance(lazy, LazyEntry) or (isinstance(lazy, DictEntry) and lazy.is_read):
                 entry, main = without_main_weight(lazy)
                 self._elementwise(param, entry)
                 self._check_scalars(param, entry)

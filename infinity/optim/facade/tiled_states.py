@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, count
 from typing import Any
 
@@ -11,30 +11,11 @@ from infinity.optim.groups import TiledParameter
 from infinity.optim.main_weights import PENDING
 from infinity.optim.template import Template
 
-Lend = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 _STATES = ("state", PENDING)
 
 
-class _JoinedAccess:
-    """The state of a parameter, joined of those of its tiles; see `infinity.optim.facade.lazy_state.Access`."""
-
-    def __init__(self, tiled: TiledParameter, entries: Sequence[LazyEntry], lend: Lend) -> None:
-        self._tiled = tiled
-        self._entries = entries
-        self._lend = lend
-
-    def has_any(self) -> bool:
-        return any(self._entries)
-
-    def read(self) -> dict[str, Any]:
-        return self._lend(self._tiled.fqn, self.copy())
-
-    def copy(self) -> dict[str, Any]:
-        return self._tiled.join_entries([entry.gather() for entry in self._entries])
-
-
-def without_tiles(found: dict[str, Any], template: Template, lend: Lend) -> dict[str, Any]:
-    """A state dict that has one entry for each parameter that is tiled. ``lend``: see `ShownStates.lend`."""
+def without_tiles(found: dict[str, Any], template: Template, clock: Callable[[], object]) -> dict[str, Any]:
+    """A state dict that has one entry for each parameter that is tiled. ``clock``: see `LazyEntry`."""
     tiled = template.tiled
     if not tiled.tiled:
         return found
@@ -49,20 +30,23 @@ def without_tiles(found: dict[str, Any], template: Template, lend: Lend) -> dict
         result["param_groups"].append({**saved, "params": keys})
         for param, key in zip(members, keys, strict=True):
             for name in _STATES:
-                entry = _entry_of(param, found.get(name, {}), key_of, template, lend)
+                entry = _entry_of(param, found.get(name, {}), key_of, template, clock)
                 if entry is not None:
                     result[name][key] = entry
     return result
 
 
-def _entry_of(param: Any, states: Mapping[Any, Any], key_of: Mapping[int, Any], template: Template, lend: Lend) -> Any:
+def _entry_of(
+    param: Any, states: Mapping[Any, Any], key_of: Mapping[int, Any], template: Template, clock: Callable[[], object]
+) -> Any:
     tiled = template.tiled.of(param)
     if tiled is None:
         return states.get(key_of[id(param)])
     keys = [key_of.get(id(tile)) for tile in tiled.tiles]
     if not all(key in states for key in keys):
         return None
-    return DictEntry(_JoinedAccess(tiled, [states[key] for key in keys], lend), tiled.fqn)
+    entries = [states[key] for key in keys]
+    return DictEntry(lambda: tiled.join_entries([entry.gather() for entry in entries]), clock, tiled.fqn)
 
 
 def with_tiles(given: Mapping[str, Any], template: Template) -> Mapping[str, Any]:

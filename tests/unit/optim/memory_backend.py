@@ -67,7 +67,7 @@ class MemoryBackend:
         self._updater = updater
         self._num_pieces = num_pieces
         self._kept: dict[Tensor, _Kept] = {}
-        self.num_gathers = 0
+        self.num_gathers = self.num_loads = 0
         self.overflow = False
         self.loose = LooseParameters(template)
 
@@ -123,6 +123,7 @@ class MemoryBackend:
         return {**scalars, **{name: value.view(param.shape).clone() for name, value in kept.tensors.items()}}
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        self.num_loads += 1
         if not state:
             self._kept.pop(param, None)
             return
