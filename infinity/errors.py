@@ -10,9 +10,6 @@
     │   ├── StorageError                       a directory that is missing, not writable or too small
     │   └── BudgetTooSmallError                a memory budget below the minimum
     ├── ModelError (ValueError)                the model cannot be taken as it is
-    │   ├── MetaParameterError                 a parameter has no data
-    │   ├── NoTrainableParameterError          no parameters at all
-    │   ├── ModelInUseError                    another engine holds it
     │   ├── UnsupportedModelError              e.g. scripted, or compiled as a whole
     │   ├── ParameterGroupError                a trainable parameter in two groups
     │   ├── UnpreparedParameterError           a parameter is to be trained in a way that `initialize` did not know of
@@ -28,10 +25,8 @@
     ├── StepError (RuntimeError)               the training loop and the engine disagree
     │   ├── StepOrderError                     a call at the wrong moment
     │   ├── LateGradientError                  a gradient came after its update began
-    │   ├── LateUseError                       backward needs weights that were updated already
     │   ├── ScheduleError                      a vertical step cannot go on, and units are updated already
-    │   ├── PartialUpdateError                 some units are updated, others are not
-    │   └── LossScaleError                     fp16 gradients overflow whatever the loss scale
+    │   └── PartialUpdateError                 some units are updated, others are not
     ├── CommitError (RuntimeError)             a step of a durable run could not be committed
     ├── RunLogError (RuntimeError)             the log of a run cannot be read
     ├── RankError (RuntimeError)               several processes train together, and one is gone or elsewhere
@@ -204,38 +199,6 @@ class ModelError(InfinityError, ValueError):
     def __init__(self, message: str, *, fqn: str | None = None) -> None:
         self.fqn = fqn
         super().__init__(message)
-
-
-class MetaParameterError(ModelError):
-    """A parameter lies on the meta device: it has a shape but no values."""
-
-    def __init__(self, fqn: str, *, num_others: int = 0) -> None:
-        others = f" (and {num_others} more)" if num_others else ""
-        super().__init__(
-            f"parameter '{fqn}'{others} is on the meta device and has no values. "
-            "Give the model its weights: infinity.load_pretrained(model, directory, config=...) reads them from files; or "
-            "build it inside `with infinity.Init(config=...)`, where weights are initialised without memory for them",
-            fqn=fqn,
-        )
-
-
-class NoTrainableParameterError(ModelError):
-    """The model has no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__("the model has no parameters at all. Pass the model that holds them, not a part without any")
-
-
-class ModelInUseError(ModelError):
-    """Another engine holds the model, or a part of it."""
-
-    def __init__(self, fqn: str) -> None:
-        name = f"the model (its parameter '{fqn}')" if fqn else "the model"
-        super().__init__(
-            f"{name} already belongs to an engine. Close that engine first: engine.close(), or "
-            "infinity.engine_of(model).close() where no variable holds it",
-            fqn=fqn,
-        )
 
 
 class UnsupportedModelError(ModelError):
@@ -432,19 +395,6 @@ class LateGradientError(StepError):
         )
 
 
-class LateUseError(StepError):
-    """Backward computes with weights of a unit whose update has already begun."""
-
-    def __init__(self, unit: str, *, step: int) -> None:
-        self.unit = unit
-        super().__init__(
-            f"backward of step {step} uses the weights of unit '{unit}' again, after its gradients were complete and its "
-            "update had begun. The model took another path than before. The engine has taken note: call engine.reset() "
-            "and repeat the step, or set config key 'infinity.update' to \"step\"",
-            step=step,
-        )
-
-
 class ScheduleError(StepError):
     """A step that goes unit by unit over all micro-batches met something in backward that forbids it, too late to begin anew."""
 
@@ -467,18 +417,6 @@ class PartialUpdateError(StepError):
         super().__init__(
             f"step {step}: {problem}, after {num_updated} of {num_units} units had been updated in backward. The weights "
             f"are a mixture of two steps: load saved ones, or accept them with engine.reset(). {cure}",
-            step=step,
-        )
-
-
-class LossScaleError(StepError):
-    """Gradients are not finite although losses are scaled by the smallest factor that the config allows."""
-
-    def __init__(self, scale: float, *, step: int) -> None:
-        self.scale = scale
-        super().__init__(
-            f"the gradients of step {step} are not finite, and the loss scale cannot become smaller: it is {scale}. The "
-            'model diverges, or its gradients do not fit into fp16. Lower the learning rate, or take "bf16" instead',
             step=step,
         )
 

@@ -2,11 +2,7 @@
 
     SwapperError
     ├── ArgumentError (ValueError)      a setting, a size, a buffer or a range that cannot work
-    │   ├── InvalidBufferError          memory that a transfer cannot use
-    │   └── ExtentRangeError            bytes outside an extent
     ├── VolumeError                     scratch space could not be set up; nothing was left behind
-    │   ├── MissingDirectoryError
-    │   ├── NotDirectoryError
     │   ├── UnwritableDirectoryError
     │   ├── VolumeTooSmallError         what is needed and what there is are attributes
     │   ├── NotOwnFileError             a file or directory is not this user's alone
@@ -16,20 +12,15 @@
     ├── BackendUnavailableError         this way of moving bytes cannot be used here; says what would make it work
     ├── LimitError (RuntimeError)       a limit of the system on threads, memory or open files is reached
     ├── OutOfSpaceError                 no room for one more extent in an open volume
-    ├── ExtentError
+    ├── ExtentError                     use after free, or in another swapper
     │   ├── UnwrittenExtentError        a read of bytes that were never written
-    │   ├── BrokenExtentError           a read of bytes whose last write failed
-    │   └── FreedExtentError            use after free
+    │   └── BrokenExtentError           a read of bytes whose last write failed
     ├── TransferError                   the drive refused: file, offset, bytes and errno are attributes
-    │   ├── ShortTransferError          the file ended early, or transfers stayed short
     │   ├── ChecksumMismatchError       the drive gave back other bytes than were written
     │   └── StallError (TimeoutError)   no answer within the deadline
     ├── WrongDataError                  a drive test read other bytes than it had written
-    ├── ArenaError
-    │   ├── ArenaExhaustedError (TimeoutError)   names who holds the pages
-    │   ├── PageReleasedError           a page used or released after its release
-    │   └── ArenaClosedError
-    ├── NotCopyableError (TypeError)    a copy or a pickle of something that owns files, memory or threads
+    ├── ArenaError                      a page used or released after its release, or of a closed arena
+    │   └── ArenaExhaustedError (TimeoutError)   names who holds the pages
     ├── SwapperClosedError              use after close, in a forked child, or cut short by close
     └── ReentryError (RuntimeError)     a signal handler or finalizer came in between, where this cannot be done
 
@@ -100,45 +91,12 @@ class ArgumentError(SwapperError, ValueError):
     """A setting or an argument cannot work."""
 
 
-class InvalidBufferError(ArgumentError):
-    """The memory given to a read or a write cannot be used for it."""
-
-
-class ExtentRangeError(ArgumentError):
-    """A read or a write reaches outside its extent."""
-
-    def __init__(self, extent_name: str, extent_bytes: int, offset: int, num_bytes: int) -> None:
-        self.extent_name = extent_name
-        self.offset = offset
-        self.num_bytes = num_bytes
-        super().__init__(
-            f"extent {extent_name!r} has {extent_bytes} bytes: {num_bytes} bytes at offset {offset} are not inside it; "
-            "pass a smaller num_bytes or allocate a larger extent"
-        )
-
-
 class VolumeError(SwapperError):
     """Scratch space could not be set up in a directory; nothing was left behind."""
 
     def __init__(self, directory: Path, message: str) -> None:
         self.directory = directory
         super().__init__(message)
-
-
-class MissingDirectoryError(VolumeError):
-    """The directory does not exist."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, f"directory {str(directory)!r} does not exist; create it or correct the path")
-
-
-class NotDirectoryError(VolumeError):
-    """The path exists but is not a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(
-            directory, f"{str(directory)!r} is not a directory; scratch files need a directory of their drive"
-        )
 
 
 class UnwritableDirectoryError(VolumeError):
@@ -353,10 +311,6 @@ class BrokenExtentError(ExtentError):
         )
 
 
-class FreedExtentError(ExtentError):
-    """An extent was used after it had been freed, or in another swapper than its own."""
-
-
 class TransferError(SwapperError):
     """The drive did not do what it was asked.
 
@@ -426,10 +380,6 @@ _CURES = {
 }
 
 
-class ShortTransferError(TransferError):
-    """Fewer bytes than asked were transferred, again and again."""
-
-
 class ChecksumMismatchError(TransferError):
     """Bytes that were read are not those that were written; ``offset`` and ``num_bytes`` say which, to a checksum's page.
 
@@ -477,25 +427,6 @@ class ArenaExhaustedError(ArenaError, TimeoutError):
             f"none of the {num_pages} pages of the arena became free within {waited_seconds:g} seconds; "
             f"held by {held}; release pages sooner or make the arena larger (in a training, where a drive "
             "may be too slow for it, raise config key infinity.io_deadline_seconds, or infinity.host_memory_budget)"
-        )
-
-
-class PageReleasedError(ArenaError):
-    """A page was used or released after it had been given back."""
-
-
-class ArenaClosedError(ArenaError):
-    """The arena has been closed."""
-
-
-class NotCopyableError(SwapperError, TypeError):
-    """A copy or a pickle was made of something that owns files, memory or threads."""
-
-    def __init__(self, type_name: str) -> None:
-        self.type_name = type_name
-        super().__init__(
-            f"a {type_name} cannot be copied or pickled: it owns files, memory or threads, and a copy would release them "
-            "a second time; share the object itself, or make another one"
         )
 
 

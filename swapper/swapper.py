@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
 from swapper.config import Priority, SwapperConfig, as_priority, whole_number
-from swapper.errors import ArgumentError, ExtentRangeError, FreedExtentError, InvalidBufferError, SwapperClosedError
+from swapper.errors import ArgumentError, ExtentError, SwapperClosedError
 from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
 from swapper.measure.choice import open_backend
@@ -157,7 +157,7 @@ class Swapper(Closable):
         ended. An interrupted call may be repeated.
 
         Raises:
-            FreedExtentError: It was freed before, or belongs to another swapper.
+            ExtentError: It was freed before, or belongs to another swapper.
             StallError: A request does not end.
             ReentryError: A signal handler asks, in the midst of another call.
         """
@@ -188,9 +188,8 @@ class Swapper(Closable):
         Raises:
             UnwrittenExtentError: Some of these bytes were never written.
             BrokenExtentError: The last write of some of them failed. If it is still running, the handle raises instead.
-            ExtentRangeError: They are not all inside the extent.
-            InvalidBufferError: The memory cannot be used.
-            FreedExtentError, SwapperClosedError: Too late.
+            ArgumentError: They are not all inside the extent, or the memory cannot be used.
+            ExtentError, SwapperClosedError: Too late.
             SwapperError: An earlier request failed and nobody waited for it.
         """
         return self._start(Direction.READ, extent, buffer, offset, num_bytes, priority)
@@ -217,7 +216,7 @@ class Swapper(Closable):
             priority: Who is served first.
 
         Raises:
-            ExtentRangeError, InvalidBufferError, FreedExtentError, SwapperClosedError, SwapperError: See :meth:`read`.
+            ArgumentError, ExtentError, SwapperClosedError, SwapperError: See :meth:`read`.
         """
         return self._start(Direction.WRITE, extent, buffer, offset, num_bytes, priority)
 
@@ -237,10 +236,13 @@ class Swapper(Closable):
         array = bytes_of(buffer, for_read=direction is Direction.READ)
         if num_bytes is not None and whole_number("num_bytes", num_bytes) != array.size:
             if not 0 <= num_bytes <= array.size:
-                raise InvalidBufferError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")
+                raise ArgumentError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")
             array = array[:num_bytes]
         if offset < 0 or offset + array.size > extent.num_bytes:
-            raise ExtentRangeError(extent.name, extent.num_bytes, offset, array.size)
+            raise ArgumentError(
+                f"extent {extent.name!r} has {extent.num_bytes} bytes: {array.size} bytes at offset {offset} are not inside it; "
+                "pass a smaller num_bytes or allocate a larger extent"
+            )
         operation = Operation(direction, extent, offset, array, priority, self._block_bytes)
         self._scheduler.submit(operation)
         return Handle(operation, self._scheduler)
@@ -309,7 +311,7 @@ class Swapper(Closable):
         if not isinstance(extent, Extent):
             raise ArgumentError(f"an extent is needed, got {extent!r}; pass what allocate() returned")
         if extent.owner is not self:
-            raise FreedExtentError(extent.name, f"extent {extent.name!r} belongs to another swapper")
+            raise ExtentError(extent.name, f"extent {extent.name!r} belongs to another swapper")
 
 
 def _give_back(allocator: SpaceAllocator, lock: threading.RLock, extent: Extent) -> None:

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self, SupportsIndex
 
-from swapper.errors import NotCopyableError
-
 
 class Uncopyable:
     """Knows that a copy would own the same resource a second time, and release it a second time."""
@@ -16,7 +14,10 @@ class Uncopyable:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse ``copy.copy``, ``copy.deepcopy`` and ``pickle`` in words."""
-        raise NotCopyableError(type(self).__name__)
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: it owns files, memory or threads, and a copy would release "
+            "them a second time; share the object itself, or make another one"
+        )
 
 
 class Closable(Uncopyable):

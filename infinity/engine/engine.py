@@ -256,7 +256,7 @@ class Engine(Relayout):
 
         Raises:
             StepOrderError: there was no backward since the last one, or it was cut off.
-            LossScaleError: gradients are not finite even with the smallest loss scale allowed.
+            StepError: gradients are not finite even with the smallest loss scale allowed.
             TypeError: ``lr_scheduler.step`` needs other arguments; the step has not begun.
             CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; the step is complete.
         """

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from infinity.errors import LateGradientError, LateUseError, SparseGradientWarning
+from infinity.errors import LateGradientError, SparseGradientWarning, StepError
 from infinity.gradients.listener import GradientListener
 from infinity.torch_internals.modes import outside_modes
 from infinity.units.layout import Slot
@@ -126,13 +126,19 @@ class GradientCollector:
             is_updated: the unit's update has begun nevertheless.
 
         Raises:
-            LateUseError: the weights needed are gone.
+            StepError: the weights needed are gone.
         """
         if unit.index in self._complete_units and not is_saved:
             self._used_late.add(unit.index)
         if is_updated:
             self._used_late.add(unit.index)
-            raise LateUseError(unit.name, step=self._step())
+            step = self._step()
+            raise StepError(
+                f"backward of step {step} uses the weights of unit '{unit.name}' again, after its gradients were complete and "
+                "its update had begun. The model took another path than before. The engine has taken note: call "
+                "engine.reset() and repeat the step, or set config key 'infinity.update' to \"step\"",
+                step=step,
+            )
 
     @outside_modes
     def _on_gradient(self, unit: Unit, slot: Slot) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from infinity.config import LARGEST_LOSS_SCALE, LossScaling
-from infinity.errors import LossScaleError
+from infinity.errors import StepError
 
 _FACTOR = 2.0
 
@@ -92,7 +92,7 @@ class LossScaler:
         """A step has ended, the ``step``-th; ``is_finite``: its gradients were.
 
         Raises:
-            LossScaleError: the factor would have to be smaller than the config allows.
+            StepError: the factor would have to be smaller than the config allows.
         """
         rules = self._rules
         self._num_steps += 1
@@ -104,7 +104,12 @@ class LossScaler:
                 self._patience -= 1
                 return
             if self._has_zero and self.scale <= rules.minimum:
-                raise LossScaleError(self.scale, step=step)
+                raise StepError(
+                    f"the gradients of step {step} are not finite, and the loss scale cannot become smaller: it is "
+                    f"{self.scale}. The model diverges, or its gradients do not fit into fp16. Lower the learning rate, or "
+                    'take "bf16" instead',
+                    step=step,
+                )
             self.scale = max(self.scale / _FACTOR, rules.minimum)
             return
         self._num_finite += 1

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from infinity.errors import (
-    MetaParameterError,
-    ModelInUseError,
-    NoTrainableParameterError,
+    ModelError,
     OtherNumbersWarning,
     UnsupportedModelError,
 )
@@ -51,10 +49,20 @@ def check_model(model: nn.Module) -> None:
     parameters = list(model.named_parameters())
     meta = [fqn for fqn, parameter in parameters if parameter.is_meta]
     if meta:
-        raise MetaParameterError(meta[0], num_others=len(meta) - 1)
+        others = f" (and {len(meta) - 1} more)" if len(meta) > 1 else ""
+        raise ModelError(
+            f"parameter '{meta[0]}'{others} is on the meta device and has no values. "
+            "Give the model its weights: infinity.load_pretrained(model, directory, config=...) reads them from files; or "
+            "build it inside `with infinity.Init(config=...)`, where weights are initialised without memory for them",
+            fqn=meta[0],
+        )
     for fqn, parameter in parameters:
         if isinstance(parameter, PagedParameter | ResidentParameter) or host_of(parameter) is not None:
-            raise ModelInUseError(fqn)
+            raise ModelError(
+                f"the model (its parameter '{fqn}') already belongs to an engine. Close that engine first: engine.close(), or "
+                "infinity.engine_of(model).close() where no variable holds it",
+                fqn=fqn,
+            )
         if hasattr(parameter, "device_mesh"):
             raise UnsupportedModelError(
                 f"parameter '{fqn}' is a DTensor",
@@ -81,7 +89,7 @@ def check_model(model: nn.Module) -> None:
     _check_memory(parameters)
     _check_views(model, parameters)
     if not parameters:
-        raise NoTrainableParameterError()
+        raise ModelError("the model has no parameters at all. Pass the model that holds them, not a part without any")
 
 
 def warn_of_other_dtypes(model: nn.Module) -> None:

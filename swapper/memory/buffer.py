@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swapper.errors import InvalidBufferError
+from swapper.errors import ArgumentError
 
 Buffer = Any
 """A contiguous CPU tensor of any dtype, a contiguous numpy array, or an object with the buffer protocol."""
@@ -24,7 +24,7 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
         for_read: The transfer will store into the memory, so it must be writable.
 
     Raises:
-        InvalidBufferError: Not contiguous, not in host memory, not writable, or no memory at all.
+        ArgumentError: Not contiguous, not in host memory, not writable, or no memory at all.
     """
     if isinstance(buffer, torch.Tensor):
         return _bytes_of_tensor(buffer)
@@ -33,7 +33,7 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
     try:
         view = memoryview(buffer)
     except (TypeError, ValueError, BufferError) as error:
-        raise InvalidBufferError(
+        raise ArgumentError(
             f"a {type(buffer).__name__} has no memory to transfer; pass a CPU tensor, a numpy array or a bytearray"
         ) from error
     if "O" in view.format:
@@ -44,7 +44,7 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
 
 def _bytes_of_array(array: npt.NDArray[Any], *, for_read: bool) -> npt.NDArray[np.uint8]:
     if isinstance(array, np.ma.MaskedArray):
-        raise InvalidBufferError("the mask of a MaskedArray would be lost; pass its .data, and its .mask for itself")
+        raise ArgumentError("the mask of a MaskedArray would be lost; pass its .data, and its .mask for itself")
     if array.dtype.hasobject:
         raise _objects(array)
     _check(array, is_contiguous=array.flags.c_contiguous, is_writable=array.flags.writeable or not for_read)
@@ -54,29 +54,27 @@ def _bytes_of_array(array: npt.NDArray[Any], *, for_read: bool) -> npt.NDArray[n
 
 def _check(buffer: Buffer, *, is_contiguous: bool, is_writable: bool) -> None:
     if not is_contiguous:
-        raise InvalidBufferError(
-            f"a {type(buffer).__name__} that is not contiguous cannot be transferred; copy it first"
-        )
+        raise ArgumentError(f"a {type(buffer).__name__} that is not contiguous cannot be transferred; copy it first")
     if not is_writable:
-        raise InvalidBufferError(
+        raise ArgumentError(
             f"a read cannot store into a {type(buffer).__name__} that is read-only; pass a writable one"
         )
 
 
-def _objects(buffer: Buffer) -> InvalidBufferError:
-    return InvalidBufferError(
+def _objects(buffer: Buffer) -> ArgumentError:
+    return ArgumentError(
         f"a {type(buffer).__name__} of objects has no bytes of its own, only references to them; pass an array of numbers"
     )
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     if tensor.device.type != "cpu":
-        raise InvalidBufferError(
+        raise ArgumentError(
             f"a tensor on device {str(tensor.device)!r} cannot be transferred; "
             "copy it to host memory, for instance a page"
         )
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise InvalidBufferError(
+        raise ArgumentError(
             f"a tensor of shape {tuple(tensor.shape)} that is not contiguous cannot be transferred; "
             "pass .contiguous() memory"
         )
@@ -86,5 +84,5 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
         # Not the method of the same name: whoever watches who is given memory does not mean us.
         array: npt.NDArray[np.uint8] = torch._C.TensorBase.numpy(tensor.detach().view(-1).view(torch.uint8))
     except (RuntimeError, TypeError) as error:
-        raise InvalidBufferError(f"a {tensor.dtype} tensor cannot be seen as bytes: {error}") from error
+        raise ArgumentError(f"a {tensor.dtype} tensor cannot be seen as bytes: {error}") from error
     return array

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from swapper.backend import CorruptedDataError, IOBackend, IORequest
-from swapper.errors import ChecksumMismatchError, ShortTransferError, StallError, TransferError, refusal
+from swapper.errors import ChecksumMismatchError, StallError, TransferError, refusal
 from swapper.scheduling.operation import Operation
 
 _Error = TypeVar("_Error", bound=TransferError)
@@ -45,13 +45,13 @@ def os_error(operation: Operation, request: IORequest, backend: IOBackend, error
 
 def short_error(
     operation: Operation, request: IORequest, backend: IOBackend, transferred_bytes: int, num_attempts: int
-) -> ShortTransferError:
+) -> TransferError:
     """Return the error of a transfer that stayed short however often it was tried."""
     detail = (
         f"stopped after {transferred_bytes} bytes at the last of {num_attempts} attempts: the file has become "
         "shorter or its drive is going away"
     )
-    return _error(ShortTransferError, operation, backend, request.offset, len(request.memory), detail)
+    return _error(TransferError, operation, backend, request.offset, len(request.memory), detail)
 
 
 def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> StallError:

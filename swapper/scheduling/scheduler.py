@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 
 from swapper.backend import Direction, IOBackend, IORequest
 from swapper.config import Priority, SwapperConfig, bounded_seconds
-from swapper.errors import FreedExtentError, SwapperClosedError, SwapperError
+from swapper.errors import ExtentError, SwapperClosedError, SwapperError
 from swapper.extents.extent import Extent, ExtentState
 from swapper.memory.held import hold
 from swapper.meters.busy import BusyTimes
@@ -102,7 +102,7 @@ class IOScheduler(Uncopyable):
         Raises:
             UnwrittenExtentError: A read of bytes that were never written.
             BrokenExtentError: A read of bytes whose last write failed, if that is known already.
-            FreedExtentError: The extent has been freed.
+            ExtentError: The extent has been freed.
             SwapperClosedError: The scheduler has been closed.
             ReentryError: A signal handler asks, in the midst of a change.
         """
@@ -125,7 +125,7 @@ class IOScheduler(Uncopyable):
             raise SwapperClosedError(self._closed_because)
         extent = operation.extent
         if extent.state is not ExtentState.LIVE:
-            raise FreedExtentError(extent.name, f"extent {extent.name!r} has been freed; allocate it again to use it")
+            raise ExtentError(extent.name, f"extent {extent.name!r} has been freed; allocate it again to use it")
         ledger.check(operation)
 
     def _admit(self, operation: Operation, ledger: Ledger, over: list[Operation]) -> None:
@@ -394,7 +394,7 @@ class IOScheduler(Uncopyable):
         refuse_reentry("freeing an extent")
         with self._lock:
             if extent.state is ExtentState.FREED:
-                raise FreedExtentError(extent.name, f"extent {extent.name!r} was freed twice")
+                raise ExtentError(extent.name, f"extent {extent.name!r} was freed twice")
             if extent.state is ExtentState.LIVE:
                 extent.move_to(ExtentState.FREEING)
             ledger = self._ledgers.get(extent)

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.errors import MissingDirectoryError, UnwritableDirectoryError, VolumeError, error_words
+from swapper.errors import UnwritableDirectoryError, VolumeError, error_words
 
 _O_PATH: int = getattr(os, "O_PATH", 0)
 _MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -58,7 +58,7 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
     """Return what lies under an existing path. Nothing is written and no byte of the drive is read.
 
     Raises:
-        MissingDirectoryError: The path does not exist.
+        VolumeError: The path does not exist.
         UnwritableDirectoryError: This user may not go there.
         VolumeError: The drive does not answer properly.
     """
@@ -67,7 +67,8 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
         status = os.stat(path)
         space = os.statvfs(path)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise MissingDirectoryError(path) from error
+        problem = f"directory {str(path)!r} does not exist; create it or correct the path"
+        raise VolumeError(path, problem) from error
     except PermissionError as error:
         raise UnwritableDirectoryError(path, error) from error
     except OSError as error:

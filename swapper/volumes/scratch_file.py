@@ -20,7 +20,6 @@ from pathlib import Path
 
 from swapper.config import ALIGNMENT
 from swapper.errors import (
-    NotDirectoryError,
     UnwritableDirectoryError,
     VolumeError,
     VolumeTooSmallError,
@@ -232,7 +231,8 @@ def open_nameless(directory: Path) -> int:
     """A descriptor of a new file without a name, open for reading and writing."""
     try:
         if not directory.is_dir():
-            raise NotDirectoryError(directory)
+            problem = f"{str(directory)!r} is not a directory; scratch files need a directory of their drive"
+            raise VolumeError(directory, problem)
         if _O_TMPFILE:
             try:
                 return os.open(directory, os.O_RDWR | _O_TMPFILE | os.O_CLOEXEC, 0o600)

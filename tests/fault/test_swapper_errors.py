@@ -18,7 +18,6 @@ from swapper import (
     BrokenExtentError,
     Extent,
     Handle,
-    ShortTransferError,
     StallError,
     Swapper,
     SwapperConfig,
@@ -98,7 +97,7 @@ def test_a_file_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
     with Swapper.open([tmp_path], _CAPACITY, _CONFIG) as swapper:
         extent = _written(swapper, 8)
         os.ftruncate(swapper.backend.volume.files[0].fd, 5 * _BLOCK)  # type: ignore[attr-defined]
-        with pytest.raises(ShortTransferError, match="stopped after 0 bytes at the last of 4 attempts") as caught:
+        with pytest.raises(TransferError, match="stopped after 0 bytes at the last of 4 attempts") as caught:
             swapper.read(extent, _bytes(8)).wait()
         assert caught.value.offset == 5 * _BLOCK
 
@@ -154,7 +153,7 @@ def test_retries_are_bounded(swapper: Swapper, backend: FaultInjectingBackend) -
         swapper.read(extent, _bytes(1)).wait()
     assert swapper.statistics().num_retries == 3
     backend.add(FaultRule(short_bytes=100, times=4))
-    with pytest.raises(ShortTransferError, match="stopped after 100 bytes at the last of 4 attempts"):
+    with pytest.raises(TransferError, match="stopped after 100 bytes at the last of 4 attempts"):
         swapper.read(extent, _bytes(1)).wait()
     swapper.read(extent, _bytes(1)).wait()
     backend.add(FaultRule(errno=errno.EIO, times=1))

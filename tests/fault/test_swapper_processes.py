@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from swapper import ALIGNMENT, ArenaClosedError, StagingArena, Swapper, SwapperClosedError, SwapperConfig
+from swapper import ALIGNMENT, ArenaError, StagingArena, Swapper, SwapperClosedError, SwapperConfig
 from tests.forked import require_in_child
 from tests.waiting import wait_until
 
@@ -193,7 +193,7 @@ def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> 
                 try:
                     use()
                     return False
-                except (SwapperClosedError, ArenaClosedError) as error:
+                except (SwapperClosedError, ArenaError) as error:
                     if "belongs to process" not in str(error):
                         return False
             swapper.close()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ModelInUseError, UnsupportedModelError
+from infinity.errors import ModelError, UnsupportedModelError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.waiting import wait_until
@@ -183,7 +183,7 @@ def test_a_dropped_engine_is_collected(tmp_path: Path) -> None:
 
 def test_a_second_engine_on_the_same_model_is_refused(both: Lockstep, tmp_path: Path) -> None:
     for model in (both.model, both.engine, both.model.get_submodule("blocks")):
-        with pytest.raises(ModelInUseError, match="engine_of"):
+        with pytest.raises(ModelError, match="engine_of"):
             infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
         assert infinity.engine_of(model) is both.engine
     assert infinity.engine_of(nn.Linear(1, 1)) is None

@@ -42,13 +42,6 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["1048576 bytes (1.0 MiB)", "1073741824 bytes (1.0 GiB)", "Two units", "infinity.host_memory_budget"],
     ),
     (errors.ModelError("no", fqn="w"), ValueError, ["no"]),
-    (
-        errors.MetaParameterError("layers.0.w", num_others=3),
-        errors.ModelError,
-        ["'layers.0.w'", "3 more", "load_pretrained"],
-    ),
-    (errors.NoTrainableParameterError(), errors.ModelError, ["no parameters"]),
-    (errors.ModelInUseError(""), errors.ModelError, ["the model", "close()"]),
     (errors.UnsupportedModelError("it is compiled", cure="Compile later"), errors.ModelError, ["Compile later"]),
     (errors.ParameterGroupError("w", group_indices=[0, 2]), errors.ModelError, ["'w'", "0 and 2"]),
     (errors.OptimizerNotPageableError("LBFGS", "it needs a closure"), ValueError, ["LBFGS", "closure", "AdamW"]),
@@ -70,7 +63,6 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["engine.step()", "step 4", "Call it"],
     ),
     (errors.LateGradientError("w", unit="layers.3", step=5), errors.StepError, ["'w'", "'layers.3'", "step 5"]),
-    (errors.LateUseError("layers.3", step=5), errors.StepError, ["'layers.3'", "step 5", "engine.reset()"]),
     (
         errors.ScheduleError("blocks differ", step=5),
         errors.StepError,
@@ -93,7 +85,6 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["head.w", "ignore_missing_keys", "(2,)", "(3,)", "ignore_mismatched_sizes"],
     ),
     (errors.CheckpointError("/y", "is cut off"), ValueError, ["'/y'", "cut off", "another checkpoint"]),
-    (errors.LossScaleError(0.5, step=8), errors.StepError, ["step 8", "0.5", "Lower the learning rate"]),
     (
         errors.UnpreparedParameterError("head.bias", "was frozen", cure="Thaw it before"),
         errors.ModelError,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.errors import LateGradientError, LateUseError
+from infinity.errors import LateGradientError, StepError
 from infinity.gradients.collector import GradientCollector
 from infinity.units.layout import Slot, UnitLayout
 from infinity.units.parameter import plain_grad
@@ -256,7 +256,7 @@ def test_a_use_after_completion_delays_the_unit_from_then_on() -> None:
     bench.backward(module(_X).sum())
     bench.backward(module(_X).sum())
     assert not bench.backward(module(_X).sum())[0][2]
-    with pytest.raises(LateUseError, match="unit 0"):
+    with pytest.raises(StepError, match="unit 0"):
         bench.collector.note_use(unit, is_saved=True, is_updated=True)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.config import LossScaling
-from infinity.errors import LossScaleError
+from infinity.errors import StepError
 from infinity.gradients.loss_scaler import LossScaler
 from tests.exactness.loss_scale import DeepSpeedScaler
 
@@ -88,7 +88,7 @@ def test_it_is_deepspeeds(window: int, hysteresis: int, refills: bool, steps: st
 def test_the_smallest_scale() -> None:
     scaler = LossScaler(_rules(minimum=300.0))
     assert _follow(scaler, "xx") == [512, 300]
-    with pytest.raises(LossScaleError, match=r"gradients of step 2 .*300\.0"):
+    with pytest.raises(StepError, match=r"gradients of step 2 .*300\.0"):
         scaler.note(is_finite=False, step=2)
     assert _follow(scaler, "....") == [300, 300, 300, 600]
 

@@ -17,10 +17,10 @@ import swapper.measure.measurement as measurement_module
 from swapper import (
     ALIGNMENT,
     ArgumentError,
-    MissingDirectoryError,
     SwapperConfig,
     TransferError,
     Volume,
+    VolumeError,
     WrongDataError,
 )
 from swapper.backend import Direction, IOBackend, IORequest
@@ -422,7 +422,7 @@ def test_settings_that_cannot_work(drive: DriveTest) -> None:
 
 
 def test_bad_directories(tmp_path: Path) -> None:
-    with pytest.raises(MissingDirectoryError):
+    with pytest.raises(VolumeError):
         DriveTest([tmp_path, tmp_path / "missing"], FILE_BYTES)
 
 

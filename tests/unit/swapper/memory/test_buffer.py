@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from swapper import ArgumentError, InvalidBufferError
+from swapper import ArgumentError
 from swapper.memory.buffer import bytes_of
 
 
@@ -50,7 +50,7 @@ def test_other_buffers(buffer: object) -> None:
 
 def test_a_write_may_come_from_read_only_memory() -> None:
     assert bytes_of(b"abc", for_read=False).tolist() == [97, 98, 99]
-    with pytest.raises(InvalidBufferError, match="read-only"):
+    with pytest.raises(ArgumentError, match="read-only"):
         bytes_of(b"abc", for_read=True)
 
 
@@ -77,9 +77,8 @@ def test_nothing(empty: object) -> None:
     ],
 )
 def test_what_cannot_be_transferred(buffer: object, message: str) -> None:
-    with pytest.raises(InvalidBufferError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         bytes_of(buffer, for_read=False)
-    assert issubclass(InvalidBufferError, ArgumentError)
 
 
 @pytest.mark.parametrize("dtype", ["M8[ns]", "m8[D]"])
@@ -91,7 +90,7 @@ def test_times_are_bytes_as_well(dtype: str) -> None:
     assert bytes_of(np.zeros(0, dtype=dtype), for_read=False).size == 0
     times.flags.writeable = False
     assert bytes_of(times, for_read=False).size == 48
-    with pytest.raises(InvalidBufferError, match="read-only"):
+    with pytest.raises(ArgumentError, match="read-only"):
         bytes_of(times, for_read=True)
 
 

@@ -16,7 +16,7 @@ import swapper as swapper_package
 from swapper import (
     ALIGNMENT,
     BrokenExtentError,
-    FreedExtentError,
+    ExtentError,
     Priority,
     StallError,
     Swapper,
@@ -127,12 +127,12 @@ def test_an_interrupted_free_gives_the_space_back_when_the_requests_end(monkeypa
             for extent in extents:
                 with pytest.raises(KeyboardInterrupt):
                     swapper.free(extent)
-        with pytest.raises(FreedExtentError, match="'x' has been freed"):
+        with pytest.raises(ExtentError, match="'x' has been freed"):
             swapper.read(extents[0], _bytes(1))
         assert swapper.free_bytes == 48 * _BLOCK, "the drive may still write there"
         backend.complete_all()
         assert swapper.free_bytes == 64 * _BLOCK
-        with pytest.raises(FreedExtentError, match="'x' was freed twice"):
+        with pytest.raises(ExtentError, match="'x' was freed twice"):
             swapper.free(extents[0])
 
 
@@ -151,7 +151,7 @@ def test_a_free_that_was_interrupted_anywhere_loses_no_space() -> None:
             extent = swapper.allocate(8 * _BLOCK, "x")
             interrupt = Interrupt(_is_ours, point)
             if is_cut_off(functools.partial(free, interrupt), interrupt):
-                with contextlib.suppress(FreedExtentError):
+                with contextlib.suppress(ExtentError):
                     swapper.free(extent)  # it may be repeated, if it has not come to its end
             assert swapper.free_bytes == 64 * _BLOCK, interrupt.where
     assert len(counted.points) > 10

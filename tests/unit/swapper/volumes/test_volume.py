@@ -19,8 +19,6 @@ from swapper import (
     ALIGNMENT,
     ArgumentError,
     Directory,
-    MissingDirectoryError,
-    NotDirectoryError,
     Swapper,
     SwapperConfig,
     UnwritableDirectoryError,
@@ -119,12 +117,12 @@ def test_page_cache_when_asked_for_is_no_warning(tmp_path: Path, caplog: pytest.
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(MissingDirectoryError, match="missing' does not exist; create it") as missing:
+    with pytest.raises(VolumeError, match="missing' does not exist; create it") as missing:
         Volume([tmp_path / "missing"], ALIGNMENT)
     assert missing.value.directory == tmp_path / "missing"
-    with pytest.raises(NotDirectoryError, match="file' is not a directory"):
+    with pytest.raises(VolumeError, match="file' is not a directory"):
         Volume([file], ALIGNMENT)
-    with pytest.raises(MissingDirectoryError):
+    with pytest.raises(VolumeError):
         Volume([file / "below"], ALIGNMENT)
 
 
@@ -198,7 +196,7 @@ def test_another_error_of_a_reservation_is_reported_as_it_is(tmp_path: Path, mon
 
 def test_a_bad_second_directory_closes_the_first_file(tmp_path: Path) -> None:
     files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(MissingDirectoryError):
+    with pytest.raises(VolumeError):
         Volume([tmp_path, tmp_path / "missing"], ALIGNMENT)
     assert len(os.listdir("/proc/self/fd")) == files
 
