@@ -6,13 +6,14 @@ Knows the layout of the file (see README.md beside this module); must not know w
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import math
 import struct
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,35 +176,11 @@ class ArraySpec:
             for first in range(0, size, part):
                 yield (outer * size + first) * inner, (outer * size + min(first + part, size)) * inner
 
-    def metadata(self) -> dict[str, Any]:
-        """What zarr has to know: the contents of ``zarr.json``."""
-        checked = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-        shard = [number * part for number, part in zip(self.grid, self.chunk, strict=True)]
-        sharding = {
-            "name": "sharding_indexed",
-            "configuration": {
-                "chunk_shape": list(self.chunk),
-                "codecs": checked,
-                "index_codecs": checked,
-                "index_location": "start",
-            },
-        }
-        stored = _STORED_AS[name_of(self.dtype)]
-        fill: Any = False if stored == "bool" else [0.0, 0.0] if stored.startswith("complex") else 0
-        return {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(self.shape),
-            "data_type": stored,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": [max(n, 1) for n in shard] if self.num_chunks else list(self.chunk)},
-            },
-            "chunk_key_encoding": {"name": "v2", "configuration": {"separator": "."}},
-            "fill_value": fill,
-            "codecs": [sharding] if self.shape and self.num_chunks else checked,
-            "attributes": {"fqn": self.fqn, "kind": self.kind, "dtype": name_of(self.dtype)},
-        }
+    def metadata(self) -> str:
+        """The contents of ``zarr.json``, as zarr writes it."""
+        document = json.loads(_array_document(self.shape, _STORED_AS[name_of(self.dtype)], self.chunk, self.grid))
+        attributes = {"fqn": self.fqn, "kind": self.kind, "dtype": name_of(self.dtype)}
+        return json.dumps({**document, "attributes": attributes})
 
 
 @dataclass(frozen=True)
@@ -241,6 +218,38 @@ class SavedTensor(ArraySpec):
         for start, part in self.parts(threads):
             flat[start : start + part.numel()].copy_(part)
         return whole
+
+
+def group_metadata() -> str:
+    """The contents of a group's ``zarr.json``."""
+    import zarr
+
+    return _document(zarr.create_group)
+
+
+@functools.lru_cache
+def _array_document(shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...], grid: tuple[int, ...]) -> str:
+    """Of an array without attributes: zarr takes milliseconds for each, and layers are alike."""
+    import zarr
+    from zarr.codecs import Crc32cCodec
+
+    shard = [number * part for number, part in zip(grid, chunk, strict=True)]
+    return _document(
+        zarr.create_array,
+        shape=shape,
+        dtype=dtype,
+        chunks=chunk,
+        shards={"shape": shard, "index_location": "start"} if math.prod(shard) and shard else None,
+        compressors=Crc32cCodec(),
+        chunk_key_encoding={"name": "v2", "separator": "."},
+    )
+
+
+def _document(create: Callable[..., Any], **options: Any) -> str:
+    # In memory: on a drive, zarr would leave a pool of threads behind.
+    files: dict[str, Any] = {}
+    create(files, **options)
+    return str(files["zarr.json"].to_bytes(), "utf-8")
 
 
 def _folder(name: str) -> str:
@@ -284,7 +293,7 @@ class ArrayWriter:
         self._number = 0
         self._checksums = np.zeros(spec.num_chunks, dtype="<u4")
         self._file: BlockFile | None = None
-        (folder / "zarr.json").write_text(json.dumps(spec.metadata()))
+        (folder / "zarr.json").write_text(spec.metadata())
 
     def write(self, values: torch.Tensor) -> None:
         """The next elements: 1-D, contiguous, on the CPU, of the array's dtype."""

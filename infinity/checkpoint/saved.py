@@ -20,7 +20,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infinity.checkpoint.arrays import CHUNK_BYTES, TENSORS, WEIGHT, ArraySpec, ArrayWriter, SavedTensor, reading_from
+from infinity.checkpoint.arrays import (
+    CHUNK_BYTES,
+    TENSORS,
+    WEIGHT,
+    ArraySpec,
+    ArrayWriter,
+    SavedTensor,
+    group_metadata,
+    reading_from,
+)
 from infinity.checkpoint.manifest import (
     MANIFEST,
     checksum_of,
@@ -424,7 +433,7 @@ def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
 
 def _make_group(folder: Path) -> None:
     folder.mkdir()
-    (folder / "zarr.json").write_text(json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
+    (folder / "zarr.json").write_text(group_metadata())
 
 
 __all__ = [
