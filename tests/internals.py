@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinity.bench.cgroup import Cgroup, MemoryGroup, block_device, set_bandwidth, why_unavailable
-from infinity.checkpoint import arrays, checkpoint_loading, manifest, saved, training_checkpoint
-from infinity.checkpoint.saved import Checkpoint, tags, writing
+from infinity.checkpoint import arrays, checkpoint_loading, foreign_arrays, manifest, saved, training_checkpoint
+from infinity.checkpoint.saved import Checkpoint, seal, tags, writing
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
 from infinity.config.schema.reference import keys
 from infinity.device import drive_tensors, host_memory
@@ -118,6 +118,7 @@ __all__ = [
     "eligibility",
     "end_all_at_exit",
     "find_blocks",
+    "foreign_arrays",
     "give_back_freed_memory",
     "gradient_norm",
     "has_drive_tensors",
@@ -133,6 +134,7 @@ __all__ = [
     "publish",
     "saved",
     "scratch_file",
+    "seal",
     "set_bandwidth",
     "settle",
     "tags",

@@ -40,7 +40,7 @@ _READ_AHEAD = 3
 _MOST_LETTERS = 250
 """Of a folder's name, where file systems have 255."""
 _Bytes = npt.NDArray[np.uint8]
-_STORED_AS = {
+STORED_AS = {
     **{
         name: name
         for name in (
@@ -61,7 +61,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype | None:
     """The counterpart of `name_of`; None if there is no such dtype, or arrays have none of it."""
-    return getattr(torch, name, None) if name in _STORED_AS else None
+    return getattr(torch, name, None) if name in STORED_AS else None
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class ArraySpec:
         Raises:
             UnsupportedModelError: there is no such number in the format.
         """
-        if name_of(dtype) not in _STORED_AS:
+        if name_of(dtype) not in STORED_AS:
             raise UnsupportedModelError(
                 f"'{fqn}' is {dtype}, which a checkpoint has no form for", cure="Cast it to another dtype", fqn=fqn
             )
-        return cls(group, fqn, kind, tuple(shape), dtype, _chunk_of(shape, max(CHUNK_BYTES // dtype.itemsize, 1)))
+        return cls(group, fqn, kind, tuple(shape), dtype, chunk_of(shape, max(CHUNK_BYTES // dtype.itemsize, 1)))
 
     @property
     def numel(self) -> int:
@@ -161,24 +161,24 @@ class ArraySpec:
         data += struct.pack("<I", crc32c(np.frombuffer(data, np.uint8)))
         return np.frombuffer(data.ljust(start, b"\0"), np.uint8)
 
+    def regions(self) -> Iterator[tuple[slice, ...]]:
+        """Each chunk of the tensor, in the order of the file."""
+        starts = (range(0, size, part) for size, part in zip(self.shape, self.chunk, strict=True))
+        for corner in itertools.product(*starts) if self.numel else ():
+            bounds = zip(corner, self.chunk, self.shape, strict=True)
+            yield tuple(slice(start, min(start + part, size)) for start, part, size in bounds)
+
     def spans(self) -> Iterator[tuple[int, int]]:
         """First and last element (the latter excluded) of each chunk, in the order of the file."""
-        inner, axis = 1, len(self.shape)
-        while axis and self.chunk[axis - 1] == max(self.shape[axis - 1], 1):
-            axis -= 1
-            inner *= self.shape[axis]
-        if not axis:
-            if self.numel:
-                yield 0, self.numel
-            return
-        size, part = self.shape[axis - 1], self.chunk[axis - 1]
-        for outer in range(math.prod(self.shape[: axis - 1])):
-            for first in range(0, size, part):
-                yield (outer * size + first) * inner, (outer * size + min(first + part, size)) * inner
+        first = 0
+        for region in self.regions():
+            last = first + math.prod(each.stop - each.start for each in region)
+            yield first, last
+            first = last
 
     def metadata(self) -> str:
         """The contents of ``zarr.json``, as zarr writes it."""
-        document = json.loads(_array_document(self.shape, _STORED_AS[name_of(self.dtype)], self.chunk, self.grid))
+        document = json.loads(_array_document(self.shape, STORED_AS[name_of(self.dtype)], self.chunk, self.grid))
         attributes = {"fqn": self.fqn, "kind": self.kind, "dtype": name_of(self.dtype)}
         return json.dumps({**document, "attributes": attributes})
 
@@ -265,7 +265,8 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _chunk_of(shape: Sequence[int], limit: int) -> tuple[int, ...]:
+def chunk_of(shape: Sequence[int], limit: int) -> tuple[int, ...]:
+    """The shape of chunks of at most ``limit`` elements, each of them contiguous in a tensor of ``shape``."""
     chunk, inner = [1] * len(shape), 1
     for axis in reversed(range(len(shape))):
         size = max(shape[axis], 1)

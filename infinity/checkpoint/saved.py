@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,10 +30,12 @@ from infinity.checkpoint.arrays import (
     group_metadata,
     reading_from,
 )
+from infinity.checkpoint.foreign_arrays import found_arrays
 from infinity.checkpoint.manifest import (
     MANIFEST,
-    checksum_of,
+    check_file,
     completed_at,
+    facts_of,
     manifest_of,
     read_checked,
     read_manifest,
@@ -171,7 +173,7 @@ class Checkpoint:
 
     def verify_small_files(self) -> int:
         """As `verify`, of all files but those of large tensors, which are checked as they are read."""
-        return sum(len(read_checked(self.folder, self._files, name)) for name in self._files)
+        return sum(check_file(self.folder, self._files, name) for name in self._files)
 
     def verify(self) -> int:
         """Read everything and compare all checksums; returns how many bytes that were.
@@ -304,19 +306,15 @@ class CheckpointFiles:
                 raise RuntimeError(f"'{spec.fqn}' ({spec.kind}) has got too few elements")
         self._threads.finish()
         arrays = [(spec, writer.checksum) for spec, writer in self._writers.items()]
-        (self._folder / MANIFEST).write_bytes(manifest_of(arrays, self._small_files(), time))
-
-    def _small_files(self) -> dict[str, tuple[int, int]]:
         large = {f"{spec.path}/{spec.file_name}" for spec in self._writers if spec.shape}
-        found: dict[str, tuple[int, int]] = {}
-        for place, _, names in os.walk(self._folder):
-            for name in names:
-                path = Path(place) / name
-                inside = str(path.relative_to(self._folder))
-                if inside not in large:
-                    data = path.read_bytes()
-                    found[inside] = len(data), checksum_of(data)
-        return found
+        (self._folder / MANIFEST).write_bytes(manifest_of(arrays, _files_of(self._folder, large), time))
+
+
+def _files_of(folder: Path, but: Container[str]) -> dict[str, tuple[int, int]]:
+    """Bytes and checksums of all files of a checkpoint."""
+    paths = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
+    found = {str(path.relative_to(folder)): path for path in paths}
+    return {name: facts_of(path) for name, path in found.items() if name not in but}
 
 
 @contextlib.contextmanager
@@ -431,6 +429,29 @@ def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
     sync_directory(directory)
 
 
+def seal(folder: Path) -> Checkpoint:
+    """Make the arrays in a checkpoint's directory a part of it, as another program has left them: write its manifest anew.
+
+    Raises:
+        CheckpointError: zarr cannot read one of them, or it is none of a checkpoint's.
+        StorageError: the manifest cannot be written.
+    """
+    arrays: list[tuple[ArraySpec, None]] = [(spec, None) for spec in found_arrays(folder)]
+    contents = manifest_of(arrays, _files_of(folder, {MANIFEST}), time.time_ns())
+    try:
+        with Staging(folder.parent, folder.name) as staging:
+            (staging.path / MANIFEST).write_bytes(contents)
+            sync_tree(folder)
+            sync_tree(staging.path)
+            (staging.path / MANIFEST).replace(folder / MANIFEST)
+            sync_directory(folder)
+    except OSError as error:
+        raise StorageError(
+            folder, f"cannot take a manifest: {error.strerror or error}", cure=_cure(error, len(contents))
+        ) from error
+    return Checkpoint(folder)
+
+
 def _make_group(folder: Path) -> None:
     folder.mkdir()
     (folder / "zarr.json").write_text(group_metadata())
@@ -450,6 +471,7 @@ __all__ = [
     "find",
     "is_tag",
     "reading_again",
+    "seal",
     "tags",
     "writing",
 ]
