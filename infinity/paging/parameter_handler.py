@@ -207,8 +207,8 @@ def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -
         dtype = str(parameter.dtype).removeprefix("torch.")
         cure = (
             'The config says what is computed in: set "bf16" or "fp16" there, or none. If the model\'s own forward casts it, as '
-            f"routers of Switch Transformers and NLLB-MoE do, build the model with router_dtype='{dtype}', which "
-            "from_pretrained takes too"
+            "routers of Switch Transformers and NLLB-MoE do, plain torch trains it in that dtype from then on, and the engine "
+            f"cannot: build the model with router_dtype='{dtype}', which from_pretrained takes too"
         )
     elif tuple(values.shape) != slot.spec.shape:
         what = f"given the shape {tuple(values.shape)}, which is not its {slot.spec.shape}"

@@ -142,7 +142,9 @@ class _HeldParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
         host = host_of(self)
-        return plain_grad(self) if host is None else host.gradient_of(self)
+        if host is None:
+            return plain_grad(self)
+        return None if _is_converted_to_the_same(self, sys._getframe(1)) else host.gradient_of(self)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -331,6 +333,18 @@ class PagedView(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().clone().__reduce_ex__(protocol)
+
+
+_APPLY = nn.Module._apply.__code__
+
+
+def _is_converted_to_the_same(parameter: nn.Parameter, caller: FrameType) -> bool:
+    """Whether it is ``module.to(...)`` that asks for the gradient, and leaves the parameter as it is: then the gradient, too.
+
+    The routers of Switch Transformers and NLLB-MoE convert themselves in each forward. In one of several micro-batches that go
+    through the model together there is no gradient to be looked at.
+    """
+    return caller.f_code is _APPLY and caller.f_locals.get("param_applied") is parameter
 
 
 @untraced
