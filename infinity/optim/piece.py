@@ -13,7 +13,15 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.attributes import attributes_of, refuse_attributes_of_parameters
-from infinity.optim.probe import StateSchema, copy_scalar, learn_schema, probe_groups, probe_pageable, probe_whole
+from infinity.optim.probe import (
+    StateSchema,
+    advanced,
+    copy_scalar,
+    learn_schema,
+    probe_groups,
+    probe_pageable,
+    probe_whole,
+)
 from infinity.optim.registry import is_known, mixes_elements
 from infinity.optim.template import Template
 from infinity.optim.values import same_values
@@ -61,7 +69,10 @@ class PieceUpdater:
                     tried.append(values)
             if len(template.param_groups) > 1 and not self._is_known:
                 schemas = [self.schema_under(hyperparameters(group)) for group in template.param_groups]
-                probe_groups(Worker(template.optimizer), template.snapshots(), schemas, self._device)
+                worker = Worker(template.optimizer)
+                probe_groups(worker, [*map(worker.training, template.snapshots())], schemas, self._device)
+            if not self._is_known:
+                self._refuse_shared_entries()
         if tried and not self._is_known and not self._has_moved:
             raise OptimizerNotPageableError(
                 self._worker.name,
@@ -70,6 +81,21 @@ class PieceUpdater:
                 "`with infinity.GatheredParameters(...)`",
             )
         self._is_laid_out = True
+
+    def _refuse_shared_entries(self) -> None:
+        """In torch, what a step writes into a tensor in one group is there when it comes to the next."""
+        seen: set[int] = set()
+        for group in self._template.param_groups:
+            for name in self.advanced(
+                Worker(self._template.optimizer).training(hyperparameters(group)), has_gradient=True
+            ):
+                if isinstance(group.get(name), Tensor) and id(group[name]) in seen:
+                    raise OptimizerNotPageableError(
+                        self._worker.name,
+                        f"its step() writes to an entry of its parameter groups, and '{name}' is one tensor of several groups",
+                        cure="Give each group a tensor of its own",
+                    )
+                seen.add(id(group.get(name)))
 
     def schema_under(self, values: Mapping[str, Any]) -> StateSchema:
         """What these hyperparameters make the optimizer keep of a parameter.
@@ -82,9 +108,12 @@ class PieceUpdater:
         found = self._schemas.get(_kind(values))
         if found is None:
             worker = Worker(self._template.optimizer)  # of its own: updates may be running in another thread
-            found = learn_schema(worker, values, self._device)
+            tried = values if self._is_known else worker.training(values)
+            found = learn_schema(worker, tried, self._device)
             if not self._is_known:
-                self._has_moved |= self._probe(worker, values, found)
+                self._has_moved |= self._probe(worker, tried, found)
+                # What it counts in the group is no longer zero after a step: the trial has been there.
+                self._schemas[_kind(advanced(worker, tried, found, self._device))] = found
             self._schemas[_kind(values)] = found
             self._elementwise |= frozenset(found.elementwise)
         return found
@@ -131,6 +160,21 @@ class PieceUpdater:
                     cure="Make it an entry of the parameter groups: those may change",
                 )
 
+    def advanced(self, values: Mapping[str, Any], *, has_gradient: bool) -> dict[str, Any]:
+        """What a step changes in a group: entries with their values after it.
+
+        Args:
+            values: the group's hyperparameters before.
+            has_gradient: whether any of its parameters has one.
+        """
+        if self._is_known:
+            return {}
+        worker = Worker(self._template.optimizer)  # of its own: updates may be running in another thread
+        after = advanced(worker, values, self.schema_under(values), self._device, has_gradient=has_gradient)
+        return {
+            name: value for name, value in after.items() if name not in values or not same_values(value, values[name])
+        }
+
     def names_under(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the float32 state tensors of a parameter's shape in `schema_under`."""
         return self.schema_under(values).elementwise
@@ -168,7 +212,10 @@ class PieceUpdater:
         before: dict[str, Any] = {name: copy_scalar(value) for name, value in scalars.items()}
         if state is not None:
             before.update(state)
-        (after,) = self._present_worker().run(dict(group), [weight], [grad], [before])
+        own = (
+            dict(group) if self._is_known else copy_scalar(dict(group))
+        )  # each piece counts in it from the same number on
+        (after,) = self._present_worker().run(own, [weight], [grad], [before])
         tensors: dict[str, Tensor] = {}
         advanced: dict[str, Any] = {}
         for name, value in after.items():

@@ -113,6 +113,12 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
             raise OptimizerNotPageableError(worker.name, f"its state '{name}' does not exist after the first step")
     for name in scalars:
         value = state[name]
+        if isinstance(value, Tensor) and tuple(value.shape[1:]) == shape:
+            raise OptimizerNotPageableError(
+                worker.name,
+                f"its state '{name}' is one tensor for all parameters of a group, stacked, and they are updated one by one",
+                cure="Keep a state for each parameter, as torch.optim.Muon does",
+            )
         if isinstance(value, Tensor) and value.numel() != 1:
             raise OptimizerNotPageableError(
                 worker.name,
@@ -131,9 +137,9 @@ def _first_steps(
     weight = _draw(shape, generator, device)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
-    with _keeping_random_state(device) as has_drawn:
+    with _keeping_random_state(worker, device) as has_drawn:
         for _ in range(_NUM_STEPS):
-            (state,) = worker.run(dict(group), [weight], [_draw(shape, generator, device)], [state])
+            (state,) = worker.run(copy_scalar(dict(group)), [weight], [_draw(shape, generator, device)], [state])
             names.append(tuple(state))
         _refuse_random_numbers(worker, has_drawn)
     return names[0], state
@@ -151,6 +157,16 @@ def copy_scalar(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(copy_scalar(item) for item in value)
     return {key: copy_scalar(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def advanced(
+    worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device, *, has_gradient: bool = True
+) -> dict[str, Any]:
+    """The entries of a group as they are after a step: some classes count in it. They are those after a step on a few zeros."""
+    after: dict[str, Any] = copy_scalar(dict(group))
+    weight = torch.zeros(schema.shape, dtype=torch.float32, device=device)
+    worker.run(after, [weight], [torch.zeros_like(weight) if has_gradient else None], [{}])
+    return after
 
 
 def probe_pageable(worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device) -> bool:
@@ -201,15 +217,18 @@ def probe_groups(
     alone = [weight.clone() for weight in together]
     states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
-    with _keeping_random_state(device):
+    with _keeping_random_state(worker, device):
         for _ in range(_NUM_STEPS):
             grads = [_draw(schema.shape, generator, device) for schema in schemas]
             for number, group in enumerate(usable):
                 states_alone[number] = worker.run(
-                    dict(group), [alone[number]], [grads[number].clone()], states_alone[number]
+                    copy_scalar(group), [alone[number]], [grads[number].clone()], states_alone[number]
                 )
             states = worker.run_groups(
-                [dict(group) for group in usable], [[weight] for weight in together], [[grad] for grad in grads], states
+                [copy_scalar(group) for group in usable],
+                [[weight] for weight in together],
+                [[grad] for grad in grads],
+                states,
             )
     found, expected = (together, states), (alone, states_alone)
     if not same_values(found, expected):
@@ -245,7 +264,7 @@ def _probe(
     cases: _Cases,
 ) -> bool:
     usable = _usable(group)
-    with _keeping_random_state(device) as has_drawn:
+    with _keeping_random_state(worker, device) as has_drawn:
         generator = torch.Generator().manual_seed(1)
         usual = normal(generator)
         compare(usable, cases.usual).run(Trial("", usual, usual, _NUM_STEPS))
@@ -270,12 +289,14 @@ def _refuse_random_numbers(worker: Worker, has_drawn: Callable[[], bool]) -> Non
 
 
 @contextmanager
-def _keeping_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Put the global generators back afterwards; what it yields tells whether any of them has been used."""
+def _keeping_random_state(worker: Worker, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Put all generators back afterwards, the optimizer's own too; what it yields tells whether any of them has been used."""
+    own = [value for value in vars(worker.optimizer).values() if isinstance(value, _GENERATORS)]
 
     def read() -> list[Any]:
         on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        return [random.getstate(), numpy.random.get_state(legacy=True), torch.get_rng_state(), *on_device]
+        common = [random.getstate(), numpy.random.get_state(legacy=True), torch.get_rng_state(), *on_device]
+        return [*common, [_state_of(each) for each in own]]
 
     before = read()
     try:
@@ -286,6 +307,26 @@ def _keeping_random_state(device: torch.device) -> Iterator[Callable[[], bool]]:
         torch.set_rng_state(before[2])
         if device.type == "cuda":
             torch.cuda.set_rng_state(before[3], device)
+        for each, state in zip(own, before[-1], strict=True):
+            _set_state(each, state)
+
+
+_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator | numpy.random.RandomState):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator | numpy.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
 
 
 @dataclass(eq=False)
@@ -305,6 +346,7 @@ class _Comparison:
             OptimizerNotPageableError: a step fails, or there is a difference.
         """
         attributes = copy_scalar(vars(self._worker.optimizer))
+        self._present = dict(self._group)
         self._wholes = [trial.weight(shape, 0).to(self._device) for shape, _ in self._cases]
         before = [whole.clone() for whole in self._wholes]
         self._apart = [self._formed(whole) for whole in self._wholes]
@@ -313,15 +355,16 @@ class _Comparison:
         for step in range(trial.num_steps):
             self._make_step(trial, step)
         self._require_equal(trial.what)
-        counts = [_counts(state) for state in self._whole_states]
+        moved = {name: value for name, value in self._present.items() if not same_values(value, self._group.get(name))}
+        counts = [*(_counts(state) for state in self._whole_states), _counts(moved)]
         for count in late_counts:
             if not any(counts):
                 break
             for states in (self._whole_states, self._apart_states):
-                for state, names in zip(states, counts, strict=True):
+                for counting, names in zip((*states, self._present), counts, strict=True):
                     for name in names:
-                        value = state[name]
-                        state[name] = torch.full_like(value, count) if isinstance(value, Tensor) else type(value)(count)
+                        now = counting[name]
+                        counting[name] = torch.full_like(now, count) if isinstance(now, Tensor) else type(now)(count)
             for step in range(2):
                 self._make_step(trial, step)
             self._require_equal(f"from the count of {count} on")
@@ -331,11 +374,13 @@ class _Comparison:
 
     def _make_step(self, trial: Trial, step: int) -> None:
         grads = [trial.gradient(shape, step).to(self._device) for shape, _ in self._cases]
+        self._after = advanced(self._worker, self._present, self._schema, self._device)
         for index, (weight, (_, cuts)) in enumerate(zip(self._apart, self._cases, strict=True)):
             self._apart_states[index] = self._step_apart(
                 weight, self._formed(grads[index]), self._apart_states[index], cuts
             )
         self._whole_states = self._step(self._wholes, grads, self._whole_states)
+        self._present = self._after
 
     def _formed(self, values: Tensor) -> Tensor:
         """A copy in the shape in which the tensor is updated by itself."""
@@ -356,7 +401,7 @@ class _Comparison:
         }
 
     def _step(self, weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        used = dict(self._group)
+        used = copy_scalar(self._present)
         try:
             states = self._worker.run(used, weights, grads, states)
         except OptimizerNotPageableError:
@@ -372,14 +417,14 @@ class _Comparison:
                     f"its state '{name}' is a {type(value).__name__}, and dense tensors alone are stored",
                     cure='Take an optimizer with plain states: config key "infinity.state_dtype" stores them in fewer bits',
                 )
-        if not same_values(used, self._group):
-            changed = next(key for key in used | self._group if not same_values(used.get(key), self._group.get(key)))
+        if not same_values(used, self._after):
+            names = [name for name in used | self._after if not same_values(used.get(name), self._after.get(name))]
             raise OptimizerNotPageableError(
                 self._worker.name,
-                f"its step() changes the parameter group it works on, the entry '{changed}', and groups are fixed while "
-                "parameters are updated one after the other",
-                cure="Take AdamW with a schedule of the learning rate. In your own class, keep a count of steps for each "
-                'parameter: self.state[parameter]["step"]',
+                f"its step() computes an entry of a parameter group, '{names[0]}', from all parameters of the group or from "
+                "their number, and parameters are updated one after the other",
+                cure="Take AdamW with a schedule of the learning rate, or a schedule-free one. In your own class, let the entry "
+                "follow from the entries before alone",
             )
         return states
 

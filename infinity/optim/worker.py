@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,7 +92,7 @@ class Worker:
         self,
         group: dict[str, Any],
         weights: Sequence[Tensor],
-        grads: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
         states: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
         """One optimizer step over `weights` as if they were all parameters of one group.
@@ -114,7 +115,7 @@ class Worker:
         self,
         groups: Sequence[dict[str, Any]],
         weights: Sequence[Sequence[Tensor]],
-        grads: Sequence[Sequence[Tensor]],
+        grads: Sequence[Sequence[Tensor | None]],
         states: Sequence[Sequence[dict[str, Any]]],
     ) -> list[list[dict[str, Any]]]:
         """The same with several groups at once: for each of them what `run` takes, and what it returns."""
@@ -139,7 +140,19 @@ class Worker:
             for group in groups:
                 group.pop("params", None)
 
-    def _leaf(self, weight: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+    def training(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The group as the class's ``train()`` leaves it, if it has one: schedule-free ones refuse to step before it."""
+        own = {**group, "params": []}
+        self.optimizer.param_groups.append(own)
+        try:
+            with contextlib.suppress(AttributeError, TypeError):
+                self.optimizer.train()  # type: ignore[attr-defined]
+        finally:
+            self.optimizer.param_groups.clear()
+        del own["params"]
+        return own
+
+    def _leaf(self, weight: Tensor, grad: Tensor | None, state: dict[str, Any]) -> Tensor:
         # A Parameter of its own: `.grad` must not stay on the caller's tensor.
         leaf = torch.nn.Parameter(weight)
         leaf.grad = grad

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,13 @@ class StepGroups:
         self._updater.check_attributes()
         self._check_thawed(groups)
         self._check_states(groups)
+        return groups
+
+    def begin(self) -> Groups:
+        """`read`, for a step. What the optimizer itself has against a step now, it raises here, before anything is updated."""
+        groups = self.read()
+        for values in groups.values:
+            self._updater.advanced(values, has_gradient=True)
         return groups
 
     def described(self, groups: Groups) -> dict[str, str]:
@@ -206,6 +213,21 @@ class StepGroups:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
             if id(parameter) not in members and (slot.spec.is_trainable or plain_grad(parameter) is not None)
         )
+
+    def advance(self, groups: Groups, updated: Iterable[tuple[int, int]]) -> None:
+        """The optimizer's step has ended: its groups have what it writes into them, a count of steps for one.
+
+        Args:
+            groups: as they were before the step.
+            updated: (unit index, slot index) of what had a gradient.
+        """
+        units = self._module_hooks.units
+        with_gradient = {groups.index_of(units[unit].parameters[slot]) for unit, slot in updated}
+        with_gradient |= {
+            groups.index_of(parameter) for parameter in self.loose.present() if parameter.grad is not None
+        }
+        for index, (group, values) in enumerate(zip(self._template.param_groups, groups.values, strict=True)):
+            group.update(self._updater.advanced(values, has_gradient=index in with_gradient))
 
     def norms_in_order(self, norms: Mapping[tuple[int, int], torch.Tensor], factor: float) -> list[ParameterNorm]:
         """Norms of all gradients, in the order in which ``clip_grad_norm_(model.parameters(), ...)`` takes them.

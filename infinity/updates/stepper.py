@@ -178,7 +178,7 @@ class Stepper:
             self._stream.expect_again()
         digest = 0
         if updates_now and self._is_divided and not any(True for _ in self.step_groups.loose.present()):
-            self._groups = self.step_groups.read()
+            self._groups = self.step_groups.begin()
             digest = self.gradients.digest(self.step_groups.described(self._groups))
         self._share_updates.begin(digest)
         if not self.gradients.begin_means(step, self._share_updates if digest else None):
@@ -271,7 +271,7 @@ class Stepper:
     ) -> None:
         self._before_updates()
         if self._groups is None:
-            self._groups = self.step_groups.read()
+            self._groups = self.step_groups.begin()
         of_slots = ((slot.index, self._groups.of(unit.parameters[slot.index])) for slot in source.slots())
         groups = {index: group for index, group in of_slots if group is not None}  # what is in none is not updated
         if are_momenta:
@@ -338,8 +338,8 @@ class Stepper:
             self.gradients.average_for_update(step)
         self.gradients.check_all_held(self.step_groups.loose.present(), step)
         if not was_in_backward:
-            self._groups = self.step_groups.read()
-        groups = self._groups or self.step_groups.read()
+            self._groups = self.step_groups.begin()
+        groups = self._groups or self.step_groups.begin()
         with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         self._norms.update(self.gradients.agreed_norms)
         for unit in with_gradients:
@@ -380,6 +380,7 @@ class Stepper:
             source = self.gradients.source(unit, keeps=keeps)
             self._submit(unit, source, factor, is_held=is_held, are_momenta=momenta is not None)
             self.updated.add(unit.index)
+        self.step_groups.advance(groups, self._norms)
         if self._is_divided:
             self._gather_weights()
         self._forget()

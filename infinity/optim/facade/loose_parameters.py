@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from infinity.optim.groups import Groups
+from infinity.optim.probe import copy_scalar
 from infinity.optim.template import Template
 from infinity.optim.worker import Worker
 
@@ -49,7 +50,9 @@ class LooseParameters:
                 gradient = gradient.detach() * coefficient.to(gradient.device)
             self._worker = self._worker or Worker(self._template.optimizer)
             with torch.no_grad():
-                (state,) = self._worker.run(dict(values), [param.detach()], [gradient], [self.state.get(param, {})])
+                (state,) = self._worker.run(
+                    copy_scalar(values), [param.detach()], [gradient], [self.state.get(param, {})]
+                )
             torch.autograd.graph.increment_version(param)  # a module may know by it what it has kept
             if state:
                 self.state[param].update(state)

@@ -205,8 +205,81 @@ class CountsInGroup(_Custom):
         param.sub_(grad / group["num_steps"])
 
 
-def test_counters_in_the_group_are_refused() -> None:
-    assert "changes the parameter group" in _refused(CountsInGroup)
+class Estimates(_Custom):
+    """As Prodigy and D-Adaptation: the size of a step follows from all gradients."""
+
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        group["d"] = max(group.get("d", 0.0), float(grad.norm()))
+        param.sub_(grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(("cls", "name"), [(CountsInGroup, "num_steps"), (Estimates, "d")])
+def test_entries_of_the_group_that_follow_from_parameters_are_refused(cls: type[Optimizer], name: str) -> None:
+    assert f"entry of a parameter group, '{name}', from all parameters of the group" in _refused(cls)
+
+
+class CountsOncePerGroup(_Custom):
+    """As schedule-free optimizers."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        param.sub_(grad / (grad.norm() if group["k"] == 1001 else group["k"]))
+
+
+class CountsElementwise(CountsOncePerGroup):
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        param.sub_(grad / group["k"])
+
+
+def test_a_count_of_the_group_may_decide() -> None:
+    updater = _updater(CountsElementwise)
+    assert not updater.mixes_elements
+    assert updater.advanced({"lr": 0.1}, has_gradient=True) == {"k": 1}
+    assert updater.advanced({"lr": 0.1, "k": 7}, has_gradient=False) == {"k": 8}
+    assert _updater(CountsOncePerGroup).mixes_elements  # seen at a count that no trial has come to step by step
+
+
+class CountsInTensors(CountsElementwise):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+        super(CountsOncePerGroup, self).step(closure)
+
+
+def test_a_tensor_that_groups_share_and_a_step_changes_is_refused() -> None:
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    named = list(zip("ab", params, strict=True))
+    shared = torch.tensor(0)
+    for counts, is_taken in (([torch.tensor(0), torch.tensor(0)], True), ([shared, shared], False)):
+        groups = [{"params": [param], "k": count} for param, count in zip(params, counts, strict=True)]
+        if is_taken:
+            assert not PieceUpdater(build_template(CountsInTensors(groups), named, "cpu")).mixes_elements
+            continue
+        with pytest.raises(OptimizerNotPageableError, match="'k' is one tensor of several groups"):
+            PieceUpdater(build_template(CountsInTensors(groups), named, "cpu"))
+
+
+class Stacked(Optimizer):
+    """As nanochat's MuonAdamW: one state for all matrices of a group, under the first."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = group["params"]
+            momentum = self.state[params[0]].setdefault("momentum_buffer", torch.zeros(len(params), *params[0].shape))
+            momentum.lerp_(torch.stack([param.grad for param in params]), 0.1)
+            torch._foreach_sub_(params, list((momentum @ momentum.mT @ momentum).unbind(0)))
+
+
+def test_one_state_for_stacked_parameters_is_refused() -> None:
+    assert "one tensor for all parameters of a group, stacked" in _refused(Stacked)
 
 
 class CountsOnItself(_Custom):
@@ -245,6 +318,23 @@ class DrawsFromPython(_Custom):
 class DrawsFromNumpy(_Custom):
     def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
         param.sub_(0.1 * grad + 0 * numpy.random.random())
+
+
+class DrawsFromItsOwn(_Custom):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
+        param.add_(torch.randn(grad.shape, generator=self.generator), alpha=0.1)
+
+
+def test_noise_of_a_generator_of_its_own_is_called_so_and_drawn_again() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = DrawsFromItsOwn([param])
+    with pytest.raises(OptimizerNotPageableError, match="draws random numbers"):
+        PieceUpdater(build_template(optimizer, [("weight", param)], "cpu"))
+    assert torch.equal(optimizer.generator.get_state(), torch.Generator().manual_seed(3).get_state())
 
 
 @pytest.mark.deep(but=2)
@@ -647,21 +737,8 @@ class CountsForAll(_Custom):
         param.sub_(group["lr"] * (common["k"].item() + 1) * grad)
 
 
-class CountsInTheGroup(_Custom):
-    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
-        group["count"] = group.get("count", 0) + 1
-        param.sub_(group["lr"] / group["count"] * grad)
-
-
-@pytest.mark.parametrize(
-    ("cls", "expected"),
-    [
-        (CountsForAll, r"self\.state\['k'\].*self\.state\[parameter\]"),
-        (CountsInTheGroup, r"the entry 'count',.*Take AdamW.*keep a count of steps for each parameter"),
-    ],
-)
-def test_counts_outside_of_a_parameters_state_are_refused(cls: type[Optimizer], expected: str) -> None:
-    assert re.search(expected, _refused(cls))
+def test_a_count_for_all_parameters_is_refused() -> None:
+    assert re.search(r"self\.state\['k'\].*self\.state\[parameter\]", _refused(CountsForAll))
 
 
 class ByRatesAtFirst(_Custom):
