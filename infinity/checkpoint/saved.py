@@ -314,7 +314,7 @@ def _files_of(folder: Path, but: Container[str]) -> dict[str, tuple[int, int]]:
     """Bytes and checksums of all files of a checkpoint."""
     paths = (Path(place) / name for place, _, names in os.walk(folder) for name in names)
     found = {str(path.relative_to(folder)): path for path in paths}
-    return {name: facts_of(path) for name, path in found.items() if name not in but}
+    return {name: facts_of(path) for name, path in found.items() if name not in but and path.is_file()}
 
 
 @contextlib.contextmanager
