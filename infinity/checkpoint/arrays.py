@@ -220,6 +220,7 @@ class SavedTensor(ArraySpec):
         return whole
 
 
+@functools.cache
 def group_metadata() -> str:
     """The contents of a group's ``zarr.json``."""
     import zarr

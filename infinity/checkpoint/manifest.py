@@ -30,7 +30,7 @@ _MOST_BYTES = 1 << 30
 """Of a manifest: that of a million tensors is half as long."""
 _SMALL_BYTES = 16 << 20
 """Of a file that is read without a look at what memory is free."""
-_PART_BYTES = 1 << 20
+_PART_BYTES = 1 << 16
 _SEAL = "run `python -m infinity checkpoint seal` on the checkpoint's directory"
 _IF_CHANGED = f"Load another checkpoint. If a program has changed this one on purpose, {_SEAL}"
 _MOST_CHUNKS = 1 << 22

@@ -61,6 +61,9 @@ class PieceUpdater:
         self._has_moved = False
         tried: list[dict[str, Any]] = []
         with _without_gradients(template.params()):  # whatever the optimizer holds on to, a trial is not to change it
+            for group in template.param_groups if not self._is_known else ():
+                worker = Worker(template.optimizer)  # forms of states are a better reason than bits that differ
+                learn_schema(worker, worker.training(hyperparameters(group)), self._device)
             for group in template.param_groups:
                 values = hyperparameters(group)
                 if not any(_behave_equally(other, values) for other in tried):

@@ -264,22 +264,30 @@ def test_a_tensor_that_groups_share_and_a_step_changes_is_refused() -> None:
 
 
 class Stacked(Optimizer):
-    """As nanochat's MuonAdamW: one state for all matrices of a group, under the first."""
+    """As nanochat's MuonAdamW: one state for all matrices of a group, under the first, and numbers on itself."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
+        self.rate = torch.zeros(())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            self.rate.fill_(group["lr"])
             params = group["params"]
+            if group["kind"] == "adamw":
+                torch._foreach_sub_(params, [self.rate * param.grad for param in params])
+                continue
             momentum = self.state[params[0]].setdefault("momentum_buffer", torch.zeros(len(params), *params[0].shape))
             momentum.lerp_(torch.stack([param.grad for param in params]), 0.1)
             torch._foreach_sub_(params, list((momentum @ momentum.mT @ momentum).unbind(0)))
 
 
 def test_one_state_for_stacked_parameters_is_refused() -> None:
-    assert "one tensor for all parameters of a group, stacked" in _refused(Stacked)
+    params = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2)]
+    groups = [{"params": [param], "kind": kind} for param, kind in zip(params, ("adamw", "muon"), strict=True)]
+    with pytest.raises(OptimizerNotPageableError, match="one tensor for all parameters of a group, stacked"):
+        PieceUpdater(build_template(Stacked(groups), list(zip("ab", params, strict=True)), "cpu"))
 
 
 class CountsOnItself(_Custom):
