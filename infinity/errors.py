@@ -30,8 +30,7 @@
     ├── CommitError (RuntimeError)             a step of a durable run could not be committed
     ├── RunLogError (RuntimeError)             the log of a run cannot be read
     ├── RankError (RuntimeError)               several processes train together, and one is gone or elsewhere
-    ├── EngineBusyError (RuntimeError)         a signal handler or finalizer came in between
-    ├── TurnError (RuntimeError)               another thread has the model, and does not move
+    ├── EngineBusyError (RuntimeError)         another call is inside the engine
     ├── ForkedError (RuntimeError)             a forked child uses its parent's model
     ├── EngineClosedError (RuntimeError)       a call after `close()`
     ├── StandInError (ImportError)             `infinity` cannot stand in for `deepspeed` any more
@@ -479,16 +478,11 @@ class RankError(InfinityError, RuntimeError):
 
 
 class EngineBusyError(InfinityError, RuntimeError):
-    """A signal handler or a finalizer asks for something in the midst of the engine's work on the same thread."""
+    """A call comes while another one is inside the engine: one of another thread, or one that a signal handler came into."""
 
-    def __init__(self, what: str, interrupted: str) -> None:
+    def __init__(self, what: str, problem: str, *, cure: str) -> None:
         self.what = what
-        self.interrupted = interrupted
-        super().__init__(
-            f"{what} cannot be done here: a signal handler or finalizer came into the engine's work on this thread (in "
-            f"{interrupted}), which has to go on first. Set a flag in the handler, and look at it after engine.step(): there "
-            "save, flush or close"
-        )
+        super().__init__(f"{what} cannot be done now: {problem}. {cure}")
 
 
 class EngineClosedError(InfinityError, RuntimeError):
@@ -510,18 +504,6 @@ class EngineClosedError(InfinityError, RuntimeError):
             if is_exit
             else f"{call}: the engine is closed. {told}; weights that were neither saved nor "
             "given back by engine.close(restore_weights=True) went with it"
-        )
-
-
-class TurnError(InfinityError, RuntimeError):
-    """A thread waited for another one to have done with the model, and that one does not move."""
-
-    def __init__(self, call: str, *, thread: str, call_of_other: str) -> None:
-        self.call = call
-        super().__init__(
-            f"{call}: waited for thread '{thread}', which is in {call_of_other} and has not moved for a long time. If it waits "
-            "for this thread, let this thread use the weights before that, or after it; a thread that was interrupted in the "
-            "midst of it has to call engine.reset()"
         )
 
 

@@ -24,6 +24,7 @@ from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
 from swapper.sync import switching
+from swapper.sync.interrupts import uninterrupted
 from swapper.sync.lifetimes import when_gone
 from swapper.sync.limits import limits_in_words
 from swapper.sync.reentry import refuse_owned
@@ -145,7 +146,7 @@ class Swapper(Closable):
         self._check_usable()
         num_bytes = whole_number("num_bytes", num_bytes)
         refuse_owned(self._allocator_lock, "allocating an extent")
-        with self._allocator_lock:
+        with uninterrupted(), self._allocator_lock:
             start = self._allocator.allocate(num_bytes, name)
         is_prewritten = is_prewritten or self._is_prewritten
         return Extent(name, start, num_bytes, self, is_prewritten=is_prewritten, name_of=name_of)

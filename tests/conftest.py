@@ -140,14 +140,14 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_turn_left_open() -> Iterator[None]:
+def no_call_left_inside() -> Iterator[None]:
     """Else the process's main thread looks at memory unguarded in all tests to come."""
     yield
-    from infinity.threads import turn  # not above: it would come before INFINITY_DEBUG
+    from infinity.threads import engine_lock  # not above: it would come before INFINITY_DEBUG
 
-    if turn.trusts():
-        vars(turn._part).clear()
-        pytest.fail("the test has left a turn open")
+    if engine_lock.is_inside():
+        vars(engine_lock._inside).clear()
+        pytest.fail("the test has left a call inside an engine")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from infinity.activations.caches import is_cache, layer_of, without_caches
 from infinity.paging.compiled_forwards import InPlaceOfMethod
 from infinity.paging.pager import Pager
 from infinity.paging.saved_tensors import top_hooks
-from infinity.threads.turn import in_backward
+from infinity.torch_internals.names import in_backward
 from infinity.units.unit import Unit
 
 _HOME = "torch.utils.checkpoint"

@@ -28,7 +28,7 @@ from infinity.activations.refusal import Refusal
 from infinity.activations.spill_space import BLOCK_BYTES, SpillSpace
 from infinity.errors import EngineClosedError
 from infinity.telemetry.clock import StepClock
-from infinity.threads.turn import in_backward
+from infinity.torch_internals.names import in_backward
 from swapper import Extent, Handle, Priority, Swapper, SwapperError
 
 _LEAST_BYTES = 64 << 10

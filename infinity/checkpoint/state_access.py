@@ -21,7 +21,6 @@ from infinity.numerics.remainder import split_bits
 from infinity.numerics.stamp import checksum
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
-from infinity.threads.interrupts import surely
 from infinity.tiers.state_store import StateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
@@ -30,6 +29,7 @@ from infinity.units.parameter import let_go
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import Saver
+from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 _PART_NUMEL = 1 << 20
@@ -454,15 +454,13 @@ class StateAccess:
 
         copies = [[copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
 
-        def give_back() -> None:
+        with uninterrupted():
             for unit, values in zip(units, copies, strict=True):
                 unit.unbind()  # it may be gathered
                 for slot, parameter, value in zip(unit.layout.slots, unit.parameters, values, strict=True):
                     let_go([parameter])
                     parameter.data = value
                     unit.let_views_look_at(slot, value)
-
-        surely(give_back)
 
     @property
     def is_divided(self) -> bool:

@@ -54,7 +54,6 @@ from infinity.planning.drive_room import room_bytes
 from infinity.planning.placement import DEVICE_KEY, Placement
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.telemetry.progress import Note, progress
-from infinity.threads.turn import Turn
 from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
@@ -182,26 +181,23 @@ def build(
     upper = UpperParts()
     copies = UserCopies(dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths)))
 
-    def make_residency(turn: Turn) -> Residency:
-        return Residency(
-            turn,
-            units,
-            storage.pool,
-            storage.weights,
-            clock,
-            prefetches=config.infinity.prefetch,
-            guess=guess,
-            budget=placement.budget_of_weights(request),
-            writer=upper.writer,
-            is_divided=divides,
-        )
-
+    residency = Residency(
+        units,
+        storage.pool,
+        storage.weights,
+        clock,
+        prefetches=config.infinity.prefetch,
+        guess=guess,
+        budget=placement.budget_of_weights(request),
+        writer=upper.writer,
+        is_divided=divides,
+    )
     activations = None
     if config.infinity.activations == "nvme":
         activations = SavedActivations(SpillSpace(storage.open_more), clock, placement.activation_bytes)
     elif config.infinity.activations == "cpu":
         activations = HostActivations(clock, placement.activation_bytes, request.budget_bytes)
-    pager = Pager(make_residency, copies, upper.pager_listener, activations)
+    pager = Pager(residency, copies, upper.pager_listener, activations)
     borders = [span[0] + kept for span, kept in zip(spans, placement.states_in_memory, strict=True)]
     chunks = [
         unit.layout.chunks(placement.chunk_numel, border, span)

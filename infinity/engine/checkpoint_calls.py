@@ -34,8 +34,9 @@ from infinity.loop.phase import PhaseGuard
 from infinity.numerics.random_states import random_states, set_random_states_of
 from infinity.optim.scheduler_state import state_of_scheduler
 from infinity.run_log.notes import RunNotes
-from infinity.threads.interrupts import surely
+from infinity.threads.engine_lock import locked
 from infinity.units.extra_states import EXTRA_STATES, extra_states
+from swapper.sync.interrupts import uninterrupted
 from swapper.volumes.publish import remove_abandoned
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class CheckpointCalls(ExportCalls):
     _is_missing_ok = False
     """What ``load_checkpoint`` takes for ``missing_ok``."""
 
+    @locked
     def save_checkpoint(
         self,
         save_dir: str | Path,
@@ -140,7 +142,8 @@ class CheckpointCalls(ExportCalls):
                 saving.run()
             else:
                 background = checkpoint.BackgroundSave(saving, self._parts.device)
-                surely(lambda: self._begin_saving(background))
+                with uninterrupted():
+                    self._begin_saving(background)
 
         shared = self._parts.access.shared
         if shared is None:
@@ -156,7 +159,7 @@ class CheckpointCalls(ExportCalls):
         return self._own()
 
     def _begin_saving(self, background: checkpoint.BackgroundSave) -> None:
-        """May be called again. Nothing is updated before it returns."""
+        """Nothing is updated before it returns."""
         background.start(self)
         self._saving = background
         self._let_updates_wait_for(background.saving)
@@ -195,6 +198,7 @@ class CheckpointCalls(ExportCalls):
         if saving is not None:
             saving.raise_error()
 
+    @locked
     def load_checkpoint(
         self,
         load_dir: str | Path,

@@ -48,11 +48,11 @@ from infinity.planning.plan import Plan
 from infinity.planning.workload import Workload
 from infinity.profiling.profiled_step import ProfiledStep
 from infinity.run_log.notes import RunNotes
-from infinity.threads.interrupts import refuse_in_between, surely
-from infinity.threads.turn import take_turns
+from infinity.threads.engine_lock import locked, refuse_in_between
 from infinity.torch_internals.foreign_writes import unwatch, watch
 from infinity.vertical.schedule import VerticalSchedule
 from infinity.vertical.step import Loop
+from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,7 @@ class Engine(Relayout):
         """Whether the operations of the present step are counted: the config's ``flops_profiler.profile_step``."""
         return self._profiled is not None and self._profiled.is_due(self.global_steps)
 
+    @locked
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Backward of one micro-batch: gradients of ``loss / gradient_accumulation_steps`` are accumulated.
 
@@ -245,6 +246,7 @@ class Engine(Relayout):
         self._guard.check_backward(loss)
         return self._backwards.scale(loss)
 
+    @locked
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the gradient accumulation boundary, update the weights.
 
@@ -268,20 +270,24 @@ class Engine(Relayout):
         self._guard.check_step()
         self._was_applied = False
         is_boundary = not self.config.managed_gradient_accumulation or self.is_gradient_accumulation_boundary()
-        if is_boundary:
-            scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self._train_batch_size)
-            self._is_in_step = True
-            try:
-                self.optimizer.step()  # so that its hooks run, and schedulers see it
-                self.loose.zero_grad(set_to_none=True)
-            finally:
-                self._is_in_step = False
-        self.micro_steps += 1
-        self._guard.end_micro_batch()
-        self._style.note_engine_step(is_boundary=is_boundary)
-        if is_boundary:
-            self._end_step(scheduled)
+        scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self._train_batch_size) if is_boundary else None
+        with uninterrupted():  # else weights, counters and the scheduler would be of two steps
+            if is_boundary:
+                self._step_optimizer()
+            self.micro_steps += 1
+            self._guard.end_micro_batch()
+            self._style.note_engine_step(is_boundary=is_boundary)
+            if is_boundary:
+                self._end_step(scheduled)
         self._check_saving()
+
+    def _step_optimizer(self) -> None:
+        self._is_in_step = True
+        try:
+            self.optimizer.step()  # so that its hooks run, and schedulers see it
+            self.loose.zero_grad(set_to_none=True)
+        finally:
+            self._is_in_step = False
 
     def _end_step(self, scheduled: BoundArguments | None) -> None:
         """Weights are updated: samples count, loss scale and scheduler move on, and the step is written down.
@@ -431,10 +437,11 @@ class Engine(Relayout):
 
     # -------------------------------------------------------------------------------------- what the optimizer asks for
 
-    def optimizer_turn(self, what: str, *, reads: bool = False) -> contextlib.AbstractContextManager[None]:
-        """It is the calling thread's turn inside the ``with`` block; see [Note: turns] in ``infinity.threads.turn``."""
-        return self._pager.turn.taken(what, reads=reads)
+    def optimizer_lock(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """The engine lock is held inside the ``with`` block; see [Note: engine lock] in ``infinity.threads.engine_lock``."""
+        return self._pager.lock.held(what)
 
+    @locked
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
         self._check_usable()
@@ -464,6 +471,11 @@ class Engine(Relayout):
         if not self._is_in_step:
             self._style.note_plain_step()
             self._vertical.note_ordinary()
+        with uninterrupted():  # else some weights would be of this step, others of the one before
+            self._update()
+            self._end_update()
+
+    def _update(self) -> None:
         is_complete = False
         self._guard.move_to(Phase.STEPPING)
         try:
@@ -473,7 +485,6 @@ class Engine(Relayout):
         finally:
             self._parts.clock.end_compute()
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
-        self._end_update()
 
     def _has_gradients(self) -> bool:
         self._backwards.collect()
@@ -503,6 +514,7 @@ class Engine(Relayout):
         if is_profiled and self._profiled is not None:
             self._profiled.show()
 
+    @locked
     def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
         """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.
 
@@ -578,19 +590,22 @@ class Engine(Relayout):
         After an update in backward was cut off, weights are between two steps; this accepts them as they are. Several processes
         that update in backward all have to call it.
         """
-        self._forget_calls()
-        self._abandon_forward()
-        self._stepper.abandon()
-        self._guard.cut_off()
-        self._forget_gradients()
-        self.loose.zero_grad(set_to_none=True)
-        self._begin_accumulation()
-        self._num_backwards = 0
+        if not self._pager.lock.is_mine:
+            self._pager.break_off()
+        with self._pager.lock.held("engine.reset()"):
+            self._abandon_forward()
+            self._forget_calls()
+            self._stepper.abandon()
+            self._guard.cut_off()
+            self._forget_gradients()
+            self.loose.zero_grad(set_to_none=True)
+            self._begin_accumulation()
+            self._num_backwards = 0
 
     def _forget_calls(self) -> None:
-        """An interrupt may have kept calls of this thread from ending their turns."""
-        if not any(unit.gathered for unit in self._residency.units):  # whose turn lasts beyond a call
-            self._pager.turn.be_outermost()
+        """An interrupt may have kept calls of this thread from giving the lock back."""
+        if not any(unit.gathered for unit in self._residency.units):  # which last beyond a call
+            self._pager.lock.be_outermost()
 
     def resume(self) -> None:
         """In a durable run, go on from its newest commit, if there is one. `infinity.initialize` does that."""
@@ -658,6 +673,7 @@ class Engine(Relayout):
         """Whether `close` has ended."""
         return self._shutdown.is_over
 
+    @locked
     def close(self, *, restore_weights: bool | None = None) -> None:
         """Finish pending updates, then release memory, files and threads.
 
@@ -668,6 +684,7 @@ class Engine(Relayout):
         """
         self._close(restore_weights, self._restore)
 
+    @locked
     def hand_over(self) -> None:
         """Close, and leave the model to the next engine: its large weights lie on the config's drives, if that names any."""
         self._close(True, functools.partial(self._restore, on_drives=True))
@@ -731,7 +748,7 @@ class Engine(Relayout):
         if kind is not None and self._guard.is_settled:
             self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing but a checkpoint
         try:
-            surely(self.close)
+            self.close()
         except Exception as failure:
             failure.__context__ = failure.__context__ or error  # which the stack in `close` has taken away
             raise
@@ -745,15 +762,6 @@ class Engine(Relayout):
         self._check_usable()
         self._guard.check_settled()
 
-
-take_turns(
-    Engine,
-    reading=("save_16bit_model", "save_checkpoint"),
-    others=(
-        *("backward", "step", "optimizer_step", "optimizer_zero_grad"),
-        *("load_checkpoint", "reset", "close", "hand_over"),
-    ),
-)
 
 DeepSpeedEngine = Engine
 """For scripts with ``import infinity as deepspeed``."""

@@ -20,6 +20,7 @@ from infinity.distributed.part_folders import check_apart
 from infinity.engine.deepspeed_names import DeepSpeedNames
 from infinity.engine.parts import Parts
 from infinity.loop.phase import PhaseGuard
+from infinity.threads.engine_lock import locked
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -41,6 +42,7 @@ class ExportCalls(DeepSpeedNames):
     _guard: PhaseGuard
     _has_told_of_adapters = False
 
+    @locked
     def save_16bit_model(
         self,
         save_dir: str | Path,

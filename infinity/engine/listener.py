@@ -11,7 +11,6 @@ from infinity.errors import EngineClosedError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import PhaseGuard
 from infinity.paging.listener import PagerListener
-from infinity.threads.interrupts import refuse_in_between
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -25,9 +24,8 @@ class EngineListener(PagerListener):
         self._guard = guard
 
     def check_usable(self) -> None:
-        refuse_in_between("this call")
         self._guard.check_open()
-        self._parts.pager.turn.check_process("this call")
+        self._parts.pager.lock.check_process("this call")
         if self._parts.storage.is_closed:
             raise EngineClosedError("this call", is_exit=True)
         self._parts.parameter_handler.check_assigned()
@@ -37,9 +35,6 @@ class EngineListener(PagerListener):
 
     def check_settled(self) -> None:
         self._guard.check_settled()
-
-    def has_whole_weights(self) -> bool:
-        return not self._parts.stepper.is_between_steps
 
     def begin_call(self) -> None:
         self._parts.module_hooks.follow_compilation()
@@ -65,6 +60,3 @@ class EngineListener(PagerListener):
     def pause(self) -> None:
         if self._parts.trimmer is not None:
             self._parts.trimmer.trim()
-
-    def lose_thread(self) -> None:
-        self._parts.module_hooks.forget_calls()

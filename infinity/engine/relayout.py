@@ -23,9 +23,9 @@ from infinity.engine.parts import Parts
 from infinity.errors import StepOrderError, UnpreparedParameterError
 from infinity.loop.phase import Phase
 from infinity.optim.facade.loose_parameters import LooseParameters
-from infinity.threads.interrupts import surely
 from infinity.units.originals import Originals
 from infinity.units.parameter import let_go
+from swapper.sync.interrupts import uninterrupted
 
 
 @dataclass
@@ -161,7 +161,8 @@ class Relayout(CheckpointCalls):
 
     def _lay_out(self, contents: _Contents) -> None:
         """Parts around the model as it is now, which hold ``contents``."""
-        surely(lambda: self._take_down(contents))
+        with uninterrupted():
+            self._take_down(contents)
         with contextlib.ExitStack() as undo:
             _, originals = self._make_parts(undo, self)
             undo.pop_all()
@@ -176,7 +177,7 @@ class Relayout(CheckpointCalls):
         self._parts.stepper.scaler.load_state(contents.loss_scale)
 
     def _take_down(self, contents: _Contents) -> None:
-        """The model is an ordinary one, over copies of its weights. May be called again."""
+        """The model is an ordinary one, over copies of its weights."""
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             rest.callback(self._guard.move_to, Phase.CLOSED)

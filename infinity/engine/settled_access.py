@@ -14,11 +14,11 @@ from torch import nn
 from infinity.distributed.collectives import Ranks
 from infinity.engine.parts import Parts
 from infinity.paging.pager import Pager
-from infinity.threads.turn import take_turns
+from infinity.threads.engine_lock import locked
 
 
 class SettledAccess:
-    """`StateAccess` in the calling thread's turn, after all that is pending.
+    """`StateAccess` under the engine lock, after all that is pending.
 
     It keeps states and main weights for the optimizer (`StateKeeper`, `MainWeightKeeper`), and gathers parameters for
     `GatheredParameters`.
@@ -49,6 +49,7 @@ class SettledAccess:
     def _pager(self) -> Pager:
         return self._parts().pager
 
+    @locked
     def flush(self) -> None:
         """See `Engine.flush`."""
         self._check()
@@ -72,26 +73,31 @@ class SettledAccess:
         """Whether a parameter can have optimizer state: it was trainable, or in a group, in `initialize`."""
         return self._parts().access.has_place(parameter)
 
+    @locked
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has optimizer state. Waits for nothing but its first update."""
         return self._parts().access.has_state(parameter)
 
+    @locked
     def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of a parameter's optimizer state, as torch keeps it."""
         self.flush()
         return self._parts().access.state(parameter)
 
+    @locked
     def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
         """Replace a parameter's optimizer state. Raises ValueError, and changes nothing, where that does not fit."""
         self.flush()
         self._parts().access.load_state(parameter, values)
         self.num_loads += 1
 
+    @locked
     def gather_main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of a parameter's fp32 main weight, on the CPU; of a frozen one, its weight as fp32."""
         self.flush()
         return self._parts().access.main_weight(parameter)
 
+    @locked
     def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
         """Replace a parameter's main weight; its model weight becomes the cast of it.
 
@@ -113,10 +119,3 @@ class SettledAccess:
         self._settle_commit()
         with self._pager.scattering(is_saving=is_saving):
             self._parts().access.scatter(gathered)
-
-
-take_turns(
-    SettledAccess,
-    reading=("flush", "has_state", "gather_state", "gather_main_weight"),
-    others=("load_state", "load_main_weight"),
-)

@@ -15,6 +15,7 @@ from infinity.errors import StepOrderError
 from infinity.loop.batches import call_with, copied, loss_of, move
 from infinity.loop.loader import OwnBatches
 from infinity.vertical.schedule import VerticalSchedule
+from swapper.sync.interrupts import uninterrupted
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """Takes what the model returned and the batch, and gives the loss."""
@@ -79,9 +80,10 @@ class TrainBatch:
                 taken.append(copied(batch) if num_micro_batches > 1 else batch)
             found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken])
             if isinstance(found, list):
-                self._note_schedule("vertical", "")
-                loop.micro_steps += num_micro_batches - 1
-                loop.step()
+                with uninterrupted():
+                    self._note_schedule("vertical", "")
+                    loop.micro_steps += num_micro_batches - 1
+                    loop.step()
                 return torch.stack([loss.float() for loss in found]).mean()
             reason = found
         taken_anew = bool(taken)

@@ -31,11 +31,11 @@ from infinity.gradients.sources import (
 )
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.telemetry.clock import StepClock
-from infinity.threads.interrupts import POLL_SECONDS
 from infinity.tiers.extent_labels import gradient_contents
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from swapper import Bell, Extent, Swapper
+from swapper.sync.interrupts import POLL_SECONDS
 
 _MOST_UNITS_ON_DEVICE = 2
 """Units whose gradients may wait in a GPU's memory for their update."""

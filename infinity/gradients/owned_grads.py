@@ -5,7 +5,6 @@ Knows units, gradients and ranks; must not know when a backward has ended.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,10 +22,10 @@ from infinity.gradients.share_updates import ShareUpdates
 from infinity.gradients.sources import FP32_BYTES, GradientBuffer
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
-from infinity.threads.interrupts import POLL_SECONDS, surely
 from infinity.units.layout import Slot
 from infinity.units.shares import Shares, clipped, runs_of
 from infinity.units.unit import Unit
+from swapper.sync.interrupts import POLL_SECONDS, uninterrupted
 from swapper.sync.lifetimes import when_gone
 
 _PATIENCE_SECONDS = 1.0
@@ -169,14 +168,13 @@ class OwnedGradients(AveragedGradients):
                 flushes_denormals=flushes_denormals(),
                 word=updates.word(grads.unit, new) if updates is not None and new == grads.present else 0,
             )
-            surely(functools.partial(self._hand_over, exchange))
+            self._hand_over(exchange)
 
     def _hand_over(self, exchange: UnitExchange) -> None:
-        if exchange not in self._under_way:
+        with uninterrupted():  # other ranks wait for it, too
             self._under_way.append(exchange)
-        if self._due and self._due[0] is exchange.grads:
             self._due.popleft()
-        self._exchange.begin(exchange)
+            self._exchange.begin(exchange)
 
     def _has_room_beside(self, grads: UnitGrads) -> bool:
         """Whether the exchange may have the unit's memory for as long as it likes."""
@@ -250,8 +248,7 @@ class OwnedGradients(AveragedGradients):
             return False
         first = self._under_way[0]
         with self._clock.waiting("ranks"):
-            while not first.done.wait(POLL_SECONDS):
-                pass  # looking up now and then, so that a KeyboardInterrupt gets through
+            first.done.wait()
         if self._under_way and self._under_way[0] is first:
             self._take_back(self._under_way.popleft())
         return True
@@ -361,7 +358,7 @@ class OwnedGradients(AveragedGradients):
             exchange = UnitExchange(
                 self._what(), grads, None, nothing, nothing, is_unscaled=False, unscaling=1.0, flushes_denormals=False
             )
-            surely(functools.partial(self._hand_over, exchange))
+            self._hand_over(exchange)
         self._finish()
         self._step = self._updates = None
 

@@ -45,7 +45,7 @@ GRAD_MOVES: Mapping[str, Mapping[GradState, GradState]] = {
 
 @dataclass(slots=True, eq=False)
 class UnitGrads:
-    """What is known of one unit's main gradients. The thread that has the turn touches it, and no other."""
+    """What is known of one unit's main gradients. Touched under the engine lock only."""
 
     unit: Unit
     """Whose, for good."""

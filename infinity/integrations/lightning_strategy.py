@@ -78,7 +78,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
     weights go back into the module, if they take half of the free memory at most: else save them before.
 
     With several devices there is a process for each, which a launcher has started (torchrun, Slurm), or Lightning does.
-    Loaders are sharded and seeds set as by ``DDPStrategy``; the engine averages gradients, and clips.
+    Loaders are sharded and seeds set as by ``DDPStrategy``; the engine averages gradients, and clips. What Lightning does at
+    Slurm's signal (save, and requeue the job) it does before the next batch.
 
     Attributes:
         engine: None outside.
@@ -120,6 +121,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         self._agreed: InfinityConfig | None = None
         self._has_trained = False
         self._has_loaded = False
+        self._signals: list[int] = []
+        """Those that came, and which Lightning has not handled."""
         self._left_out: dict[str, Any] = {}
         """Stands for the weights in what Lightning wants to have saved."""
 
@@ -150,7 +153,23 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
                 f"Trainer(devices=..., num_nodes=...) counts {counted} process(es), and {num_processes()} train together, so "
                 "each would get the same data. Set devices to the processes of a machine"
             )
+        self._hold_handlers_back()
         super().setup_environment()
+
+    def _hold_handlers_back(self) -> None:
+        """Lightning's handler for Slurm's signal, which saves, runs between batches: a signal comes in the midst of a step."""
+        connector = self.lightning_module.trainer._signal_connector
+        vars(connector)["_slurm_sigusr_handler_fn"] = self._note_signal
+
+    def _note_signal(self, number: int, frame: Any) -> None:
+        self._signals.append(number)
+        if self.engine is None:
+            self._handle_signals()
+
+    def _handle_signals(self) -> None:
+        connector = self.lightning_module.trainer._signal_connector
+        while self._signals:
+            type(connector)._slurm_sigusr_handler_fn(connector, self._signals.pop(0), None)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -307,6 +326,16 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         super().on_train_start()
         if self.engine is not None and has_gone_on(self.engine) and not self._has_loaded:
             refuse_to_begin(self.engine, "trainer.fit()", loading="Pass ckpt_path=")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """As Lightning's."""
+        self._handle_signals()
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        """As Lightning's."""
+        self._handle_signals()
+        super().on_train_end()
 
     def teardown(self) -> None:
         """As Lightning's; before, the trained weights go back into the module."""

@@ -18,9 +18,9 @@ from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
-from infinity.threads.interrupts import refuse_in_between
-from infinity.threads.turn import in_backward
+from infinity.threads.engine_lock import refuse_in_between
 from infinity.torch_internals.modes import is_compiling
+from infinity.torch_internals.names import in_backward
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper

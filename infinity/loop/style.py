@@ -25,7 +25,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from infinity.threads.turn import is_native
+from infinity.torch_internals.names import is_autograds_thread
 
 Key = TypeVar("Key")
 
@@ -75,7 +75,7 @@ class LoopStyle:
         """Gradients of a backward of the user's own, as they are to be added to those of the step."""
         share = float(self._num_micro_batches() if self.divides else 1)
         me = threading.get_ident()
-        if me in LoopStyle.callers or (LoopStyle.callers and is_native(me)):  # autograd's threads serve all callers
+        if me in LoopStyle.callers or (LoopStyle.callers and is_autograds_thread()):  # those serve all callers
             self._has_parts |= not self._is_whole
             share = 1 / share if self._is_whole else 1.0
         elif not self._has_parts:

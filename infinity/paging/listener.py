@@ -7,7 +7,6 @@ of autograd) is told upwards through one listener per direction, which the lower
 
 | who tells | whom | what |
 |---|---|---|
-| ``Turn`` | `TurnRules`: the pager | who may have a turn; a thread has ended; the process was forked |
 | `Pager` | `PagerListener`: ``engine.listener`` | forward, reads, uses and backward begin or end |
 | `Pager` | `Sharing`: ``vertical.shared_forward`` | units are needed in a step that micro-batches share |
 | `Residency` | `WeightWriter`: ``checkpoint.written_weights`` | weights were written to by others than the engine |
@@ -53,10 +52,6 @@ class PagerListener:
 
     def check_settled(self) -> None:
         """Weights are about to be read outside forward and backward: raises if they are between two steps."""
-
-    def has_whole_weights(self) -> bool:
-        """Whether they are not."""
-        return True
 
     def begin_call(self) -> None:
         """The model itself is about to be called, and none of its modules is inside its forward."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from infinity.errors import EngineBusyError, ModelError, UnsupportedModelError
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
-from infinity.threads.interrupts import refuse_in_between
+from infinity.threads.engine_lock import refuse_in_between
 from infinity.torch_internals.modes import outside_modes, untraced
 from infinity.torch_internals.names import is_tracing
 from infinity.units.conversions import convert_as_before, convert_in_place
@@ -96,9 +96,8 @@ class _HooksOfModule:
             self._pager.end_forward()
 
     def forget(self) -> None:
-        """Calls that an exception cut off are over. Those of guests are not: they end by themselves."""
-        for thread in [thread for thread in list(self._entered) if not self._pager.turn.has_guest(thread)]:
-            self._entered.pop(thread, None)
+        """Calls that an exception cut off are over."""
+        self._entered.clear()
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -260,7 +259,7 @@ class ModuleHooks:
                 before = _BoundHook(load.before, comes_before=True)
                 self._handles.append(module.register_load_state_dict_pre_hook(before))
                 self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load.after)))
-        before = _BoundHook(lambda *_: pager.begin_state_dict(), comes_before=True)  # it is made in one turn
+        before = _BoundHook(lambda *_: pager.begin_state_dict(), comes_before=True)
         self._handles.append(self.model.register_state_dict_pre_hook(before))
         self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(lambda *_: pager.end_state_dict())))
         if self._places_of_blocks and self._places_of_blocks[0][0]:
@@ -297,8 +296,7 @@ class ModuleHooks:
     def follow_compilation(self) -> None:
         """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere.
 
-        Only while none of its modules is inside its forward, in whatever thread: such a call would not find the hook that
-        ends it.
+        Only while none of its modules is inside its forward: such a call would not find the hook that ends it.
         """
         if self._compiled != self._compilation():
             for handle in self._call_handles:

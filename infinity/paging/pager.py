@@ -24,9 +24,9 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
 
 from infinity.distributed.dtensors import is_dtensor, local_part
+from infinity.errors import EngineBusyError
 from infinity.paging.listener import Activations, PagerListener, SavedElsewhere, Sharing
 from infinity.paging.residency import Residency
 from infinity.paging.saved_tensors import (
@@ -38,41 +38,38 @@ from infinity.paging.saved_tensors import (
     cover_from_now_on,
     cover_no_more,
 )
-from infinity.threads.interrupts import refuse_in_between
-from infinity.threads.turn import Turn, in_backward
+from infinity.threads.engine_lock import EngineLock, refuse_in_between
 from infinity.tiers.user_copies import UserCopies
 from infinity.torch_internals.modes import has_memory, outside_modes, untraced
-from infinity.torch_internals.names import call_after_backward
+from infinity.torch_internals.names import call_after_backward, in_backward
 from infinity.units.layout import Slot
 from infinity.units.parameter import PagedParameter
 from infinity.units.unit import Unit
 
-_CALL = nn.Module._call_impl.__code__
-
 
 class Pager:
-    """What a model in its phases asks of a `Residency`: page faults and saved tensors. The `TurnRules` of its turn."""
+    """What a model in its phases asks of a `Residency`: page faults and saved tensors."""
 
     def __init__(
         self,
-        residency: Callable[[Turn], Residency],
+        residency: Residency,
         copies: UserCopies | None = None,
         listener: Callable[[], PagerListener] = PagerListener,
         activations: Activations | None = None,
     ) -> None:
         """
         Args:
-            residency: makes what decides which units are in memory, for threads that have the turn.
+            residency: decides which units are in memory.
             copies: makes what ``state_dict`` gives.
             listener: gives who is told what happens.
             activations: takes what autograd saves besides weights; None leaves it in memory.
         """
-        self.turn = Turn(self)
-        """Taken by any thread that uses the model or its weights; what has no other word is touched in a turn only."""
-        self.residency = residency(self.turn)
+        self.lock = EngineLock()
+        """Held by any call that uses the model or its weights; what has no other word is touched under it only."""
+        self.residency = residency
         self.clock = self.residency.clock
         self._depth = 0
-        """How many forwards of modules are inside each other, of the thread that has the turn."""
+        """How many forwards of modules are inside each other."""
         self.saving = SavingHooks(self.pack, self.unpack, self.token_for)
         """The hooks that turn what autograd saves into tokens."""
         self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.token_for)
@@ -87,14 +84,14 @@ class Pager:
         """Whether a backward runs of which `note_backward` knows: until it ends, or a forward begins after it was cut off."""
         self._saves_in_backward = False
         """Whether the hooks for saving are up because the backward that runs makes a graph."""
-        self._has_turn_of_backward = False
-        """Whether `note_backward` has begun a turn that has not ended."""
-        self._num_turns_of_forward = 0
-        """How many of its thread's turns a forward has begun."""
+        self._is_locked_by_backward = False
+        """Whether `note_backward` holds the lock."""
+        self._num_locks_of_forward = 0
+        """How often forwards hold it: one that begins in a recomputation does as well."""
         self.num_gathered = 0
         """How many blocks hold weights gathered."""
-        self._state_dict_by: int | None = None
-        """The thread that collects a state dict."""
+        self._handovers_at_state_dict = 0
+        """`EngineLock.num_handovers` when the last state dict was begun."""
         self._sharing: Sharing | None = None
         """How micro-batches share the present step: from `share` until `end_sharing`."""
 
@@ -124,68 +121,60 @@ class Pager:
 
         Where micro-batches share it, one's call of the model does not cut off another's: it is none of theirs.
         """
-        return self._depth > 0 and not in_backward() and self.turn.is_mine and self._sharing is None
+        return self._depth > 0 and not in_backward() and self.lock.is_mine and self._sharing is None
 
     @property
     def is_training_forward(self) -> bool:
         """Whether the model is inside a forward that will have a backward (and not inside a recomputation)."""
         residency = self.residency
-        if self._depth == 0 or residency.trace is not residency.training_trace or in_backward():
-            return False
-        return not self.turn.is_guest or torch.is_grad_enabled()
+        return self._depth > 0 and residency.trace is residency.training_trace and not in_backward()
 
     def begin_outside_read(self) -> None:
         """Weights are about to be read outside forward and backward: raises if that cannot be."""
+        if self.lock.is_nested:
+            refuse_in_between("reading weights")
         self._listener().check_usable()
         self._listener().check_settled()
 
     def begin_state_dict(self) -> None:
         """``state_dict()`` of the model collects from now on, until `end_state_dict`: weights of one and the same step."""
-        if self._state_dict_by != get_ident():  # else one before was cut off
-            self.turn.begin("state_dict()", reads=True, inside=nn.Module.state_dict.__code__)
-            self._state_dict_by = get_ident()
+        with self.lock.held("state_dict()"):  # not until its end, which an exception would keep it from
+            self._handovers_at_state_dict = self.lock.num_handovers
 
     def end_state_dict(self) -> None:
-        """The counterpart of `begin_state_dict`."""
-        if self._state_dict_by == get_ident():
-            self._state_dict_by = None
-            self.turn.end()
-
-    def admits_guests(self) -> bool:
-        return (self._depth > 0 or self.num_gathered > 0) and not self.residency.lacks_room
-
-    def has_whole_weights(self) -> bool:
-        return self._listener().has_whole_weights()
-
-    def is_waiting(self) -> bool:
-        return bool(self.clock.waiting_for)
+        """The counterpart of `begin_state_dict`: raises if another thread has used the engine since, and may have made a step."""
+        with self.lock.held("state_dict()"):
+            if self.lock.num_handovers != self._handovers_at_state_dict:
+                raise EngineBusyError(
+                    "state_dict()",
+                    "another thread has used the engine since it began, so its weights may be of two steps",
+                    cure="Call it where no other thread uses the engine meanwhile",
+                )
 
     def begin_forward(self, *, is_root: bool = True) -> None:
         """A module of the model begins its forward; the outermost one begins a forward phase.
 
         Args:
-            is_root: it is the model itself, whose forward one thread at a time runs. Those of others may be part of one.
+            is_root: it is the model itself.
         """
-        if self._depth == 0 or not self.turn.is_mine:
-            is_reading = not in_backward()
-            if self.turn.begin("forward", reads=is_reading, joins=not is_root, inside=_CALL):
-                if self.turn.is_guest_newly:
-                    self.saving.push()
-                return
-            self._num_turns_of_forward += 1
+        if self._depth == 0:
+            if self.lock.owner == get_ident() and (is_root or not in_backward()):
+                refuse_in_between("a forward")
+            self.lock.acquire("forward")
+            self._num_locks_of_forward += 1
+        elif self.lock.owner != get_ident():
+            self.lock.check("forward")
         try:
             self._begin_own_forward(is_root=is_root)
         except BaseException:
             if self._depth == 0:
-                self._end_turn_of_forward()
+                self._unlock_forward()
             raise
 
     def _begin_own_forward(self, *, is_root: bool) -> None:
         if self._depth == 0 and is_root:
             self._listener().begin_call()
         if self._depth == 0 and not in_backward():
-            if self._state_dict_by is not None:
-                self.end_state_dict()
             self._close_backward()
             self._listener().check_usable()
             self._listener().begin_forward()
@@ -201,17 +190,12 @@ class Pager:
 
     def end_forward(self) -> None:
         """The counterpart of `begin_forward`, also after an exception."""
-        if self.turn.is_guest:
-            if self.turn.is_guest_newly:
-                self.saving.pop()
-            self.turn.end()
-            return
         self._depth -= 1
         if self._depth == 0:
             try:
                 self._end_own_forward()
             finally:
-                self._end_turn_of_forward()
+                self._unlock_forward()
 
     def _end_own_forward(self) -> None:
         self.saving.pop()
@@ -222,21 +206,23 @@ class Pager:
         if self.residency.trace is self.residency.eval_trace:
             self.residency.trace.commit()
 
-    def _end_turn_of_forward(self) -> None:
-        if self._num_turns_of_forward:
-            self._num_turns_of_forward -= 1
-            self.turn.end()
+    def _unlock_forward(self) -> None:
+        if self._num_locks_of_forward:
+            self._num_locks_of_forward -= 1
+            self.lock.release()
 
     def note_backward(self) -> None:
         """Something happens inside backward: if it is the first thing, the listener will be told when it ends.
 
         The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
         """
-        if not self._open_backward or not self.turn.is_mine:
-            self.turn.begin("backward", reads=False)
-            self._has_turn_of_backward = True
+        if not self._open_backward:
+            self.lock.acquire("backward")
+            self._is_locked_by_backward = True
             self._open_backward = True
             call_after_backward(self._backward_ended)
+        elif self.lock.owner != get_ident():
+            self.lock.check("backward")
         self.residency.training_trace.begin_backward()
         self.clock.begin_compute("backward")
 
@@ -254,9 +240,9 @@ class Pager:
     def _close_backward(self) -> None:
         """No backward goes on that `note_backward` has noticed, whether it has ended or was cut off."""
         self._open_backward = False
-        if self._has_turn_of_backward:
-            self._has_turn_of_backward = False
-            self.turn.end()
+        if self._is_locked_by_backward:
+            self._is_locked_by_backward = False
+            self.lock.release()
 
     def end_backward(self, *, is_complete: bool, fetches: bool) -> None:
         """Backward has ended.
@@ -276,7 +262,6 @@ class Pager:
 
     def abandon_forward(self) -> None:
         """Forget modules that an exception left open, so that the next forward begins afresh."""
-        self.turn.be_alone()
         if self._sharing is not None:
             for unit in self.residency.units:
                 unit.forget_uses()
@@ -290,19 +275,14 @@ class Pager:
             unit.forget_uses(keeps_gathered=True)
         self.residency.close_unused()
         self._close_backward()
-        while self._num_turns_of_forward:
-            self._end_turn_of_forward()
+        while self._num_locks_of_forward:
+            self._unlock_forward()
 
-    def lose_thread(self) -> None:
-        self._has_turn_of_backward = False
-        self._num_turns_of_forward = self.num_gathered = 0
-        self.residency.lose_thread()
-        self._state_dict_by = None
-        self.abandon_forward()
-        self._listener().lose_thread()
-
-    def leave_to_parent(self) -> None:
-        self.residency.leave_to_parent()
+    def break_off(self) -> None:
+        """The call of another thread that holds the lock was cut off: it does not any more."""
+        self._num_locks_of_forward = self.num_gathered = 0
+        self._is_locked_by_backward = False
+        self.lock.break_off()
 
     # --------------------------------------------------------------------------------------------------- shared forwards
 
@@ -335,9 +315,13 @@ class Pager:
         """A module that uses ``unit`` begins: open until the matching `leave`."""
         if self._sharing is None or not self._sharing.defers(unit):
             with self.residency.lock:
-                self.touch(unit)
                 unit.begin_use()
-                unit.bind()
+                try:
+                    self.touch(unit)
+                    unit.bind()
+                except BaseException:
+                    unit.end_use()
+                    raise
 
     def leave(self, unit: Unit) -> None:
         """The counterpart of `enter`."""
@@ -347,7 +331,7 @@ class Pager:
             unit.end_use()
             if unit.num_active == 0 and not are_forbidden():
                 self.residency.close_unused([unit])
-                if self.is_computing and not self.turn.is_guest:
+                if self.is_computing:
                     self.residency.pump()
 
     @contextmanager
@@ -368,32 +352,25 @@ class Pager:
                 self.end_forward()
 
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
-        """``unit`` is needed now: it is resident when this returns, and what the trace says comes next is on its way."""
+        """``unit`` is needed now: it is resident when this returns, and what the trace says comes next is on its way.
+
+        Under the residency's lock. The unit is in use already, whatever the trace says: else it might make room for the next.
+        """
         residency = self.residency
-        if self.turn.is_guest:
-            residency.make_resident(unit)
-            return
-        if not residency.trace.is_at(unit.index):
-            refuse_in_between(f"using weights of {unit.name}")
         is_backward = self._sharing is not None and self._sharing.note_touch(unit)
         if in_backward():
             self.note_backward()
             is_backward = True
         if is_backward:
             self._listener().note_backward_use(unit, is_saved=is_saved)
-        with residency.lock:
-            unit.begin_use()  # whatever the trace says, it is needed now
-            try:
-                moved = residency.trace.touch(unit.index)
-                if moved:
-                    self.clock.pause_compute()
-                residency.make_resident(unit)
-                if moved:
-                    residency.pump()
-                    self.pause()
-                    self.clock.resume_compute(unit.name)
-            finally:
-                unit.end_use()
+        moved = residency.trace.touch(unit.index)
+        if moved:
+            self.clock.pause_compute()
+        residency.make_resident(unit)
+        if moved:
+            residency.pump()
+            self.pause()
+            self.clock.resume_compute(unit.name)
 
     def pause(self) -> None:
         """Between two pieces of a step."""
@@ -461,12 +438,15 @@ class Pager:
             elsewhere: SavedElsewhere = saved
             return elsewhere.load()
         saved.check()
-        if in_backward() and not self.turn.is_guest:
-            self.note_backward()  # may wait for its turn, before the lock
+        unit = saved.unit
         with self.residency.lock:
-            self.touch(saved.unit, is_saved=True)
-            self._save_in_backward()
-            return saved.view()
+            unit.begin_use()
+            try:
+                self.touch(unit, is_saved=True)
+                self._save_in_backward()
+                return saved.view()
+            finally:
+                unit.end_use()
 
     def _save_in_backward(self) -> None:
         """Where backward makes a graph of its own (``create_graph=True``), that holds no weights, either."""
@@ -491,12 +471,11 @@ class Pager:
     @contextmanager
     def gathering(self) -> Iterator[None]:
         """Weights are gathered inside the ``with`` block, and stay so until `scattering`."""
-        self.turn.begin("gathering parameters", reads=True)
+        self.lock.acquire("gathering parameters")
         try:
-            self.turn.be_alone()
             yield
         except BaseException:
-            self.turn.end()
+            self.lock.release()
             raise
         self.num_gathered += 1
 
@@ -516,18 +495,19 @@ class Pager:
             yield
         finally:
             self.num_gathered = max(self.num_gathered - 1, 0)
-            self.turn.end()
+            self.lock.release()
 
     @outside_modes
     def _hold(self, units: Sequence[Unit], entered: list[Unit]) -> None:
         with self.residency.lock:
+            self.residency.check_unchanging()
             for unit in units:
+                unit.begin_use()
+                entered.append(unit)
                 if self.is_computing:
                     self.touch(unit)
                 else:
                     self.residency.make_resident(unit)
-                unit.begin_use()
-                entered.append(unit)
             for unit in entered:
                 unit.bind()
 

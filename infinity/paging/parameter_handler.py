@@ -18,8 +18,8 @@ from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_operations import ParameterOperations
 from infinity.paging.saved_tensors import keep_saved
-from infinity.threads.turn import in_backward, trusts
-from infinity.torch_internals.names import lazy_bits
+from infinity.threads.engine_lock import is_inside
+from infinity.torch_internals.names import in_backward, lazy_bits
 from infinity.units.layout import Slot
 from infinity.units.parameter import (
     HeldTensor,
@@ -101,7 +101,7 @@ class ParameterHandler:
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, slot = self._module_hooks.locate(parameter)
         view = unit.hand_out(slot)
-        if not unit.is_bound or not trusts():
+        if not unit.is_bound or not is_inside():
             return make_view(view, self._whole(unit, slot))
         self._pager.residency.remember(unit, slot)
         return view
@@ -168,7 +168,7 @@ class ParameterHandler:
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, slot = self._module_hooks.locate(parameter)
-        with self._pager.turn.taken(f"a copy of '{slot.spec.fqn}'", reads=True):
+        with self._pager.lock.held(f"a copy of '{slot.spec.fqn}'"):
             self._pager.begin_outside_read()
             return self._pager.copy_of(unit, slot)
 
@@ -176,7 +176,7 @@ class ParameterHandler:
         gradients = self._gradients()
         if gradients is None:
             return plain_grad(parameter)
-        with contextlib.nullcontext() if in_backward() else self._pager.turn.taken("reading a gradient"):
+        with contextlib.nullcontext() if in_backward() else self._pager.lock.held("reading a gradient"):
             return gradients.get(parameter)
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
@@ -184,7 +184,7 @@ class ParameterHandler:
         if gradients is None:
             set_plain_grad(parameter, gradient)
             return
-        with contextlib.nullcontext() if in_backward() else self._pager.turn.taken("setting a gradient"):
+        with contextlib.nullcontext() if in_backward() else self._pager.lock.held("setting a gradient"):
             gradients.set(parameter, gradient)
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:

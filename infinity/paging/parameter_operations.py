@@ -1,4 +1,4 @@
-"""Operations on parameters that are paged out, on views of them, and on those that another thread computes with.
+"""Operations on parameters that are paged out, and on views of them.
 
 Knows what an operation does to its arguments; must not know why a unit comes or goes.
 """
@@ -14,9 +14,9 @@ import torch
 from infinity.errors import ParameterNotResidentError
 from infinity.paging.pager import Pager
 from infinity.paging.saved_tensors import are_forbidden
-from infinity.threads.turn import in_backward, trusts
+from infinity.threads.engine_lock import is_inside
 from infinity.torch_internals.modes import has_memory, outside_modes
-from infinity.torch_internals.names import with_lazy_bits
+from infinity.torch_internals.names import in_backward, with_lazy_bits
 from infinity.torch_internals.operations import (
     AS_ARRAY,
     EXPOSING,
@@ -41,7 +41,7 @@ _Outlasting = Callable[[Unit, Slot, torch.Tensor], torch.Tensor]
 
 
 class ParameterOperations:
-    """Runs them while the units are open, each in its thread's turn."""
+    """Runs them while the units are open, each under the engine lock."""
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
@@ -76,14 +76,14 @@ class ParameterOperations:
         fqn = places[id(tensors[0])][1].spec.fqn
         if function in REBINDING:
             raise ParameterNotResidentError(fqn, operation=name)
-        if in_backward() and not pager.turn.is_guest:
+        if in_backward():
             pager.note_backward()
-        is_guest = pager.turn.begin(f"{name} of '{fqn}'", reads=not in_backward(), joins=True)
+        pager.lock.acquire(f"{name} of '{fqn}'")
         try:
-            with contextlib.nullcontext() if trusts() else pager.turn.lent():
+            with contextlib.nullcontext() if is_inside() else pager.lock.joined():  # else autograd's thread
                 if name in EXPOSING and not all(unit.num_active for unit in units):
                     raise ParameterNotResidentError(fqn, operation=name, cure=_CURES.get(name))
-                if not is_guest and not pager.is_computing:
+                if not pager.is_computing:
                     if name == "detach" and not isinstance(tensors[0], PagedView):
                         place = places[id(tensors[0])]
                         collected = pager.copies.collected(tensors[0], fqn, lambda: pager.copy_for_user(*place))
@@ -95,7 +95,7 @@ class ParameterOperations:
                     for unit, slot in (places[id(tensor)] for tensor in tensors if not isinstance(tensor, PagedView)):
                         pager.note_use(unit, [slot])
                 try:
-                    with pager.held(units), self._saving(is_guest=is_guest):
+                    with pager.held(units), self._saving():
                         result = self._run(function, args, kwargs, tensors, places)
                         if name in ("to", "empty_like") and isinstance(result, torch.Tensor) and result.is_meta:
                             # ``module.to("meta")`` would replace the parameter by one without values.
@@ -105,13 +105,11 @@ class ParameterOperations:
                 finally:
                     self._end(units)
         finally:
-            pager.turn.end()
+            pager.lock.release()
 
-    def _saving(self, *, is_guest: bool) -> contextlib.AbstractContextManager[Any]:
+    def _saving(self) -> contextlib.AbstractContextManager[Any]:
         """The hooks for saving, unless they are up."""
         pager = self._pager
-        if is_guest:
-            return pager.saving if pager.turn.is_guest_newly else contextlib.nullcontext()
         if not pager.is_computing:
             return pager.saving
         return contextlib.nullcontext() if pager.is_inside_modules else pager.saving.in_recomputation()

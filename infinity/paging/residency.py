@@ -1,7 +1,7 @@
 """Which units are in memory: what comes next is fetched early, what is furthest away makes room.
 
-Knows units, flat buffers and the trace; must not know modules, autograd, gradients or files. Nearly always one thread at a
-time comes here (see [Note: turns] in ``infinity.threads.turn``); guests of a turn come beside it, and a lock keeps them apart.
+Knows units, flat buffers and the trace; must not know modules, autograd, gradients or files. One call at a time comes here (see
+[Note: engine lock] in ``infinity.threads.engine_lock``); a lock keeps its threads apart, which in backward may be two.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from infinity.errors import BudgetTooSmallError, EngineBusyError, UnsupportedMod
 from infinity.paging.listener import WeightWriter
 from infinity.paging.trace import Trace, wanted
 from infinity.telemetry.clock import StepClock
-from infinity.threads.interrupts import refuse_in_between
-from infinity.threads.turn import Turn
+from infinity.threads.engine_lock import refuse_in_between
 from infinity.torch_internals.foreign_writes import plain_storage
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, Unit
 from swapper import ReentryError
+from swapper.sync.lifetimes import Roll
 
 if TYPE_CHECKING:
     from infinity.device.compute import FlatBuffer
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS = 1.0
 _HANG_SECONDS = 0.02
-_PATIENCE_BESIDE_OTHERS_SECONDS = 10.0
-"""Where other threads use units, too, which they may have done with in a moment."""
 
 
 class WeightSource(Protocol):
@@ -63,7 +61,6 @@ class Residency:
 
     def __init__(
         self,
-        turn: Turn,
         units: Sequence[Unit],
         pool: FlatPool,
         source: WeightSource | None,
@@ -77,7 +74,6 @@ class Residency:
     ) -> None:
         """
         Args:
-            turn: that of the thread that comes here.
             units: all units, by index.
             pool: memory for flat buffers, those of units that stay resident included.
             source: where weights come from; None if all units stay resident.
@@ -91,17 +87,10 @@ class Residency:
         self.units = list(units)
         self.pool = pool
         self.clock = clock
-        self.turn = turn
-        """Taken by any thread that uses the model or its weights; what has no other word is touched in a turn only."""
         self.lock = threading.RLock()
-        """Held while units are moved, bound or unbound, also by guests of a turn; never while a turn is waited for."""
+        """Held while units are moved, bound or unbound."""
         self._is_changing = False
-        """Whether a unit may be half way between two states, where a signal handler cannot go on. Under the lock, but it stays
-        while `_room` is waited for, and may after an interrupt: where it is set for nothing, that costs a look at the stack.
-        """
-        self._room = threading.Condition(self.lock)
-        self.lacks_room = False
-        """Whether who has the turn waits for room. Guests look at it."""
+        """Whether a unit may be half way between two states, where a signal handler cannot go on. Under the lock."""
         self.training_trace = Trace(guess)
         self.eval_trace = Trace(sorted(set(guess)))
         self.trace = self.training_trace
@@ -124,6 +113,7 @@ class Residency:
         self._staying = frozenset(unit.index for unit in self.units if unit.stays_resident)
         self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
         """Of the pool, what the units that come and go share."""
+        _residencies.add(self)
 
     def begin_trace(self, *, is_training: bool) -> None:
         """A forward begins, whose units are recorded. What the last one needed is the forecast."""
@@ -132,32 +122,30 @@ class Residency:
         self.trace = self.training_trace if is_training else self.eval_trace
         self.trace.begin()
 
-    def lose_thread(self) -> None:
-        """The thread that had the turn has ended: it waits for nothing any more."""
-        self.lacks_room = False
-
     def leave_to_parent(self) -> None:
         """This is a forked child, where memory of the parent's must not be touched, and no other thread holds the lock."""
         self.lock = threading.RLock()
-        self._room = threading.Condition(self.lock)
         for unit in self.units:
             unit.unbind()
 
     def make_resident(self, unit: Unit) -> None:
-        """Return when the unit's weights are in its flat buffer, and no update of it is pending."""
-        with self.lock:
-            # A signal handler that comes while something is waited for uses units, too, and may take this one's buffer.
-            while unit.flat is None or unit.arrival is not None or unit.update is not None:
-                if self._is_changing:
-                    refuse_in_between(f"using weights of {unit.name}")
-                with self._change():
-                    if unit.flat is None and not self._attach(unit, is_demand=True):
-                        self.await_update(unit)
-                        flat = self._allocate_now(unit)
-                        if flat is not None:
-                            self._begin_fetch(unit, flat, is_demand=True)
-                self._take_arrival(unit)
-                self.await_update(unit)
+        """Return when the unit's weights are in its flat buffer, and no update of it is pending. Under the lock."""
+        # A signal handler that comes while something is waited for uses units, too, and may take this one's buffer.
+        while unit.flat is None or unit.arrival is not None or unit.update is not None:
+            self.check_unchanging()
+            with self._change():
+                if unit.flat is None and not self._attach(unit, is_demand=True):
+                    self.await_update(unit)
+                    flat = self._allocate_now(unit)
+                    if flat is not None:
+                        self._begin_fetch(unit, flat, is_demand=True)
+            self._take_arrival(unit)
+            self.await_update(unit)
+
+    def check_unchanging(self) -> None:
+        """Raise `EngineBusyError` in a signal handler that came into a change of a unit."""
+        if self._is_changing:
+            refuse_in_between("using weights")
 
     def write_by(self, writer: WeightWriter | None) -> None:
         """``writer`` stores what is written into weights from now on; None: the usual one."""
@@ -168,7 +156,6 @@ class Residency:
 
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
-        self.turn.be_alone()
         if not unit.gathered:
             unit.unbind()
         self.await_update(unit)
@@ -347,6 +334,7 @@ class Residency:
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
+        self.check_unchanging()
         with self.lock, self._change():
             targets = self.wanted()
             for unit in (self.units[index] for index in targets):
@@ -381,7 +369,7 @@ class Residency:
             self.evict(victim)
 
     def _allocate_now(self, unit: Unit) -> FlatBuffer | None:
-        """A buffer for a unit that is needed now; None if another thread has got one for it meanwhile.
+        """A buffer for a unit that is needed now; None if a signal handler has got one for it meanwhile.
 
         A view of another unit may live an instant longer than its reader: in an I/O thread that has just told of its
         success, or in a cycle that only the garbage collector sees. So there is a little patience before the error; and
@@ -393,29 +381,19 @@ class Residency:
         flat = self._allocate(unit, is_demand=True)
         began = time.monotonic()
         has_collected = False
-        try:
-            while flat is None:
-                # Beside others it is they that hold the memory, nearly always, and the collector takes its time.
-                if not has_collected and (not self.turn.has_guests or time.monotonic() > began + _PATIENCE_SECONDS / 2):
-                    has_collected = True
-                    gc.collect()
-                    flat = self._allocate(unit, is_demand=True)
-                    continue
-                # Others who come beside a turn wait until there is room for the one whose turn it is.
-                self.lacks_room |= not self.turn.is_guest
-                patience = _PATIENCE_BESIDE_OTHERS_SECONDS if self.turn.has_guests else _PATIENCE_SECONDS
+        while flat is None:
+            if has_collected:
                 waited_seconds = time.monotonic() - began
                 is_soon = waited_seconds > _HANG_SECONDS and self.pool.awaits_requests()
-                if waited_seconds > patience and not is_soon:
+                if waited_seconds > _PATIENCE_SECONDS and not is_soon:
                     raise self._no_room(unit)
-                self._room.wait(0.001)  # without the lock: who has done with a unit may come
-                if unit.flat is not None:
-                    return None
-                flat = self._allocate(unit, is_demand=True)
-        finally:
-            if self.lacks_room and not self.turn.is_guest:
-                self.lacks_room = False
-                self.turn.look_again()
+                time.sleep(0.001)
+            else:
+                has_collected = True
+                gc.collect()
+            if unit.flat is not None:
+                return None
+            flat = self._allocate(unit, is_demand=True)
         return flat
 
     def _victim(self, wanting: Unit, *, is_demand: bool, keep: Collection[int]) -> Unit | None:
@@ -423,12 +401,9 @@ class Residency:
         rank = {index: place for place, index in enumerate(self.trace.upcoming())}
         best: Unit | None = None
         best_key = (-1, -1)
-        is_guest = self.turn.is_guest
         for unit in self.units:
             if unit.flat is None or unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
                 continue
-            if unit.is_bound and is_guest:
-                continue  # the one whose turn it is may compute with it
             self._collect(unit)
             is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
             if is_busy and not is_demand:
@@ -533,6 +508,9 @@ class Residency:
     def fills(self) -> bool:
         """Whether an update may wait until its unit is wanted, to leave the new weights in the unit's buffer."""
         return self._source is not None and self._prefetches
+
+
+_residencies: Roll[Residency] = Roll(in_child=Residency.leave_to_parent)
 
 
 def _moving_bytes_of(units: Iterable[Unit]) -> int:

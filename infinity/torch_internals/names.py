@@ -7,6 +7,7 @@ midst of a training.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,18 @@ def unrecorded() -> Any:
 def has_transforms() -> bool:
     """Whether a transform of torch.func runs in this thread: tensors are then wrapped, and have no memory of their own."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside autograd's backward."""
+    return backward_number() != -1
+
+
+def is_autograds_thread() -> bool:
+    """Whether the calling thread is one of autograd's own: Python has made none of them, and knows them by no name."""
+    me = threading.get_ident()
+    thread = next((thread for thread in threading.enumerate() if thread.ident == me), None)
+    return thread is None or isinstance(thread, threading._DummyThread)
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.distributed.process_groups import num_processes
 from infinity.errors import ParameterNotResidentError, UnsupportedModelError
-from infinity.threads.turn import guard, trusts
+from infinity.threads.engine_lock import guard, is_inside
 from infinity.torch_internals.absent import absent
 from infinity.torch_internals.modes import outside_modes, untraced
 from infinity.torch_internals.names import as_plain, unrecorded
@@ -224,7 +224,7 @@ class ResidentParameter(_HeldParameter, metaclass=_Guarded):
     """A parameter whose values are in its unit's open flat buffer."""
 
     __torch_function__ = _guard
-    """None for threads that take part: see [Note: turns] in ``infinity.threads.turn``."""
+    """None for the thread whose call is inside: to others the weight is paged out, and the engine is busy."""
 
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
@@ -356,7 +356,7 @@ def _operate(
     if func in METADATA:
         with as_plain():
             return func(*args, **kwargs)
-    kinds = (PagedParameter if trusts() else _HeldParameter, PagedView)
+    kinds = (PagedParameter if is_inside() else _HeldParameter, PagedView)
     tensors: list[Any] = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, kinds)]
     if not tensors:
         return func(*args, **kwargs)  # another thread has opened them a moment ago

@@ -15,7 +15,6 @@ from torch import nn
 from infinity.device.drive_tensors import is_dense
 from infinity.numerics.stamp import checksum
 from infinity.state_machine import moves
-from infinity.threads.interrupts import surely
 from infinity.torch_internals.foreign_writes import plain_address
 from infinity.torch_internals.modes import outside_modes
 from infinity.torch_internals.names import as_plain, with_lazy_bits
@@ -67,8 +66,8 @@ class Unit:
     """
 
     def __init__(self, index: int, name: str, parameters: Sequence[nn.Parameter], layout: UnitLayout) -> None:
-        # Index, name, parameters and layout stay for good. All else is touched by the thread that has the turn, and under the
-        # pager's lock by its guests, unless another is named.
+        # Index, name, parameters and layout stay for good. All else is touched under the engine lock, unless another
+        # one is named.
         self.index = index
         self.name = name
         self.parameters = list(parameters)
@@ -133,8 +132,7 @@ class Unit:
 
     def note_token(self, token: object) -> None:
         """``token`` stands for a view of this unit in autograd's graph as long as it lives."""
-        # It dies in the midst of backward. A KeyboardInterrupt that is delivered in a `__del__` is lost, and with it the
-        # count: so nothing written in Python runs then.
+        # It dies in the midst of backward, often: so nothing written in Python runs then.
         self._tokens.add(weakref.ref(token, self._tokens.discard))
 
     # ------------------------------------------------------------------------------------------------- what is in memory
@@ -142,7 +140,7 @@ class Unit:
     @property
     def state(self) -> UnitState:
         """Who holds memory, as the fields tell."""
-        # There is no other record of it: an interrupt between two assignments could make them contradict each other.
+        # There is no other record of it, which could contradict them.
         if self.flat is None:
             return UnitState.PAGED_OUT if self.update is None else UnitState.UPDATING_PAGED_OUT
         if self.arrival is not None:
@@ -284,7 +282,7 @@ class Unit:
             for index, twin in self._twins.items():
                 set_plain_data(twin, self.view(base, self.layout.slots[index]))
             self.is_bound = True
-        except BaseException:  # an interrupt, say: all or none
+        except BaseException:  # all or none
             self._unbind()
             raise
 
@@ -405,7 +403,7 @@ class Unit:
         if not self.is_bound:
             return
         self.note_changes()
-        surely(self._unbind)
+        self._unbind()
         if self._stamps and (self.flat is None or not self.flat.has_views):
             self._stamps.clear()
 

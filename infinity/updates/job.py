@@ -19,7 +19,6 @@ import torch
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
 from infinity.gradients.sources import GradientSource
 from infinity.threads.denormals import flushes_denormals
-from infinity.threads.interrupts import POLL_SECONDS
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
 from swapper import Latch
@@ -182,8 +181,6 @@ class UpdateJob:
         self._on_release()
 
     def wait(self) -> None:
-        # Wake up now and then: a KeyboardInterrupt must get through.
-        while not self._finished.wait(POLL_SECONDS):
-            pass
+        self._finished.wait()
         if self._error is not None:
             raise self._error

@@ -104,7 +104,7 @@ class Stepper:
             before_updates: returns when what the step before wrote may be followed by what this one writes.
             momenta: exchanged in place of gradients by some steps; None: by none.
         """
-        # All of it is touched by the thread that has the turn, and by no other. What is a step's is gone at its end: `_forget`.
+        # All of it is touched under the engine lock only. What is a step's is gone at its end: `_forget`.
         self.units = list(units)
         self.rules = rules
         self.gradients = gradients
@@ -241,8 +241,6 @@ class Stepper:
         self._submit(unit, source, self._factor(None, scale))
 
     def _update_waiting(self, *, only_settled: bool) -> None:
-        if self._waiting:
-            self._pager.turn.be_alone()
         waiting, self._waiting = self._waiting, []
         for place, (unit, gradients) in enumerate(waiting):
             if not only_settled or (self.gradients.have_arrived(unit) and unit.settle()):
@@ -392,7 +390,6 @@ class Stepper:
 
     def _let_others_update(self, unit: Unit) -> None:
         """Of weights that ranks keep in parts nothing is fetched from here on; see [Note: changing divided weights]."""
-        self._pager.turn.be_alone()
         if not self._exchange.divides(unit):
             return
         with self._residency.lock:

@@ -32,7 +32,6 @@ from infinity.optim.piece import PieceUpdater
 from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
-from infinity.threads.interrupts import POLL_SECONDS
 from infinity.threads.openmp import release_workers, use_threads
 from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import LandedRead, WeightStore
@@ -41,6 +40,7 @@ from infinity.units.unit import Unit
 from infinity.updates.expected import ExpectedUpdates
 from infinity.updates.job import ParameterState, UpdateJob
 from swapper import Bell, Handle
+from swapper.sync.interrupts import POLL_SECONDS
 from swapper.sync.limits import start_threads
 
 _MOST_AHEAD = 32

@@ -16,7 +16,7 @@ import torch
 from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
-from infinity.threads.turn import Turn
+from infinity.threads.engine_lock import EngineLock
 from infinity.vertical.baton import Abandoned, Errand, Lane
 from infinity.vertical.call import Site, UnitCall
 from infinity.vertical.glue import Glue
@@ -59,8 +59,8 @@ class Tools:
     """Takes note of where the model's buffers are used."""
     hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
     """The pager's ``pack`` and ``unpack``."""
-    turn: Turn
-    """The training thread's, which is lent to the lanes."""
+    lock: EngineLock
+    """Held by the training thread, for which the lanes work."""
 
 
 class MicroBatch:
@@ -106,7 +106,7 @@ class MicroBatch:
         watch = self._tools.watch
         try:
             with (
-                self._tools.turn.lent(),
+                self._tools.lock.joined(),
                 ambient.entered(),
                 contextlib.nullcontext() if watch is None else watch.watching(self._place, self._note_hook),
                 torch.enable_grad(),

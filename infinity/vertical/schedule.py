@@ -14,7 +14,6 @@ from infinity.activations.refusal import LastingRefusal, Refusal
 from infinity.errors import EngineClosedError
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.planning.cost_model import Traffic
-from infinity.threads.interrupts import surely
 from infinity.vertical.baton import Abandoned, Lanes
 from infinity.vertical.interception import Interception
 from infinity.vertical.replay import ambient
@@ -23,6 +22,7 @@ from infinity.vertical.replay.effects import StepStart
 from infinity.vertical.step import Loop, Surroundings, Terms, VerticalStep
 from infinity.vertical.tied import Key as ParameterKey
 from swapper import SwapperError
+from swapper.sync.interrupts import uninterrupted
 
 _NUM_IN_MEMORY = 2
 """Tensors that a `Boundary` has in memory at least, whatever room there is."""
@@ -94,7 +94,7 @@ class VerticalSchedule:
             The losses, detached. Or, in words, why the step has to be done in the ordinary order; then everything is as
             if nothing had happened.
         """
-        with self._on.pager.turn.taken("engine.train_batch()"):
+        with self._on.pager.lock.held("engine.train_batch()"):
             terms = Terms(divisor or len(compute_losses), updates)
             if keeps_bits:
                 if not self._suitability.is_proven:
@@ -158,12 +158,10 @@ class VerticalSchedule:
         return losses
 
     def _cut_off(self, step: VerticalStep, error: BaseException) -> None:
-        def clean_up() -> None:
+        with uninterrupted():
             self._lanes.abandon()
             self._interception.restore()
             step.undo(error)
-
-        surely(clean_up)
 
     def note_ordinary(self, reason: str | None = None) -> None:
         """A step goes in the ordinary order, or a part of it; ``reason`` is logged once."""

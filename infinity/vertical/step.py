@@ -142,7 +142,7 @@ class VerticalStep:
         on = self._on
         pager = on.pager
         hooks = (pager.pack, pager.unpack)
-        tools = Tools(self.boundary, on.device, anchor, self.is_trial, self._watch, hooks, pager.turn)
+        tools = Tools(self.boundary, on.device, anchor, self.is_trial, self._watch, hooks, pager.lock)
         found = ((other, other.grad) for other in on.stepper.step_groups.not_held())
         self._others = [(other, None if gradient is None else gradient.clone()) for other, gradient in found]
         pager.share(self._shared)
@@ -374,11 +374,11 @@ class VerticalStep:
     # -------------------------------------------------------------------------------------------------------- around it
 
     def on_call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A module that lies in a block is called, by whatever thread."""
+        """A module that lies in a block is called."""
         batch = present()
         if batch is not None and not batch.is_inside:
             return batch.call(site, forward, args, kwargs)
-        if batch is None and self._runs_glue_backward and not self._on.pager.turn.is_guest:
+        if batch is None and self._runs_glue_backward:
             raise Refusal(
                 f"the model recomputes {site.name} by itself (switch its activation checkpointing off: a vertical step "
                 "recomputes blocks anyway)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 
 from swapper.config import round_up
 from swapper.errors import ArgumentError, OutOfSpaceError
@@ -18,12 +17,10 @@ class SpaceAllocator:
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        # The free ranges follow from the taken ones: each change is one step, of which an interrupt leaves no half.
         self._taken: list[tuple[int, int]] = []
-        # Their sizes and starts, in order; None while a change is made, and after one that was interrupted, or came into
-        # another one.
-        self._sizes: list[tuple[int, int]] | None = None
-        self._last_change = object()
+        """Starts and stops of the ranges that are taken, in order."""
+        self._sizes = [(capacity_bytes, 0)] if capacity_bytes else []
+        """Sizes and starts of those that are free, in order."""
 
     @property
     def free_bytes(self) -> int:
@@ -33,7 +30,7 @@ class SpaceAllocator:
     @property
     def largest_free_bytes(self) -> int:
         """The longest free range."""
-        return max((stop - start for start, stop in self._free()), default=0)
+        return self._sizes[-1][0] if self._sizes else 0
 
     def allocate(self, num_bytes: int, name: str) -> int:
         """Take ``num_bytes``, rounded up to 4096, and return their offset.
@@ -46,20 +43,13 @@ class SpaceAllocator:
         size = round_up(num_bytes)
         if size == 0:
             return 0
-        change = self._last_change = object()
-        sizes, self._sizes = self._sizes, None
-        if sizes is None:
-            sizes = sorted((stop - start, start) for start, stop in self._free())
-        index = bisect_left(sizes, (size, 0))
-        if index == len(sizes):
-            self._sizes = sizes
+        index = bisect_left(self._sizes, (size, 0))
+        if index == len(self._sizes):
             raise OutOfSpaceError(name, size, self.free_bytes, self.largest_free_bytes)
-        found, offset = sizes.pop(index)
+        found, offset = self._sizes.pop(index)
         insort(self._taken, (offset, offset + size))
         if found > size:
-            insort(sizes, (found - size, offset + size))
-        if self._last_change is change:
-            self._sizes = sizes
+            insort(self._sizes, (found - size, offset + size))
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
@@ -67,24 +57,10 @@ class SpaceAllocator:
         size = round_up(num_bytes)
         index = bisect_left(self._taken, (offset, offset + size))
         if size and index < len(self._taken) and self._taken[index] == (offset, offset + size):
-            change = self._last_change = object()
-            sizes, self._sizes = self._sizes, None
             low = self._taken[index - 1][1] if index else 0
             high = self._taken[index + 1][0] if index + 1 < len(self._taken) else self.capacity_bytes
             del self._taken[index]
-            if sizes is not None and self._last_change is change:
-                for start, stop in ((low, offset), (offset + size, high)):
-                    if start < stop:
-                        del sizes[bisect_left(sizes, (stop - start, start))]
-                insort(sizes, (high - low, low))
-                if self._last_change is change:
-                    self._sizes = sizes
-
-    def _free(self) -> Iterator[tuple[int, int]]:
-        end = 0
-        for start, stop in self._taken:
-            if start > end:
-                yield end, start
-            end = stop
-        if end < self.capacity_bytes:
-            yield end, self.capacity_bytes
+            for start, stop in ((low, offset), (offset + size, high)):
+                if start < stop:
+                    del self._sizes[bisect_left(self._sizes, (stop - start, start))]
+            insort(self._sizes, (high - low, low))

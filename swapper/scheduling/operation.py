@@ -98,13 +98,9 @@ class Operation:
 
     def move_to(self, state: OperationState) -> None:
         """Change the state; only legal transitions are possible."""
-        self.state = self.checked(state)
-
-    def checked(self, state: OperationState) -> OperationState:
-        """Return the state if the operation can go there."""
         if state not in LEGAL_OPERATION_TRANSITIONS[self.state]:
             raise RuntimeError(f"an operation cannot go from {self.state.value} to {state.value}")
-        return state
+        self.state = state
 
     def drop_memory(self) -> None:
         """Let go of the user's buffer."""

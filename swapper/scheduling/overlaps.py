@@ -14,10 +14,7 @@ from swapper.scheduling.operation import Operation
 
 
 class Overlaps:
-    """Knows operations by what they touch, and their order. Its owner locks.
-
-    An interrupt between two steps leaves an operation in or out: what `pop` has begun, nobody finds.
-    """
+    """Knows operations by what they touch, and their order. Its owner locks."""
 
     __slots__ = ("_cells", "_next", "_numbers")
 
@@ -76,7 +73,7 @@ class Overlaps:
             near = [grid[place] for place in places if place in grid] if len(places) < len(grid) else grid.values()
             for cell in near:
                 for other in cell:
-                    if other.hazard_start < stop and start < other.hazard_stop and other in self._numbers:
+                    if other.hazard_start < stop and start < other.hazard_stop:
                         found[other] = None
         return sorted(found, key=self._numbers.__getitem__) if len(found) > 1 else list(found)
 

@@ -7,12 +7,10 @@ of it: operations on the same bytes fail at once, the extent's space is not give
 memory (see [Note: whose memory it is] in ``swapper.memory.held``).
 
 [Note: signals]
-Python runs signal handlers on the main thread, between any two calls, and what they raise (``KeyboardInterrupt``) ends
-whatever is going on there, also in here: ``with`` gives the lock back, and a half-made admission is undone. A transfer that
-is being handed over at such a moment would be lost: nobody could tell whether the backend has it, so its memory could be
-neither used again nor given up. So the main thread never talks to a backend. It queues an operation and rings for another
-thread; a ring that an interrupt prevents is made up for by whoever waits, and by the watchdog. What a signal handler may
-call, and what is refused, says [Note: coming in between] in ``swapper.sync.reentry``.
+A transfer that an interrupt cuts off while it is handed over would be lost: nobody could tell whether the backend has it, so its
+memory could be neither used again nor given up. So changes are `uninterrupted`, and waits are not (see [Note: interrupts] in
+``swapper.sync.interrupts``). What a signal handler may call, and what is refused, says [Note: coming in between] in
+``swapper.sync.reentry``.
 """
 
 from __future__ import annotations
@@ -42,8 +40,9 @@ from swapper.scheduling.waiting import WaitingRoom, announce
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
 from swapper.sync.callbacks import call_back
 from swapper.sync.caller import Caller
+from swapper.sync.interrupts import uninterrupted
 from swapper.sync.reentry import refuse_owned, refuse_reentry
-from swapper.uncopyable import Uncopyable, closed_unless_made
+from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +63,7 @@ class IOScheduler(Uncopyable):
         busy: BusyTimes | None = None,
         give_back: Callable[[Extent], None] = lambda extent: None,
     ) -> None:
-        """``give_back``: called, under the lock, with an extent that is being freed and that nothing is at work on; may be
-        repeated if an interrupt cuts it off."""
+        """``give_back``: called, under the lock, with an extent that is being freed and that nothing is at work on."""
         self._pid = os.getpid()
         self._backend = backend
         self._give_back = give_back
@@ -84,10 +82,8 @@ class IOScheduler(Uncopyable):
         self.pending = PendingErrors()
         self._back_off = BackOff(self._try_again)
         self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
-        self._hander = Caller(self._hand_ready_over, "swapper-hand-over", "handing transfers over")
-        with closed_unless_made(self._hander.close, config.deadline_seconds):
-            interval = tick_seconds(config.deadline_seconds)
-            self._watchdog = Caller(self._on_tick, "swapper-watchdog", "looking for transfers that hang", interval)
+        interval = tick_seconds(config.deadline_seconds)
+        self._watchdog = Caller(self._on_tick, "swapper-watchdog", "looking for transfers that hang", interval)
 
     def check_process(self) -> None:
         """Raise `SwapperClosedError` in a forked child: it has none of the threads, and locks may be taken for ever."""
@@ -108,17 +104,18 @@ class IOScheduler(Uncopyable):
         """
         refuse_owned(self._lock, "a read or a write")
         over: list[Operation] = []
-        with self._lock:
-            ledger = self._ledgers.get(operation.extent) or Ledger(operation.extent)
-            self._check(operation, ledger)
-            try:
-                self._ledgers[operation.extent] = ledger
-                self._admit(operation, ledger, over)
-            except BaseException:
-                self._forget(operation, ledger)
-                raise
-        self._pump()
-        announce(over)
+        with uninterrupted():
+            with self._lock:
+                ledger = self._ledgers.get(operation.extent) or Ledger(operation.extent)
+                self._check(operation, ledger)
+                try:
+                    self._ledgers[operation.extent] = ledger
+                    self._admit(operation, ledger, over)
+                except BaseException:
+                    self._forget(operation, ledger)
+                    raise
+            self._pump()
+            announce(over)
 
     def _check(self, operation: Operation, ledger: Ledger) -> None:
         if self._closed_because:
@@ -149,7 +146,7 @@ class IOScheduler(Uncopyable):
         operation.state = OperationState.DONE
         operation.drop_memory()
         operation.is_finished = True
-        operation.error = SwapperClosedError("interrupted before it started")
+        operation.error = SwapperClosedError("an error came before it started")
         # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
         ledger.settle(operation)
         ledger.discharge(operation)
@@ -172,18 +169,12 @@ class IOScheduler(Uncopyable):
     # -- hand-over ---------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Have the backend given as much as it takes; see [Note: signals]."""
+        """Give the backend as much as it takes."""
         if any(queue.has_room for queue in self.queues):  # a look without the lock may be wrong, but not for long
-            if threading.current_thread() is threading.main_thread():
-                self._hander.ring()
-            else:
-                self._hand_ready_over()
-
-    def _hand_ready_over(self) -> None:
-        taken: deque[Transfer] = deque()
-        with self._lock:
-            self._take(taken)
-        self._hand_over(taken)
+            taken: deque[Transfer] = deque()
+            with self._lock:
+                self._take(taken)
+            self._hand_over(taken)
 
     def _take(self, taken: deque[Transfer]) -> None:
         """Take from the queues what the backend has room for."""
@@ -213,7 +204,7 @@ class IOScheduler(Uncopyable):
     def _submit(self, transfer: Transfer) -> None:
         try:
             self._backend.submit(transfer)
-        except BaseException as error:  # never on the main thread, so it is no interrupt
+        except BaseException as error:
             logger.exception("the backend raised instead of completing a transfer with an error")
             self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
 
@@ -372,7 +363,6 @@ class IOScheduler(Uncopyable):
             self.check_process()
             if operation.priority > Priority.DEMAND:
                 self.promote(operation, Priority.DEMAND)
-            self._pump()
             self._waiting.wait(operation, timeout_seconds, observes=True)
         if operation.error is not None:
             observe(operation)
@@ -383,7 +373,6 @@ class IOScheduler(Uncopyable):
         refuse_reentry("a flush")
         with self._lock:
             writes = [operation for operation in self._active if operation.direction is Direction.WRITE]
-        self._pump()
         self._waiting.wait_for_all(writes)
 
     def release(self, extent: Extent) -> None:
@@ -392,19 +381,14 @@ class IOScheduler(Uncopyable):
         Its space goes back when the backend has let go of all of them, whether somebody waits for that or not.
         """
         refuse_reentry("freeing an extent")
-        with self._lock:
+        with uninterrupted(), self._lock:
             if extent.state is ExtentState.FREED:
                 raise ExtentError(extent.name, f"extent {extent.name!r} was freed twice")
             if extent.state is ExtentState.LIVE:
                 extent.move_to(ExtentState.FREEING)
             ledger = self._ledgers.get(extent)
             operations = ledger.operations if ledger is not None else []
-            try:
-                self._retire(extent)
-            except BaseException:  # an interrupt: all of it can be done again
-                self._retire(extent)
-                raise
-        self._pump()
+            self._retire(extent)
         self._waiting.wait_for_all(operations)
 
     def _retire(self, extent: Extent) -> None:
@@ -419,7 +403,7 @@ class IOScheduler(Uncopyable):
         """Raise the priority of an operation and of those it waits for."""
         self.check_process()
         refuse_owned(self._lock, "raising a priority")
-        with self._lock:
+        with uninterrupted(), self._lock:
             self._promote(operation, priority)
 
     def _promote(self, operation: Operation, priority: Priority) -> None:
@@ -469,7 +453,6 @@ class IOScheduler(Uncopyable):
         announce(over)
         if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
             patience_seconds = max(patience_seconds, _IDLE_SECONDS)
-        self._hander.close(patience_seconds)
         try:
             is_ended = self._backend.close(min(1.0, patience_seconds) if has_hung else patience_seconds)
         except Exception:

@@ -67,9 +67,8 @@ class TransferQueue:
         """Take an operation that is ready."""
         if self._observers:
             operation.ready_seconds = time.perf_counter()
-        queued = operation.checked(OperationState.QUEUED)
+        operation.move_to(OperationState.QUEUED)
         self._queues[operation.priority].append(operation)
-        operation.state = queued  # with the count: no call, and so no interrupt, comes in between
         self.num_queued += 1
 
     def enqueue_again(self, transfer: Transfer) -> None:
@@ -91,8 +90,7 @@ class TransferQueue:
         """Hand nothing more of an operation over; its transfers at the backend still complete."""
         operation.retries.clear()
         if operation.state is OperationState.QUEUED:
-            running = operation.checked(OperationState.RUNNING)
-            operation.state = running
+            operation.move_to(OperationState.RUNNING)
             self.num_queued -= 1
 
     def take(self, tick: int) -> Transfer | None:

@@ -13,7 +13,7 @@ from swapper.scheduling.pending import PendingErrors
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
 from swapper.sync.callbacks import call_back
 from swapper.sync.patience import wait_in_parts
-from swapper.sync.reentry import refuse_reentry, resting
+from swapper.sync.reentry import refuse_owned
 
 
 class WaitingRoom:
@@ -49,9 +49,9 @@ class WaitingRoom:
 
         Raises:
             StallError: It is not over.
-            ReentryError: A signal handler or finalizer waits, in the midst of something that has to go on first.
+            ReentryError: A signal handler or finalizer waits, in the midst of a change that has to go on first.
         """
-        refuse_reentry("waiting")
+        refuse_owned(self._lock, "waiting")
         left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
         # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
         waiter = threading.Lock()
@@ -76,7 +76,6 @@ class WaitingRoom:
             detail = f"is not over after a wait of {limit:g} seconds ({operation.state.value})"
             raise stall_error(operation, None, self._backend, detail)
 
-    @resting
     def _sleep(self, operation: Operation, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
         if timeout_seconds is not None:
             return wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
@@ -85,7 +84,7 @@ class WaitingRoom:
         while num_idle < TICKS_PER_DEADLINE + 1:
             num_completions = self._num_completions
             if waiter.acquire(timeout=tick_seconds(self._deadline_seconds)) or _is_over(operation):
-                return True  # also if an interrupt kept somebody from waking this thread
+                return True
             num_idle = num_idle + 1 if num_completions == self._num_completions else 0
         return False
 

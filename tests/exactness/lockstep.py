@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case, Draw, loss_of
 from tests.exactness.loss_scale import DeepSpeedScaler
 from tests.exactness.optimizers import CONFIG_SECTION, torch_optimizer
@@ -41,6 +42,16 @@ def everything_on_nvme(directory: Path, changes: Mapping[str, Any] | None = None
         "infinity": {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False},
     }
     return _merged(config, changes or {})
+
+
+def with_smallest_budget(directory: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``changes`` with the least memory that trains `PLAIN`: weights come and go."""
+    too_small = _merged(changes, {"infinity": {"host_memory_budget": 1000}})
+    try:
+        infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(directory, too_small))
+    except BudgetTooSmallError as refused:
+        return _merged(changes, {"infinity": {"host_memory_budget": refused.minimum_bytes}})
+    raise AssertionError("1000 bytes are no budget")
 
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,14 @@
-"""Ctrl-C at any point of a step: whoever leaves gets the KeyboardInterrupt and nothing else, and nothing is left behind."""
+"""Ctrl-C in a training: nothing is half done, nothing is left behind, and training goes on, after a reset if need be."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import pytest
@@ -17,74 +16,159 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
-import swapper
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
-from tests.interrupts import Interrupt, is_cut_off, some_of
+from infinity.checkpoint.training_checkpoint import Saving
+from infinity.paging.pager import Pager
+from infinity.paging.residency import Residency
+from infinity.units.unit import Unit
+from infinity.updates.stepper import Stepper
+from infinity.updates.stream import UpdateStream
+from swapper.scheduling.scheduler import IOScheduler
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
 from tests.waiting import wait_until
 
-_NUM_POINTS = 10
-_PACKAGES = tuple(str(Path(package.__file__).parent) + os.sep for package in (infinity, swapper))
-# What they call that is written in Python and has something to undo.
-_BENEATH = tuple(module.__file__ for module in (contextlib, threading, torch.autograd.graph, torch.autograd.grad_mode))
 
+@contextlib.contextmanager
+def _ctrl_c(owner: type, name: str, call: int = 1) -> Iterator[list[str]]:
+    """Inside the ``with`` block somebody presses Ctrl-C once, in the main thread's nth call of a method."""
+    real, came = getattr(owner, name), []
+    num_calls = 0
 
-def _is_in_packages(code: CodeType) -> bool:
-    return code.co_filename.startswith(_PACKAGES)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += threading.current_thread() is threading.main_thread()
+        if num_calls == call and not came:
+            came.append(name)
+            signal.raise_signal(signal.SIGINT)
+        return real(self, *args, **kwargs)
 
-
-def _is_ours(code: CodeType) -> bool:
-    return _is_in_packages(code) or code.co_filename in _BENEATH
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, method)
+        try:
+            yield came
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def _in_order(engine: Any, step: int) -> None:
-    engine.backward(engine(**make_batch(step)))
-    engine.step()
-
-
-def _vertically(engine: Any, step: int) -> None:
-    engine.train_batch(iter([make_batch(step, index) for index in range(engine.gradient_accumulation_steps())]))
-    assert engine.report.schedule == "vertical"
-
-
-_ORDERS: dict[str, tuple[dict[str, Any], Callable[[Any, int], None]]] = {
-    "in_order": ({"gradient_clipping": 0.1}, _in_order),
-    "vertically": ({"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}, _vertically),
+_BEFORE_STEP: dict[str, tuple[type, str, int]] = {
+    "fetch": (Residency, "make_resident", 3),
+    "bind": (Unit, "bind", 4),
+    "unbind": (Unit, "_unbind", 4),
+    "pack": (Pager, "_token", 5),
+    "unpack": (Pager, "_save_in_backward", 3),
+    "evict": (Residency, "evict", 2),
+    "gradients": (Stepper, "deliver", 1),
+    "request": (IOScheduler, "submit", 3),
+    "wait": (IOScheduler, "wait", 1),
+}
+_IN_STEP: dict[str, tuple[type, str, int]] = {
+    "first update": (Stepper, "_submit", 1),
+    "later update": (Stepper, "_submit", 3),
+    "queue": (UpdateStream, "submit", 2),
+}
+_MODES: dict[str, dict[str, Any]] = {
+    "in order": {"gradient_clipping": 0.1},
+    "accumulated": {"gradient_clipping": 0.1, "gradient_accumulation_steps": 3},
+    "vertical": {"gradient_clipping": 0.1, "gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}},
 }
 
 
-def _leave_by(interrupt: Interrupt, order: str, directory: Path) -> None:
-    """Run three steps, the last of them under ``interrupt``, inside ``with engine``."""
-    changes, run = _ORDERS[order]
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(directory, changes))
-    with engine:
-        for step in range(2):
-            run(engine, step)
-        with interrupt:
-            run(engine, 2)
+def _step(both: Lockstep, mode: str) -> Callable[[int], None]:
+    return both.batch_step if mode == "vertical" else both.engine_step
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("order", _ORDERS)
-def test_whoever_leaves_by_an_interrupt_leaves_nothing(order: str, tmp_path: Path) -> None:
-    counted = Interrupt(_is_ours)
-    _leave_by(counted, order, tmp_path)
+@pytest.mark.deep(but=3)
+@pytest.mark.parametrize("moment", _BEFORE_STEP)
+@pytest.mark.parametrize("mode", _MODES)
+def test_a_step_that_was_interrupted_before_updates_can_be_reset(mode: str, moment: str, tmp_path: Path) -> None:
+    """And training goes on as if nothing had happened; hooks of the user stay up."""
+    changes = _MODES[mode] if mode == "vertical" else with_smallest_budget(tmp_path, _MODES[mode])
+    with Lockstep.start(tmp_path, changes=changes) as both:
+        step = _step(both, mode)
+        for number in range(2):
+            step(number)
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            mine = _top_hooks()
+            with _ctrl_c(*_BEFORE_STEP[moment]) as came, contextlib.suppress(KeyboardInterrupt):
+                if mode == "vertical":
+                    both.engine._vertical.run([lambda: both.model(**both.batch(77))] * 3)
+                else:
+                    both.engine.backward(both.engine(**both.batch(77)))
+            both.engine.reset()
+            assert _top_hooks() == mine
+        assert came or mode == "vertical"
+        assert _top_hooks() is None and torch.is_grad_enabled()
+        for number in range(2, 4):
+            step(number)
+        both.require_equal()
+
+
+@pytest.mark.deep(but=2)
+@pytest.mark.parametrize("moment", _IN_STEP)
+@pytest.mark.parametrize("mode", _MODES)
+def test_a_step_in_which_an_interrupt_comes_is_ended_before(mode: str, moment: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:
+        step = _step(both, mode)
+        step(0)
+        with _ctrl_c(*_IN_STEP[moment]) as came, pytest.raises(KeyboardInterrupt):
+            step(1)
+        assert came and both.engine.global_steps == 2
+        both.reference.step()  # which the interrupt has kept from being called
+        step(2)
+        both.require_equal()
+
+
+def test_an_interrupt_in_a_step_of_the_plain_loop_comes_after_it(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, loop="plain") as both:
+        both.plain_step(0)
+        both.plain_backward(1)
+        both.reference.step()
+        with _ctrl_c(Stepper, "_submit", 2), pytest.raises(KeyboardInterrupt):
+            both.optimizer.step()
+        both.optimizer.zero_grad()
+        both.plain_step(2)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_an_interrupt_in_a_save_leaves_the_checkpoint_before_and_the_training(blocking: bool, tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    with Lockstep.start(tmp_path / "drive", changes=_MODES["in order"]) as both:
+        both.engine_step(0)
+        both.engine.save_checkpoint(tmp_path / "saved", tag="before")
+        both.engine_step(1)
+        with _ctrl_c(Saving, "__init__"), pytest.raises(KeyboardInterrupt):
+            both.engine.save_checkpoint(tmp_path / "saved", tag="after", blocking=blocking)
+        assert (tmp_path / "saved" / "latest").read_text() == "before"
+        both.engine_step(2)
+        both.engine.save_checkpoint(tmp_path / "saved", tag="after")
+        both.require_equal()
+
+
+@pytest.mark.deep(but=2)
+@pytest.mark.parametrize("moment", [*_BEFORE_STEP, *_IN_STEP])
+@pytest.mark.parametrize("mode", ["in order", "vertical"])
+def test_whoever_leaves_by_an_interrupt_leaves_nothing(mode: str, moment: str, tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    num_interrupts = 0
-    for point in some_of(counted.points, _NUM_POINTS):
-        interrupt = Interrupt(_is_ours, point)
-        num_interrupts += is_cut_off(functools.partial(_leave_by, interrupt, order, tmp_path), interrupt)
-        wait_until(
-            lambda: gc.collect() >= 0 and set(threading.enumerate()) <= before,
-            f"the end of threads after {interrupt.where}",
-        )
-        assert not _open_files(tmp_path), interrupt.where
-        assert _top_hooks() is None and torch.is_grad_enabled(), interrupt.where
-        torch.ones(2, requires_grad=True).exp().sum().backward()
-    assert num_interrupts > _NUM_POINTS // 2, "nearly all points are passed in every run"
+
+    def train() -> None:
+        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _MODES[mode]))
+        with engine:
+            for step in range(3):
+                num = engine.gradient_accumulation_steps()
+                with _ctrl_c(*{**_BEFORE_STEP, **_IN_STEP}[moment]) if step == 2 else contextlib.nullcontext():
+                    engine.train_batch(iter([make_batch(step, index) for index in range(num)]))
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train()
+    wait_until(lambda: gc.collect() >= 0 and set(threading.enumerate()) <= before, "the end of threads")
+    assert not _open_files(tmp_path)
+    assert _top_hooks() is None and torch.is_grad_enabled()
+    torch.ones(2, requires_grad=True).exp().sum().backward()
 
 
 def _open_files(directory: Path) -> list[str]:
@@ -96,118 +180,15 @@ def _open_files(directory: Path) -> list[str]:
     return [*os.listdir(directory), *(path for path in found if path.startswith(str(directory)))]
 
 
-_SAVING = {"begin_forward", "end_forward", "push", "pop", "clear_top", "before", "after"}
-
-
-def _has_to_do_with_saving(code: CodeType) -> bool:
-    is_named = code.co_name in _SAVING and code.co_filename.startswith(_PACKAGES)
-    return is_named or code.co_filename == torch.autograd.graph.__file__
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("order", ["forward", "vertically"])
-def test_an_interrupt_anywhere_around_the_hooks_for_saved_tensors_leaves_the_users_alone(
-    order: str, tmp_path: Path
-) -> None:
-    """And training goes on as if nothing had happened."""
-    num_micro_batches = 1 if order == "forward" else 3
-    changes = {
-        "gradient_accumulation_steps": num_micro_batches,
-        "gradient_clipping": 0.1,  # so that nothing is updated before the end
-        "infinity": {"schedule": "vertical"},
-    }
-    with Lockstep.start(tmp_path, changes=changes) as both:
-
-        def run(interrupt: Interrupt) -> None:
-            with interrupt:
-                if order == "forward":
-                    both.engine(**both.batch(77))
-                else:
-                    losses = both.engine._vertical.run([lambda: both.model(**both.batch(77))] * num_micro_batches)
-                    assert isinstance(losses, list), losses
-
-        def train(step: int) -> None:
-            for index in range(num_micro_batches):
-                both.reference.backward(both.reference.forward(both.batch(step, index)))
-            both.reference.step()
-            both.engine.train_batch(iter([both.batch(step, index) for index in range(num_micro_batches)]))
-
-        for step in range(2):
-            train(step)
-        counted = Interrupt(_has_to_do_with_saving)
-        run(counted)
-        both.engine.reset()
-        num_interrupts = 0
-        for point in counted.points:
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                mine = _top_hooks()
-                interrupt = Interrupt(_has_to_do_with_saving, point)
-                num_interrupts += is_cut_off(functools.partial(run, interrupt), interrupt)
-                both.engine.reset()
-                assert _top_hooks() == mine, interrupt.where
-            assert _top_hooks() is None, interrupt.where
-        assert num_interrupts > 20
-        for step in range(2, 4):
-            train(step)
-        both.require_equal()
-
-
-def _would_lose_it(code: CodeType) -> bool:
-    return code.co_name == "__del__" and _is_ours(code)
-
-
-def test_no_finalizer_runs_in_a_step(tmp_path: Path) -> None:
-    """An interrupt that is delivered in one is lost: autograd lets go of things in the midst of backward."""
-    counted = Interrupt(_would_lose_it)
-    _leave_by(counted, "in_order", tmp_path)
-    assert not counted.points
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("order", _ORDERS)
-def test_a_step_that_was_interrupted_anywhere_can_be_reset(order: str, tmp_path: Path) -> None:
-    changes, run = _ORDERS[order]
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
-    with engine:
-        for step in range(2):
-            run(engine, step)
-        counted = Interrupt(_is_ours)
-        with counted:
-            run(engine, 2)
-        for point in some_of(counted.points, 24):
-            interrupt = Interrupt(_is_ours, point)
-            is_cut_off(functools.partial(_step_under, interrupt, run, engine), interrupt)
-            engine.reset()
-            run(engine, 3)
-            engine.flush()
-            assert not any("forward" in vars(module) for module in engine.module.modules()), interrupt.where
-
-
-def _step_under(interrupt: Interrupt, run: Callable[[Any, int], None], engine: Any) -> None:
-    with interrupt:
-        run(engine, 2)
-
-
-@pytest.mark.deep
-def test_an_initialize_that_was_interrupted_anywhere_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path, {"bf16": {"enabled": True}})
-
-    def start(model: torch.nn.Module, interrupt: Interrupt) -> None:
-        with interrupt:
-            engine, *_ = infinity.initialize(model=model, config=config)
-        engine.close()
-
-    counted = Interrupt(_is_in_packages)
-    start(PLAIN.make("none"), counted)
-    expected = PLAIN.make("none").state_dict()
-    num_threads = threading.active_count()
-    for point in some_of(counted.points, 30):
-        model = PLAIN.make("none")
-        interrupt = Interrupt(_is_in_packages, point)
-        if is_cut_off(functools.partial(start, model, interrupt), interrupt) and "in initialize" not in interrupt.where:
-            for name, value in model.state_dict().items():
-                assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), interrupt.where
-            assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()), interrupt.where
-            infinity.initialize(model=model, config=config)[0].close()
+@pytest.mark.parametrize(("owner", "name"), [(Residency, "__init__"), (UpdateStream, "__init__"), (Unit, "adopt")])
+def test_an_initialize_that_was_interrupted_leaves_the_model_as_it_was(owner: type, name: str, tmp_path: Path) -> None:
+    config = everything_on_nvme(tmp_path, {"bf16": {"enabled": True}, "infinity": {"keep_in_memory": True}})
+    num_threads, model = threading.active_count(), PLAIN.make("none")
+    with _ctrl_c(owner, name), pytest.raises(KeyboardInterrupt):
+        infinity.initialize(model=model, config=config)
+    for key, value in PLAIN.make("none").state_dict().items():
+        found = model.state_dict()[key]
+        assert value.dtype == found.dtype and torch.equal(value, found), key
+    infinity.initialize(model=model, config=config)[0].close()
     wait_until(lambda: gc.collect() >= 0 and threading.active_count() <= num_threads)
     assert os.listdir(tmp_path) == []

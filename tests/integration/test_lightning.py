@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import signal
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -705,3 +706,32 @@ def test_bf16_weights(tmp_path: Path) -> None:
     trainer_for(pytorch, tmp_path, strategy(config=config), precision="bf16-true").fit(module, data())
     assert module.losses[-1] < module.losses[0]
     assert module.first.weight.dtype is module.rest[0].weight.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("step", [3, 7])
+def test_slurms_signal_in_a_step_is_handled_before_the_next_batch(
+    step: int, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning saves in its handler, which the engine would refuse there, and has the job run again."""
+    pytorch, strategy = parts(package)
+    for name in ("SLURM_NTASKS", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "1")
+    for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
+        monkeypatch.setenv(name, "0")
+    calls: list[list[str]] = []
+    connector = importlib.import_module(f"{_PACKAGES[package]}.trainer.connectors.signal_connector")
+    monkeypatch.setattr(connector, "call", lambda command: calls.append(command) or 0)
+    seen: list[int] = []
+
+    class Signalling(pytorch.Callback):  # type: ignore[misc, name-defined]
+        def on_after_backward(self, trainer: Any, module: Any) -> None:
+            if trainer.global_step == step:
+                signal.raise_signal(signal.SIGUSR1)
+                seen.append(len(calls))
+
+    slurm = importlib.import_module(f"{_PACKAGES[package]}.plugins.environments").SLURMEnvironment
+    ours = strategy(config=on_nvme(tmp_path / "nvme"))
+    options = {"plugins": [slurm(auto_requeue=True)], "callbacks": [Signalling()], "max_epochs": 1}
+    trainer_for(pytorch, tmp_path, ours, **options).fit(module_for(pytorch), data())
+    assert seen == [0] and calls == [["scontrol", "requeue", "1"]]
+    assert [path.name for path in tmp_path.glob("hpc_ckpt_*")] == ["hpc_ckpt_1.ckpt"]

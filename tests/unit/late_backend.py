@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from infinity.threads.frames import is_in
 from swapper.backend import IOBackend, IORequest
 from swapper.scheduling.waiting import WaitingRoom
 from swapper.wrappers.base import BackendWrapper
 from tests.waiting import wait_until
-
-HAND_OVER = "swapper-hand-over"
 
 
 class LateBackend(BackendWrapper):
     """Keeps chosen requests, and carries them out when the test says so.
 
     Attributes:
-        is_late: Says of a request whether it is kept; told of those only that are submitted for the main thread.
+        is_late: Says of a request whether it is kept; asked for those only that the main thread submits.
         kept: These requests.
     """
 
@@ -32,7 +29,7 @@ class LateBackend(BackendWrapper):
 
     def submit(self, request: IORequest) -> None:
         """Keep the request, or pass it on."""
-        if threading.current_thread().name == HAND_OVER and self.is_late(request):
+        if threading.current_thread() is threading.main_thread() and self.is_late(request):
             self.kept.append(request)
         else:
             self.inner.submit(request)
@@ -82,11 +79,8 @@ _LONG_TICKS = 1000
 
 
 def await_hand_over(scheduler: Any) -> None:
-    """Return when all that the main thread has asked for is with the backend, if that takes so much."""
-    if threading.current_thread().name != HAND_OVER:
-        wait_until(lambda: not any(queue.has_room for queue in scheduler.queues), "the hand-over")
-        thread = scheduler._hander._thread.ident or 0
-        wait_until(lambda: not is_in(thread, type(scheduler)._hand_ready_over.__code__), "the hand-over")
+    """Return when all that was asked for is with the backend, if that takes so much."""
+    wait_until(lambda: not any(queue.has_room for queue in scheduler.queues), "the hand-over")
 
 
 def stall(scheduler: Any, hangs: Callable[[Any], bool] = lambda transfer: True) -> None:

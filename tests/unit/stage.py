@@ -16,7 +16,6 @@ from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.paging.residency import Residency
 from infinity.telemetry.clock import StepClock
-from infinity.threads.turn import Turn
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import hold
 from infinity.units.partition import partition
@@ -59,21 +58,17 @@ def make_pager(
     writer: Callable[[], WeightWriter | None] = lambda: None,
 ) -> Pager:
     """A pager over host memory. It guesses that units are needed in order, unless told otherwise."""
-
-    def make_residency(turn: Turn) -> Residency:
-        return Residency(
-            turn,
-            units,
-            FlatPool(ComputeDevice(), capacity_bytes),
-            source,
-            StepClock(),
-            prefetches=prefetches,
-            guess=[unit.index for unit in units] if guess is None else guess,
-            budget=("infinity.host_memory_budget", capacity_bytes),
-            writer=writer,
-        )
-
-    return Pager(make_residency)
+    residency = Residency(
+        units,
+        FlatPool(ComputeDevice(), capacity_bytes),
+        source,
+        StepClock(),
+        prefetches=prefetches,
+        guess=[unit.index for unit in units] if guess is None else guess,
+        budget=("infinity.host_memory_budget", capacity_bytes),
+        writer=writer,
+    )
+    return Pager(residency)
 
 
 def frozen_unit(index: int, num_pages: int) -> Unit:

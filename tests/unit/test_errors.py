@@ -92,11 +92,6 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
     ),
     (errors.StaleDataError("head.bias"), RuntimeError, ["'head.bias'", "p.data = t", "Write to p.data"]),
     (errors.StateWriteError("head.bias", "exp_avg", "why"), RuntimeError, ["'head.bias'", "['exp_avg'] = tensor"]),
-    (
-        errors.TurnError("forward", thread="T", call_of_other="backward"),
-        RuntimeError,
-        ["forward", "'T'", "engine.reset()"],
-    ),
     (errors.ForkedError("forward"), RuntimeError, ["forward", "forked", "spawn"]),
     (
         errors.LibraryVersionError("peft", found="0.1", least="0.14", extra="hf"),
@@ -110,7 +105,11 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         RuntimeError,
         ["rank 1", "step 3", "another rank has ended", "Look there"],
     ),
-    (errors.EngineBusyError("engine.flush()", "Pager.touch"), RuntimeError, ["engine.flush()", "Pager.touch", "flag"]),
+    (
+        errors.EngineBusyError("engine.flush()", "thread 'T' is inside", cure="Wait for it"),
+        RuntimeError,
+        ["engine.flush()", "'T'", "Wait for it"],
+    ),
     (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
     (errors.SparseGradientWarning("table.weight"), UserWarning, ["'table.weight'", "sparse=False"]),
     (

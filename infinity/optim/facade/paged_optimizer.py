@@ -39,11 +39,8 @@ class LossScale(Protocol):
 class StepBackend(Protocol):
     """Who holds weights and gradients, and runs the updates: the engine."""
 
-    def optimizer_turn(self, what: str, *, reads: bool = False) -> AbstractContextManager[None]:
-        """No other thread uses the model, its optimizer or its engine inside the ``with`` block.
-
-        ``what`` is for messages; ``reads``: all weights and states belong to one step.
-        """
+    def optimizer_lock(self, what: str) -> AbstractContextManager[None]:
+        """The engine lock is held inside the ``with`` block. ``what`` is for messages."""
         ...
 
     def make_room(self) -> None:
@@ -186,7 +183,7 @@ class PagedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._backend.optimizer_turn("optimizer.step()"):
+        with self._backend.optimizer_lock("optimizer.step()"):
             self._assigned.check()
             self._backend.optimizer_step()
             if not self._backend.was_step_skipped():
@@ -255,7 +252,7 @@ class PagedOptimizer(Optimizer):
             UnpreparedParameterError: the run is durable, and has no room for states that come later.
         """
         self._template.add_group(param_group)
-        with self._backend.optimizer_turn("optimizer.add_param_group()"):
+        with self._backend.optimizer_lock("optimizer.add_param_group()"):
             self._backend.make_room()
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,7 +261,7 @@ class PagedOptimizer(Optimizer):
 
         With 16-bit weights, the entries hold the fp32 main weights as well: see ``infinity.optim.main_weights``.
         """
-        with self._backend.optimizer_turn("optimizer.state_dict()"):
+        with self._backend.optimizer_lock("optimizer.state_dict()"):
             self._assigned.check()
             found = super().state_dict()
             found["state"] = {
@@ -305,7 +302,7 @@ class PagedOptimizer(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         loader = StateLoader(self._template, self._updater, with_tiles(state_dict, self._template))
-        with self._backend.optimizer_turn("optimizer.load_state_dict()", reads=True):
+        with self._backend.optimizer_lock("optimizer.load_state_dict()"):
             loader.load_into(self, self._mains)
             self.expire_states()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -347,7 +344,7 @@ class PagedOptimizer(Optimizer):
 
     def reading_states(self) -> AbstractContextManager[None]:
         """States that are read or written inside the ``with`` block are those of one step."""
-        return self._backend.optimizer_turn("optimizer.state", reads=True)
+        return self._backend.optimizer_lock("optimizer.state")
 
     @property
     def num_loads(self) -> int:

@@ -74,7 +74,7 @@ class MemoryBackend:
     def was_step_skipped(self) -> bool:
         return self.overflow
 
-    def optimizer_turn(self, what: str, *, reads: bool = False) -> AbstractContextManager[None]:
+    def optimizer_lock(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def optimizer_step(self) -> None:

@@ -330,7 +330,6 @@ def test_worker_threads_are_named_daemons_and_end_with_close(tmp_path: Path) -> 
         workers = set(threading.enumerate()) - before
         names = sorted(worker.name for worker in workers)
         assert names == [
-            "swapper-hand-over",
             "swapper-io-read-0",
             "swapper-io-read-1",
             "swapper-io-write-0",

@@ -367,7 +367,7 @@ def test_a_parameter_outlives_its_engine_with_an_error() -> None:
 
 def test_an_open_unit_has_ordinary_parameters_that_copy_truly(held: Held) -> None:
     unit = held.units[0]
-    with held.pager.turn.taken("this test"), held.pager.held([unit]):
+    with held.pager.lock.held("this test"), held.pager.held([unit]):
         parameter = held.model.get_parameter(_NAME)
         assert type(parameter) is ResidentParameter
         assert torch.equal(parameter, held.values[_NAME])

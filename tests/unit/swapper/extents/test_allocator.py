@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -31,7 +30,10 @@ def test_ranges_never_overlap_and_space_comes_back() -> None:
             assert start + size <= 64 * ALIGNMENT
             assert all(start + size <= low or low + length <= start for low, length in held)
             held.append((start, size))
-        assert allocator._sizes is None or allocator._sizes == sorted((b - a, a) for a, b in allocator._free())
+        ends = [(0, 0), *sorted((low, low + length) for low, length in held), (64 * ALIGNMENT, 0)]
+        holes = [(low - end, end) for (_, end), (low, _) in itertools.pairwise(ends) if low > end]
+        assert allocator._sizes == sorted(holes)
+        assert allocator.largest_free_bytes == max((size for size, _ in holes), default=0)
         assert allocator.free_bytes == 64 * ALIGNMENT - sum(size for _, size in held)
     for start, size in held:
         allocator.release(start, size)
@@ -64,36 +66,3 @@ def test_sizes() -> None:
     assert allocator.free_bytes == ALIGNMENT
     with pytest.raises(ArgumentError, match="'negative' cannot have -1 bytes"):
         allocator.allocate(-1, "negative")
-
-
-def test_free_ranges_are_not_all_looked_at_for_each_extent(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_looks, free = 0, SpaceAllocator._free
-
-    def counted(allocator: SpaceAllocator) -> Iterator[tuple[int, int]]:
-        nonlocal num_looks
-        num_looks += 1
-        return free(allocator)
-
-    monkeypatch.setattr(SpaceAllocator, "_free", counted)
-    allocator = SpaceAllocator(1000 * ALIGNMENT)
-    starts = [allocator.allocate(1, str(index)) for index in range(1000)]
-    for start in starts[::2]:
-        allocator.release(start, 1)
-    assert sorted(allocator.allocate(1, "again") for _ in starts[::2]) == starts[::2]
-    assert num_looks == 1
-
-
-def test_a_change_that_comes_into_another_one_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal handler may end the last request of an extent that is being freed."""
-    allocator = SpaceAllocator(8 * ALIGNMENT)
-    starts = [allocator.allocate(1, str(index)) for index in range(4)]
-
-    def interrupted(where: list[tuple[int, int]], item: tuple[int, int]) -> None:
-        monkeypatch.undo()
-        allocator.release(starts[1], 1)
-        bisect.insort(where, item)
-
-    monkeypatch.setattr("swapper.extents.allocator.insort", interrupted)
-    assert allocator.allocate(1, "x") == 4 * ALIGNMENT
-    assert allocator.allocate(1, "y") == starts[1]
-    assert allocator.allocate(3 * ALIGNMENT, "z") == 5 * ALIGNMENT

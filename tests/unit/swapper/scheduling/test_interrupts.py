@@ -1,23 +1,19 @@
-"""A signal at the worst moment: between taking a request and starting it. Each moment is provoked, not hoped for."""
+"""A signal at the worst moment: while a request is being started. Each moment is provoked, not hoped for."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import _thread
+import signal
 import threading
 from dataclasses import replace
-from pathlib import Path
-from types import CodeType
 
 import numpy as np
 import pytest
 
-import swapper as swapper_package
 from swapper import (
     ALIGNMENT,
     BrokenExtentError,
     ExtentError,
-    Priority,
     StallError,
     Swapper,
     SwapperConfig,
@@ -26,7 +22,6 @@ from swapper.backend import IORequest
 from swapper.backends.memory import MemoryBackend
 from swapper.scheduling.transfer_queue import TransferQueue
 from swapper.scheduling.waiting import WaitingRoom
-from tests.interrupts import Interrupt, is_cut_off
 from tests.manual_backend import ManualBackend
 from tests.unit.late_backend import stall
 
@@ -38,53 +33,40 @@ def _bytes(num_blocks: int, value: int = 1) -> np.ndarray:
     return np.full(num_blocks * _BLOCK, value, dtype=np.uint8)
 
 
-class _Threads(MemoryBackend):
-    """Knows on which threads it was given requests, and completes them there."""
-
-    def __init__(self) -> None:
-        super().__init__(64 * _BLOCK)
-        self.concurrency = 2
-        self.threads: set[threading.Thread] = set()
+class _Interrupted(MemoryBackend):
+    """Somebody presses Ctrl-C in the midst of each submission of the main thread."""
 
     def submit(self, request: IORequest) -> None:
-        self.threads.add(threading.current_thread())
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGINT)
         super().submit(request)
 
 
-def _is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(str(Path(swapper_package.__file__).parent))
-
-
-def test_no_interrupt_can_lose_a_transfer() -> None:
-    """Wherever it comes: what was asked for is done or refused, and all that follows goes on at once."""
-    data, more = _bytes(8, 3), _bytes(8, 4)
-
-    def work(interrupt: Interrupt) -> None:
-        with interrupt:
-            handles = [swapper.write(extent, data), swapper.write(extent, more, offset=8 * _BLOCK)]
-            handles.append(swapper.read(extent, _bytes(2), offset=8 * _BLOCK))
-            for handle in handles:
-                handle.promote(Priority.DEMAND)
-            handles[-1].wait()
-            swapper.flush()
-            swapper.free(swapper.allocate(_BLOCK, "short"))
-
-    backend = _Threads()
-    with Swapper(backend, replace(_CONFIG, deadline_seconds=1000.0)) as swapper:  # no watchdog comes to help
+def test_an_interrupt_loses_no_transfer() -> None:
+    """It comes when what was asked for is with the backend, and all that follows goes on at once."""
+    with Swapper(_Interrupted(64 * _BLOCK, 2), replace(_CONFIG, deadline_seconds=1000.0)) as swapper:
         extent = swapper.allocate(16 * _BLOCK, "x")
-        counted = Interrupt(_is_ours)
-        work(counted)
-        num_interrupts = 0
-        for point in counted.points:
-            interrupt = Interrupt(_is_ours, point)
-            num_interrupts += is_cut_off(functools.partial(work, interrupt), interrupt)
-            swapper.write(extent, _bytes(16, 5)).wait(60)
-            swapper.read(extent, copy := _bytes(16, 0)).wait(60)
-            swapper.flush()
-            assert (copy == 5).all(), interrupt.where
-            assert not swapper._scheduler._active, interrupt.where
-        assert num_interrupts > 50
-    assert threading.main_thread() not in backend.threads and backend.threads
+        data, copy = _bytes(16, 5), _bytes(16, 0)
+        with pytest.raises(KeyboardInterrupt):
+            swapper.write(extent, data)
+        swapper.flush()
+        with pytest.raises(KeyboardInterrupt):
+            swapper.read(extent, copy)
+        swapper.free(extent)
+        assert (copy == 5).all() and not swapper._scheduler._active
+
+
+def test_an_interrupt_cuts_off_a_wait() -> None:
+    backend = ManualBackend(64 * _BLOCK)
+    with Swapper(backend, replace(_CONFIG, deadline_seconds=1000.0)) as swapper:
+        handle = swapper.write(swapper.allocate(_BLOCK, "x"), _bytes(1))
+        timer = threading.Timer(0.05, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+        timer.join()
+        backend.complete_all()
+        handle.wait()
 
 
 @pytest.mark.off_main_thread
@@ -134,27 +116,6 @@ def test_an_interrupted_free_gives_the_space_back_when_the_requests_end(monkeypa
         assert swapper.free_bytes == 64 * _BLOCK
         with pytest.raises(ExtentError, match="'x' was freed twice"):
             swapper.free(extents[0])
-
-
-@pytest.mark.off_main_thread
-def test_a_free_that_was_interrupted_anywhere_loses_no_space() -> None:
-    def free(interrupt: Interrupt) -> None:
-        with interrupt:
-            swapper.free(extent)
-
-    backend = ManualBackend(64 * _BLOCK)
-    with Swapper(backend, _CONFIG) as swapper:
-        extent = swapper.allocate(8 * _BLOCK, "x")
-        counted = Interrupt(_is_ours)
-        free(counted)
-        for point in counted.points:
-            extent = swapper.allocate(8 * _BLOCK, "x")
-            interrupt = Interrupt(_is_ours, point)
-            if is_cut_off(functools.partial(free, interrupt), interrupt):
-                with contextlib.suppress(ExtentError):
-                    swapper.free(extent)  # it may be repeated, if it has not come to its end
-            assert swapper.free_bytes == 64 * _BLOCK, interrupt.where
-    assert len(counted.points) > 10
 
 
 @pytest.mark.off_main_thread

@@ -60,12 +60,3 @@ def test_small_operations_are_not_compared_with_all_others(num_bytes: int) -> No
         assert overlaps.of(operation) == []
         overlaps.add(operation)
     assert num_looks < 10 * num
-
-
-def test_what_an_interrupt_left_half_out_is_not_found() -> None:
-    overlaps = Overlaps()
-    overlaps.add(half := _operation(0, 10))
-    del overlaps._numbers[half]
-    assert overlaps.of(_operation(5, 1)) == []
-    overlaps.pop(half)
-    assert not overlaps._cells

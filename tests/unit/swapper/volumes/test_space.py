@@ -297,7 +297,7 @@ def test_each_file_has_threads_of_its_own_and_a_few_requests_in_hand(
     config = SwapperConfig(backend="threads", num_threads=4)
     with Swapper.open(paths[:num_directories], 8 * _MIB, config) as swapper:
         names = Counter(thread.name.rpartition("-")[0] for thread in set(threading.enumerate()) - before)
-        assert sum(names.values()) == 2 + 2 * 4 * num_directories
+        assert sum(names.values()) == 1 + 2 * 4 * num_directories
         assert set(names.values()) == {1, 4}
         assert swapper.backend.concurrency == num_inflight
     with Swapper.open(paths[:num_directories], 8 * _MIB, SwapperConfig(backend="threads", max_inflight=5)) as swapper:

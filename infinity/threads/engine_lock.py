@@ -1,0 +1,258 @@
+"""The engine lock: one call at a time is inside an engine, from whatever thread.
+
+[Note: engine lock]
+Which memory a parameter is bound to is the same for all threads, so a second one could free what the first computes with.
+Therefore each engine takes one call at a time: a whole forward, a backward, a method of the engine, a block of gathered
+weights, or one operation on a parameter outside of those. A call of another thread meanwhile raises `EngineBusyError` at once;
+nobody waits. Between calls the lock is free, between a forward and its backward as well, and any thread may come.
+
+    main     forward ---.        backward ---.  step ---.
+    thread       clone  |  clone             |          |  generate ----
+                 busy   |  works                        |  works
+
+A call holds the lock for its thread, and for those that work for it: autograd's own threads run a backward for whoever waits for
+it, also where he has not announced it (``loss.backward()`` on a GPU), and the micro-batch threads of a vertical step `join`.
+A call that a KeyboardInterrupt cuts off in forward keeps the lock, since torch runs no hook then. The next forward of its thread
+goes on with it, and `engine.reset()` of any thread frees it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, TypeVar
+
+from infinity.errors import EngineBusyError, ForkedError
+from infinity.torch_internals.names import backward_number, in_backward, is_autograds_thread, no_override
+from swapper.sync.lifetimes import Roll
+from swapper.sync.reentry import interrupted_frame, watch
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+watch(__name__)
+
+
+class _Inside(threading.local):
+    """What the present thread has to do with calls of any engine."""
+
+    num_calls = 0
+    torch_function: Any = None
+
+
+_inside = _Inside()
+
+
+def is_inside() -> bool:
+    """Whether the calling thread may compute with weights that are bound: a call of its own is inside some engine."""
+    return _inside.num_calls > 0
+
+
+def _enter(inside: dict[str, Any]) -> None:
+    inside["num_calls"] = inside.get("num_calls", 0) + 1
+    inside["torch_function"] = no_override
+
+
+def _leave(inside: dict[str, Any]) -> None:
+    if inside.get("num_calls", 0) > 1:
+        inside["num_calls"] -= 1
+    else:
+        inside.clear()
+
+
+def guard(function: Callable[..., Any]) -> Any:
+    """A ``__torch_function__`` for a class of bound weights: none for threads that are inside, ``function`` for others.
+
+    torch looks it up for every operation, and loses what is raised meanwhile, an interrupt too: so no line of Python runs.
+    """
+    _Inside.torch_function = staticmethod(function)
+    return property(functools.partial(getattr, _inside, "torch_function"))
+
+
+def _end(held: list[dict[str, Any]]) -> None:
+    while held:
+        _leave(held.pop())
+
+
+class EngineLock:
+    """Held by one call at a time: see [Note: engine lock].
+
+    Attributes:
+        owner: The thread whose call is inside.
+        num_handovers: How often another thread than before has begun a call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Taken while a call is inside."""
+        self.owner: int | None = None
+        self._call = ""
+        self._depth = 0
+        """Calls of the owner that are inside each other."""
+        self._held: list[dict[str, Any]] = []
+        """The owner's `_Inside`, for it may be another thread that ends the call."""
+        self._backward = -1
+        """The number of the backward for which one of autograd's threads holds the lock; -1 if none does."""
+        self._members: set[int] = set()
+        self._last: int | None = None
+        """The thread that began the last call, autograd's not counted."""
+        self.num_handovers = 0
+        self._is_forked = False
+        _locks.add(self)
+        weakref.finalize(self, _end, self._held).atexit = False  # of an engine that is dropped after an interrupt
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether a call is inside, and is the calling thread's or one that it works for."""
+        me = get_ident()
+        return self.owner == me or (self.owner is not None and self._works_for_owner(me))
+
+    def _works_for_owner(self, me: int) -> bool:
+        if me in self._members:
+            return True
+        return in_backward() and (is_autograds_thread() or self._backward == backward_number())
+
+    def acquire(self, call: str) -> None:
+        """A call of the calling thread begins. A thread that is inside may begin further ones, and ends each by `release`.
+
+        Args:
+            call: its name, for messages.
+
+        Raises:
+            EngineBusyError: a call of another thread is inside.
+            ForkedError: this is a forked child.
+        """
+        me = get_ident()
+        if self.owner == me or (self.owner is not None and self._works_for_owner(me)):
+            self._depth += 1
+            return
+        self.check_process(call)
+        if self._backward != -1 and self._last == me and not in_backward():
+            self.break_off()  # it was a backward of this thread, which is not in it any more: an exception has cut it off
+        if not self._lock.acquire(blocking=False):
+            raise self._busy(call)
+        self.owner, self._call, self._depth = me, call, 1
+        self._held.append(vars(_inside))
+        _enter(self._held[0])
+        if in_backward() and is_autograds_thread():
+            self._backward = backward_number()
+        elif self._last != me:
+            self._last = me
+            self.num_handovers += 1
+
+    def release(self) -> None:
+        """The counterpart of `acquire`."""
+        if self._depth > 1:
+            self._depth -= 1
+        elif self._depth:
+            self._free()
+
+    def _free(self) -> None:
+        _end(self._held)
+        self.owner, self._depth, self._backward = None, 0, -1
+        self._lock.release()
+
+    def break_off(self) -> None:
+        """The call that is inside, if there is one, was cut off and has not ended: end it."""
+        if self._lock.locked():
+            self._free()
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the present call is inside another one of its thread."""
+        return self._depth > 1
+
+    def be_outermost(self) -> None:
+        """The present call of the calling thread is its only one: others were cut off before they came to `release`."""
+        if self.owner == get_ident():
+            self._depth = 1
+
+    def check(self, call: str) -> None:
+        """Raise `EngineBusyError` unless the call that is inside is the calling thread's, or one that it works for."""
+        if not self.is_mine:
+            raise self._busy(call)
+
+    def check_process(self, call: str) -> None:
+        """Raise `ForkedError` if this is a forked child."""
+        if self._is_forked:
+            raise ForkedError(call)
+
+    def _busy(self, call: str) -> EngineBusyError:
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == self.owner), "another")
+        return EngineBusyError(
+            call,
+            f"a call of thread '{name}' is inside the engine ({self._call}), which takes one at a time",
+            cure="Wait for its end in your own code (a threading.Lock, Thread.join), or give the other thread a copy of what it "
+            "reads. If an exception or an interrupt has cut that call off, call engine.reset()",
+        )
+
+    @contextmanager
+    def held(self, call: str) -> Iterator[None]:
+        """A call of the calling thread lasts as long as the ``with`` block: see `acquire`.
+
+        Raises:
+            EngineBusyError: it comes from a signal handler or finalizer, in the midst of another call, or on a thread of ours.
+        """
+        me = get_ident()
+        if self.owner == me or self._last != me:
+            refuse_in_between(call)
+        self.acquire(call)
+        try:
+            yield
+        finally:
+            self.release()
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """The calling thread works for the call that is inside, as long as the ``with`` block lasts."""
+        me, inside = get_ident(), vars(_inside)
+        try:
+            self._members.add(me)
+            _enter(inside)
+            yield
+        finally:
+            _leave(inside)
+            self._members.discard(me)
+
+    def _leave_to_parent(self) -> None:
+        """This is a forked child: no other thread is there, and the weights are the parent's."""
+        self._lock = threading.Lock()
+        self.owner, self._depth, self._backward = None, 0, -1
+        self._members.clear()
+        self._is_forked = True
+
+
+_locks: Roll[EngineLock] = Roll(in_child=EngineLock._leave_to_parent)
+os.register_at_fork(after_in_child=lambda: vars(_inside).clear())
+
+
+def locked(method: _Method) -> _Method:
+    """A method that is a call of the engine from its begin to its end; ``self._pager.lock`` is the lock."""
+    name = f"engine.{method.__name__}()"
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._pager.lock.held(name):
+            return method(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def refuse_in_between(what: str) -> None:
+    """Raise if a signal handler or finalizer calls this that came into the midst of the engine's work on this thread.
+
+    Raises:
+        EngineBusyError: It did.
+    """
+    frame = interrupted_frame()
+    if frame is not None:
+        raise EngineBusyError(
+            what,
+            f"a signal handler or finalizer came into the engine's work on this thread (in {frame.f_code.co_qualname}), which "
+            "has to go on first",
+            cure="Set a flag in the handler, and act on it between steps: there save, flush or close",
+        )

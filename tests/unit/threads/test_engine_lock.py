@@ -1,0 +1,168 @@
+"""One call at a time is inside an engine; the threads that work for it belong to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.errors import EngineBusyError, ForkedError
+from infinity.threads.engine_lock import EngineLock, is_inside
+from tests.forked import require_in_child
+
+
+@pytest.fixture
+def other() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Calls a function in another thread."""
+    with ThreadPoolExecutor(1, "other") as pool:
+        yield lambda function: pool.submit(function).result()
+
+
+def _use(lock: EngineLock) -> bool:
+    with lock.held("reading"):
+        return is_inside() and lock.is_mine
+
+
+def test_another_thread_is_told_at_once_while_a_call_is_inside(other: Any) -> None:
+    lock = EngineLock()
+    with lock.held("step"), lock.held("a call inside it"):
+        with pytest.raises(EngineBusyError, match=r"reading .*MainThread.*\(step\).*engine.reset"):
+            other(lambda: _use(lock))
+        with pytest.raises(EngineBusyError, match="forward"):
+            other(lambda: lock.check("forward"))
+        lock.check("forward")
+        assert not other(lambda: lock.is_mine or is_inside())
+    assert other(lambda: _use(lock))
+    assert not is_inside() and not lock.is_mine
+
+
+def test_any_thread_may_come_between_calls_and_is_counted(other: Any) -> None:
+    lock = EngineLock()
+    for _ in range(2):
+        assert _use(lock)
+    assert lock.num_handovers == 1
+    assert other(lambda: _use(lock)) and lock.num_handovers == 2
+
+
+def test_threads_that_join_work_for_the_call(other: Any) -> None:
+    lock = EngineLock()
+
+    def work() -> bool:
+        with lock.joined():
+            lock.check("forward")
+            return _use(lock)
+
+    with lock.held("train_batch"):
+        assert other(work)
+        assert not other(lambda: lock.is_mine or is_inside())
+
+
+def test_who_is_inside_two_engines_is_inside_until_both_calls_end() -> None:
+    one, another = EngineLock(), EngineLock()
+    with one.held("forward"):
+        assert _use(another)
+        assert is_inside()
+    assert not is_inside()
+
+
+def test_a_call_that_was_cut_off_ends_by_its_thread_or_is_broken_off(other: Any) -> None:
+    lock = EngineLock()
+    lock.acquire("forward")
+    lock.acquire("a module of it")  # an interrupt comes: neither ends
+    with lock.held("reset"):
+        lock.be_outermost()
+    assert other(lambda: _use(lock))
+    other(lambda: lock.acquire("forward"))
+    with pytest.raises(EngineBusyError):
+        _use(lock)
+    lock.break_off()
+    assert _use(lock)
+    assert not other(is_inside)
+
+
+def test_a_lock_that_is_dropped_while_it_is_held_leaves_its_thread_outside() -> None:
+    lock = EngineLock()
+    lock.acquire("forward")
+    assert is_inside()
+    del lock
+    assert not is_inside()
+
+
+def test_a_child_belongs_to_no_call() -> None:
+    lock = EngineLock()
+
+    def is_refused() -> bool:
+        try:
+            lock.acquire("forward")
+        except ForkedError:
+            return not is_inside()
+        return False
+
+    with lock.held("gathering"):
+        require_in_child(is_refused)
+
+
+class _Watched(torch.autograd.Function):
+    """Calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.function()
+        return grads[0], None
+
+
+def _deep_backward(function: Callable[[], None], depth: int) -> None:
+    """Backward inside backward: from 60 on torch takes threads of a pool of its own."""
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        _Watched.apply(x, function if not depth else lambda: _deep_backward(function, depth - 1)).sum().backward()
+
+
+def test_autograds_pool_for_deep_backwards_belongs_to_the_backward() -> None:
+    lock = EngineLock()
+    seen: list[bool] = []
+    threads: list[int] = []
+
+    def look() -> None:
+        threads.append(threading.get_ident())
+        seen.append(_in_lock(lock))
+
+    with lock.held("backward"):
+        _deep_backward(look, 70)
+    assert seen == [True] and threads != [threading.get_ident()]
+    assert not lock.is_mine
+
+
+def _in_lock(lock: EngineLock) -> bool:
+    lock.acquire("a recomputation")
+    lock.release()
+    return lock.is_mine
+
+
+def test_another_threads_backward_is_none_of_the_call(other: Any) -> None:
+    lock = EngineLock()
+    with lock.held("backward"), pytest.raises(EngineBusyError):
+        other(lambda: _deep_backward(lambda: lock.check("backward"), 0))
+
+
+def test_autograds_thread_holds_it_for_a_backward_that_nobody_has_announced() -> None:
+    """As on a GPU, whose thread runs the backward of a plain ``loss.backward()``."""
+    lock = EngineLock()
+    states: list[bool] = []
+
+    def hold() -> None:
+        lock.acquire("backward")
+        states.append(lock.is_mine)
+
+    _deep_backward(hold, 70)  # and nothing releases it: an exception has cut it off
+    assert states == [True]
+    assert lock.owner is not None
