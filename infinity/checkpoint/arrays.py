@@ -25,7 +25,6 @@ import torch
 
 from infinity.errors import CheckpointError, UnsupportedModelError
 from infinity.numerics.raw_bytes import raw_bytes
-from infinity.torch_internals.foreign_writes import plain_array
 from swapper.volumes.block_files import BlockFile, BlockThreads
 from swapper.volumes.thread_pool import Work
 from swapper.wrappers.checksum import crc32c
@@ -299,7 +298,7 @@ class ArrayWriter:
 
     def write(self, values: torch.Tensor) -> None:
         """The next elements: 1-D, contiguous, on the CPU, of the array's dtype."""
-        data = plain_array(raw_bytes(values))
+        data = raw_bytes(values).numpy()
         itemsize = self.spec.dtype.itemsize
         while data.size:
             if self._block is None:

@@ -20,7 +20,6 @@ from infinity.errors import RankError
 from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.tiers.state_store import Lease, StateStore, clear
 from infinity.tiers.weight_store import LandedRead, WeightStore
-from infinity.torch_internals.foreign_writes import plain_array
 from infinity.units.layout import Chunk, Piece, Slot
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
@@ -247,10 +246,10 @@ def _plain(workspace: ChunkBuffer, kind: str) -> torch.Tensor | None:
 def _take(source: ElementsInOrder, target: torch.Tensor) -> None:
     # By NumPy: torch would copy with all its threads, which wait for each other where something else computes.
     filled = 0
-    into = plain_array(target)
+    into = target.numpy()
     while filled < into.size:
         part = source.some(into.size - filled)
-        into[filled : filled + part.numel()] = plain_array(part.to(torch.float32))
+        into[filled : filled + part.numel()] = part.to(torch.float32).numpy()
         filled += part.numel()
 
 

@@ -18,7 +18,6 @@ from infinity.numerics.raw_bytes import raw_bytes
 from infinity.optim.groups import TiledGroups
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
-from infinity.torch_internals.foreign_writes import plain_array
 from swapper.wrappers.checksum import crc32c
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class LeftOut:
             checksum = 0
             for part in self._tiled.all_of(parameter):
                 for piece in self._pieces(part):
-                    checksum = crc32c(plain_array(piece), after=checksum)
+                    checksum = crc32c(piece.numpy(), after=checksum)
             found[fqn] = str(self._tiled.all_of(parameter)[0].dtype).removeprefix("torch."), checksum
         return found
 

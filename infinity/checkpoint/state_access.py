@@ -17,8 +17,8 @@ from torch import nn
 
 from infinity.checkpoint.record_stream import RecordStream, SharedStream
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
+from infinity.numerics.raw_bytes import checksum
 from infinity.numerics.remainder import split_bits
-from infinity.numerics.stamp import checksum
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.tiers.state_store import StateStore
@@ -40,8 +40,8 @@ class Gathered:
     """A unit that is held open for the user, and what is needed to see what he changed."""
 
     unit: Unit
-    checksums: dict[int, int]
-    """Of each slot's weights before."""
+    checksums: dict[int, int] | None
+    """Of each slot's weights before, where contents are compared; None: what torch has counted was changed."""
     kept: torch.Tensor | None
     """A copy of the trainable segment before, where it is needed."""
 
@@ -478,8 +478,11 @@ class StateAccess:
             return self._pager.copy_for_user(unit, slot)
         return self.main_weight(parameter) if slot.spec.is_trainable else self._pager.copy_for_user(unit, slot)
 
-    def gather(self, parameters: Sequence[nn.Parameter]) -> list[Gathered]:
+    def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> list[Gathered]:
         """Open the parameters' units and keep them open. Returns what `scatter` needs.
+
+        Args:
+            compares: find what was changed by its contents, however it was written. Otherwise, by torch's counts of writes.
 
         Raises:
             BudgetTooSmallError: they do not fit into memory together.
@@ -495,7 +498,7 @@ class StateAccess:
             for unit in units.values():
                 with self._pager.held([unit]):
                     self.store_gathered(unit)  # by a block around this one: what it wrote so far is its own
-                    gathering.append(Gathered(unit, self._checksums(unit), self._kept(unit)))
+                    gathering.append(Gathered(unit, _checksums(unit) if compares else None, self._kept(unit)))
                     unit.hold_for(gathering[-1])  # for longer than this block
         except BaseException:
             for gathered in gathering:
@@ -514,7 +517,9 @@ class StateAccess:
         """A gathered unit holds other weights than when it was gathered, and those are stored."""
         for gathered in unit.gathered:
             if isinstance(gathered, Gathered):
-                gathered.checksums, gathered.kept = self._checksums(unit), self._kept(unit)
+                gathered.kept = self._kept(unit)
+                if gathered.checksums is not None:
+                    gathered.checksums = _checksums(unit)
         unit.accept_changes()
 
     def _kept(self, unit: Unit) -> torch.Tensor | None:
@@ -538,15 +543,19 @@ class StateAccess:
     def _store_since(self, gathered: Gathered) -> bool:
         """Store what was written to a unit since its weights were noted; returns whether anything was."""
         unit = gathered.unit
-        unit.take_rebound()
-        after = self._checksums(unit)
-        changed = [slot for slot in unit.layout.slots if gathered.checksums[slot.index] != after[slot.index]]
+        unit.note_changes()
+        changed = set(unit.dirty)
+        blocks = [gathered, *(each for each in unit.gathered if isinstance(each, Gathered))]
+        before = next((each.checksums for each in blocks if each.checksums is not None), None)
+        if before is not None:
+            changed |= {index for index, now in _checksums(unit).items() if now != before[index]}
         if changed:
-            self.store_modified(unit, changed, gathered.kept)
+            self.store_modified(unit, [unit.layout.slots[index] for index in sorted(changed)], gathered.kept)
         return bool(changed)
 
-    def _checksums(self, unit: Unit) -> dict[int, int]:
-        return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}
+
+def _checksums(unit: Unit) -> dict[int, int]:
+    return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}
 
 
 def _span(piece: Piece) -> slice:

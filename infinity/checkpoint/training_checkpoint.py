@@ -37,7 +37,7 @@ from infinity.checkpoint.saved import (
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, ForkedError, UnsupportedModelError
-from infinity.numerics.stamp import checksum
+from infinity.numerics.raw_bytes import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups
 from infinity.optim.main_weights import without_main_weight

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from infinity.errors import StorageError
-from infinity.torch_internals.foreign_writes import plain_address, plain_storage
 from infinity.torch_internals.large_results import LargeResults
 from infinity.torch_internals.modes import outside_modes
 from infinity.torch_internals.names import num_owners
@@ -72,13 +71,13 @@ class DriveTensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes < LEAST_BYTES or on_drive(tensor):
             return True
-        storage = plain_storage(tensor)
+        storage = tensor.untyped_storage()
         # What NumPy, a file or another process has made is not resizable: others may look at it uncounted.
         if not storage.resizable() or num_owners(storage) > 2:
             return False
         made = self.like(tensor)
         source, place = _bytes_of(tensor), _bytes_of(made)
-        for start, stop in mapped_memory.touched(plain_address(tensor), num_bytes):
+        for start, stop in mapped_memory.touched(tensor.data_ptr(), num_bytes):
             place[start:stop].copy_(source[start:stop])
         del storage, source
         tensor.data = made
@@ -98,7 +97,7 @@ def drives_of(tensor: torch.Tensor) -> DriveTensors | None:
     """The drives on which a tensor's memory lies; None if it lies elsewhere."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return None
-    memory = mapped_memory.owner_of(plain_address(tensor))
+    memory = mapped_memory.owner_of(tensor.data_ptr())
     return DriveTensors(memory) if memory is not None else None
 
 

@@ -43,13 +43,11 @@ from infinity.loop.style import LoopStyle
 from infinity.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
-from infinity.paging.watched_memory import WatchedMemory
 from infinity.planning.plan import Plan
 from infinity.planning.workload import Workload
 from infinity.profiling.profiled_step import ProfiledStep
 from infinity.run_log.notes import RunNotes
 from infinity.threads.engine_lock import locked, refuse_in_between
-from infinity.torch_internals.foreign_writes import unwatch, watch
 from infinity.vertical.schedule import VerticalSchedule
 from infinity.vertical.step import Loop
 from swapper.sync.interrupts import uninterrupted
@@ -122,8 +120,6 @@ class Engine(Relayout):
         parts.upper.gatherer.connect(self._settled)
         self._stepper.gradients.take_hook(self._hook)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording, parts.exchange)
-        self._watched = WatchedMemory(self._residency)
-        watch(self._watched)
         parts.module_hooks.install(self._pager, self, self._settled.gather, self._settled.scatter)
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
@@ -132,7 +128,6 @@ class Engine(Relayout):
         rest.callback(self._stepper.close)
         rest.callback(self._pager.close)
         rest.callback(self._parts.exchange.stop)
-        rest.callback(unwatch, self._watched)
         rest.callback(self._parts.stream.close)
         rest.callback(self._pager.abandon_forward)
         rest.callback(self._vertical.close)

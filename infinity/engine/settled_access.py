@@ -107,11 +107,11 @@ class SettledAccess:
         self.flush()
         self._parts().access.load_main_weight(parameter, values)
 
-    def gather(self, parameters: Sequence[nn.Parameter]) -> Any:
+    def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Any:
         """Make the parameters hold their full weights until `scatter`. See `infinity.GatheredParameters`."""
         with self._pager.gathering():
             self.flush()
-            return self._parts().access.gather(parameters), self._pager.save_gathered()
+            return self._parts().access.gather(parameters, compares=compares), self._pager.save_gathered()
 
     def scatter(self, gathering: Any) -> None:
         """The counterpart of `gather`: store what was changed."""

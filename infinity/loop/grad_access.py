@@ -18,7 +18,6 @@ from infinity.errors import GradientNotResidentError, SparseGradientWarning
 from infinity.gradients.listener import GradientListener
 from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.backward import Backwards
-from infinity.numerics.stamp import contents_stamp
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.residency import Residency
 from infinity.torch_internals.names import num_owners
@@ -45,14 +44,17 @@ class _Own:
         return self.tensor.data_ptr() != self._address
 
     @property
-    def has_changed(self) -> bool:
-        """Whether it was written to since `note_taken`."""
-        return self.has_moved or contents_stamp(self.tensor) != self._stamp
+    def may_have_changed(self) -> bool:
+        """Whether it was written to since `note_taken`, or may be: who gets ``parameter.grad`` may write by ``.data``, and
+        `GradScaler` writes by kernels; neither counts."""
+        return self.was_shown or self.has_moved or self.tensor._version != self._version
 
     def note_taken(self) -> None:
         """Its values are known."""
-        self._stamp = contents_stamp(self.tensor)
+        self._version = self.tensor._version
         self._address = self.tensor.data_ptr()
+        self.was_shown = False
+        """Whether ``parameter.grad`` has given it since."""
 
     @property
     def is_held_by_others(self) -> bool:
@@ -107,6 +109,7 @@ class GradAccess(GradientListener):
         self._gradients.check_averaged(unit, slot)
         own = self._own.get((unit.index, slot.index))
         if own is not None:
+            own.was_shown = True
             return own.tensor
         return self._shown(unit, slot)
 
@@ -225,7 +228,7 @@ class GradAccess(GradientListener):
 
     def _take_in(self, key: tuple[int, int]) -> None:
         own = self._own.pop(key)
-        if own.has_changed:
+        if own.may_have_changed:
             self._residency.await_update(own.unit)
             self._gradients.set_gradient(own.unit, own.slot, own.tensor.detach())
             own.note_taken()

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from infinity.torch_internals.foreign_writes import plain_array
-
 REMAINDER_DTYPE = torch.int16
 """dtype of remainders."""
 _NAN_BITS = 0x7FC00000
@@ -62,7 +60,7 @@ def join_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(weight: torch.Tensor) -> Any:
-    return plain_array(weight.view(torch.int16))
+    return weight.view(torch.int16).numpy()
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:

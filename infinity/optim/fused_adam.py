@@ -21,7 +21,6 @@ from infinity.numerics.remainder import join, split
 from infinity.optim.probe import copy_scalar
 from infinity.optim.template import Template
 from infinity.optim.worker import Worker
-from infinity.torch_internals.foreign_writes import plain_array
 from infinity.torch_internals.gpu_kernels import Launch, compiled_for
 
 logger = logging.getLogger(__name__)
@@ -135,10 +134,10 @@ class FusedAdam:
         """
         values, step = self._values(group, 1.0 if scale is None else float(scale), scalars)
         self._adam(
-            plain_array(weight.view(torch.int16)),
-            plain_array(remainder),
-            plain_array(gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient),
-            *(plain_array(state[name]) for name in STATES),
+            weight.view(torch.int16).numpy(),
+            remainder.numpy(),
+            (gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient).numpy(),
+            *(state[name].numpy() for name in STATES),
             *values,
         )
         return {"step": step}

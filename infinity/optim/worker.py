@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.torch_internals.foreign_writes import plain_address
 
 #: Entries of a parameter group that say which parameters it holds; all others are hyperparameters.
 MEMBERSHIP_KEYS = frozenset({"params", "param_names"})
@@ -129,7 +128,7 @@ class Worker:
             with torch.no_grad():
                 self._step(optimizer)
                 for updated, weight in zip(chain(*leaves), chain(*weights), strict=True):
-                    if plain_address(updated) != plain_address(weight):
+                    if updated.data_ptr() != weight.data_ptr():
                         weight.copy_(updated)  # the optimizer assigned `p.data` instead of writing into it
             found = [[optimizer.state.pop(leaf, None) or {} for leaf in members] for members in leaves]
             refuse_common(optimizer, list(optimizer.state))

@@ -10,8 +10,7 @@ import weakref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.numerics.raw_bytes import raw_bytes
-from infinity.numerics.stamp import checksum
+from infinity.numerics.raw_bytes import checksum, raw_bytes
 
 
 class Assigned:

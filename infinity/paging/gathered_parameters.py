@@ -18,8 +18,12 @@ class GatheredParameters:
     """Inside the ``with`` block the parameters hold their full weights, and can be read and changed like any.
 
     What was changed is stored when the block ends, for frozen parameters as well; main weights follow: an element whose
-    weight did not change keeps all its fp32 bits. All units of the parameters are in memory at once: for a large model,
-    gather it unit by unit. Parameters that no engine holds are left alone.
+    weight did not change keeps all its fp32 bits. With a ``modifier_rank``, weights are compared with what they were, so it
+    does not matter how they were written to (NumPy, ``data_ptr()``, kernels of others). Without one, the writes that torch
+    counts are stored: those by its operations on the parameter, its ``.data`` or views of it.
+
+    All units of the parameters are in memory at once: for a large model, gather it unit by unit. Parameters that no engine
+    holds are left alone.
 
     Args:
         params: a parameter, or an iterable of them, of one or more models.
@@ -60,7 +64,8 @@ class GatheredParameters:
             by_host.setdefault(id(host), (gatherer, []))[1].append(parameter)
         try:
             for gatherer, parameters in by_host.values():
-                self._gathered.append((gatherer, gatherer.gather(parameters)))
+                compares = self._modifier_rank is not None
+                self._gathered.append((gatherer, gatherer.gather(parameters, compares=compares)))
         except BaseException:
             self._scatter()
             raise

@@ -23,9 +23,11 @@ from infinity.torch_internals.operations import (
     JOINING,
     REBINDING,
     Apart,
+    leaves,
     may_write,
     name_of,
     replaced,
+    writes_unseen,
 )
 from infinity.units.layout import Slot
 from infinity.units.parameter import HeldTensor, PagedView, bind_view, host_of, unbind_view
@@ -140,7 +142,13 @@ class ParameterOperations:
                     replaced(tree, lambda leaf: _as_view(leaf) if id(leaf) in places else leaf)
                     for tree in (args, kwargs)
                 )
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if writes_unseen(function):
+                for leaf in leaves(args[:1]):
+                    if id(leaf) in places:
+                        unit, slot = places[id(leaf)]
+                        unit.note_written([slot.index])
+            return result
         finally:
             for view in views:
                 unbind_view(view)

@@ -21,7 +21,6 @@ from infinity.paging.listener import WeightWriter
 from infinity.paging.trace import Trace, wanted
 from infinity.telemetry.clock import StepClock
 from infinity.threads.engine_lock import refuse_in_between
-from infinity.torch_internals.foreign_writes import plain_storage
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, Unit
 from swapper import ReentryError
@@ -204,12 +203,10 @@ class Residency:
 
     def unit_behind(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose memory a strided tensor looks at."""
-        storage = plain_storage(tensor)
-        return None if storage.device.type == "meta" else self.unit_at(storage.data_ptr())  # as of FakeTensors
-
-    def unit_at(self, address: int) -> Unit | None:
-        """The unit whose memory begins there."""
-        return self._by_address.get(address)
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # as of FakeTensors
+            return None
+        return self._by_address.get(storage.data_ptr())
 
     def collect_all(self) -> None:
         """Take note of everything that has arrived."""

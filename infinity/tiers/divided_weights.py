@@ -24,7 +24,6 @@ from infinity.device.compute import ComputeDevice
 from infinity.distributed.pulls import Pull, Pulls
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.weight_store import LandedRead, WeightStore, Written, landed
-from infinity.torch_internals.foreign_writes import plain_address
 from infinity.units.layout import Chunk
 from infinity.units.shares import NUM_SERVED, Shares
 from infinity.units.unit import Arrival, Unit
@@ -201,7 +200,7 @@ class DividedWeights(WeightStore):
                 handles.append(self._begin_read(unit, place, target[start:stop], priority))
             if handles:
                 with self._lock:
-                    self._readings[unit.index] = _Reading(plain_address(target), handles)
+                    self._readings[unit.index] = _Reading(target.data_ptr(), handles)
         self._pulls.release(self._number, unit.index)
         others = {
             rank: [target[start:stop] for start, stop in self._shares.weight_spans(unit, rank)]

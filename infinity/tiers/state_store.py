@@ -17,7 +17,6 @@ import torch
 
 from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat
 from infinity.tiers.extent_labels import record_contents
-from infinity.torch_internals.foreign_writes import plain_array
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
 from swapper import AlignedRegion, ArenaExhaustedError, Extent, Handle, Page, Priority, StagingArena, Swapper
@@ -400,7 +399,7 @@ class PagedStateStore:
 def clear(memory: torch.Tensor) -> None:
     """Fill it with zeros: host memory in this thread alone, since torch's own wait for each other on a busy machine."""
     if memory.device.type == "cpu" and memory.numel():
-        plain_array(memory.view(torch.uint8))[:] = 0
+        memory.view(torch.uint8).numpy()[:] = 0
     else:
         memory.zero_()
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.torch_internals.foreign_writes import plain_array
 from swapper.volumes.mapped import MappedFile, mapped_file
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ class NewCopy:
         if self._whole is not None:
             self._whole[start : start + values.numel()].copy_(values)
         elif self._file is not None:
-            self._file.write(plain_array(values.view(torch.uint8)), start * self._dtype.itemsize)
+            self._file.write(values.view(torch.uint8).numpy(), start * self._dtype.itemsize)
 
     @contextmanager
     def part(self, start: int, stop: int) -> Iterator[torch.Tensor]:

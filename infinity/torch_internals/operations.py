@@ -136,7 +136,7 @@ REBINDING: frozenset[Any] = frozenset({torch.Tensor.set_, torch.Tensor.resize_, 
 """Operations that give a tensor other memory, which the engine would not see."""
 
 EXPOSING = frozenset({"data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"})
-"""Names of operations whose results look at the memory without being tensors. By name: ``foreign_writes`` wraps them."""
+"""Names of operations whose results look at the memory without being tensors."""
 
 JOINING = frozenset(
     {"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "column_stack", "row_stack"}

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from infinity.device.drive_tensors import is_dense
-from infinity.numerics.stamp import checksum
 from infinity.state_machine import moves
-from infinity.torch_internals.foreign_writes import plain_address
 from infinity.torch_internals.modes import outside_modes
 from infinity.torch_internals.names import as_plain, with_lazy_bits
 from infinity.units.layout import Chunk, ParameterSpec, Slot, UnitLayout
@@ -96,9 +94,6 @@ class Unit:
         self.before: dict[int, torch.Tensor] = {}
         """Slot index -> weights before they were written to, where nothing else knows them: from `keep_before` until what was
         written is stored."""
-        self._stamps: dict[int, tuple[int, int]] = {}
-        """Slot index -> `version` and checksum of the weights, whose memory somebody has got: from `expose` until `unbind`, or
-        until nothing looks at `flat` any more."""
         self.has_been_written = False
         """Whether anybody but the engine has ever written to a weight, counted in its version."""
         self._tokens: set[weakref.ref[object]] = set()
@@ -326,22 +321,10 @@ class Unit:
             self._counters = counters
             self.has_been_written = True
             self.note_written(changed)
-            self.take_rebound()
         for index, twin in self._twins.items():
             if twin._version != self._twin_counters[index]:
                 self._twin_counters[index] = twin._version
                 self.note_written([index])
-        for index, (version, before) in list(self._stamps.items()):
-            del self._stamps[index]
-            if version == self.version and self.flat is not None:  # else the engine itself has changed them
-                self.expose(self.layout.slots[index])
-                if self._stamps[index][1] != before:
-                    self.note_written([index])
-
-    def expose(self, slot: Slot) -> None:
-        """Somebody gets the weights' memory, and may write to it: `note_changes` compares what they are with then."""
-        if slot.index not in self._stamps:
-            self._stamps[slot.index] = self.version, checksum(self.bytes_of(slot))
 
     def bytes_of(self, slot: Slot) -> torch.Tensor:
         """The parameter's memory in the flat buffer, uint8."""
@@ -356,15 +339,6 @@ class Unit:
                 place, start = view.place, slot.offset_bytes // values.dtype.itemsize
                 shown = values.as_strided(place.shape, place.stride, place.offset - start)
                 detach_view(view, with_lazy_bits(shown, place.bits))
-
-    def take_rebound(self) -> None:
-        """Copy what ``parameter.set_(...)`` gave to bound parameters to where their weights belong."""
-        if self.is_bound:
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-                place = self.weight(slot)
-                if plain_address(parameter) != plain_address(place):
-                    with torch.no_grad():
-                        place.copy_(parameter)
 
     def note_written(self, indices: Iterable[int]) -> None:
         """The weights of these slots have been written to."""
@@ -404,8 +378,6 @@ class Unit:
             return
         self.note_changes()
         self._unbind()
-        if self._stamps and (self.flat is None or not self.flat.has_views):
-            self._stamps.clear()
 
     def _unbind(self) -> None:
         for parameter in self.parameters:

@@ -93,32 +93,25 @@ def scaling_as_mixed_precision_does(side: Side) -> None:
 
 @_scenario
 def writing_into_ones_own_gradients_unseen(side: Side) -> None:
-    """Through ``.data``, numpy, the vector that they are parts of, a kernel that counts no version."""
-    for number in range(5):
+    """Through ``.data``, the vector that they are parts of, `GradScaler`'s kernel, which counts no version."""
+    for number in range(3):
         parameters = side.parameters
         gradients = torch.autograd.grad(side.loss(number), parameters)
-        if number == 3:
+        if number == 2:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             parts = flat.split([parameter.numel() for parameter in parameters])
             gradients = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
-        if number == 4:
-            arrays = [gradient.numpy().copy() for gradient in gradients]
-            gradients = [torch.from_numpy(array) for array in arrays]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         if number == 0:
             for parameter in parameters:
                 parameter.grad.data.mul_(0.5)
         elif number == 1:
-            for gradient in gradients:
-                gradient.numpy()[:] = 0.01
-        elif number == 2:
-            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), torch.zeros(()), torch.tensor(0.3))
-        elif number == 3:
-            flat.mul_(0.1).add_(0.01)
+            shown: list[Any] = [parameter.grad for parameter in parameters]
+            torch._amp_foreach_non_finite_check_and_unscale_(shown, torch.zeros(()), torch.tensor(0.3))
+            del shown
         else:
-            for array in arrays:
-                array *= 0.3
+            flat.mul_(0.1).add_(0.01)
         del gradients
         _finish(side)
 

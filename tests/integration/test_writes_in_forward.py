@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from infinity.errors import UnsupportedModelError
 from tests.exactness.case import Case
 from tests.exactness.shapes.blocks import WIDTH, Block, Net, freeze, token_batch
 from tests.exactness.written import MODES, train
@@ -167,3 +168,23 @@ class Codebook(Block):
 @pytest.mark.parametrize("mode", ["in backward", "deferred", "bf16", "resident"])
 def test_an_ema_codebook_moves(mode: str, tmp_path: Path) -> None:
     train(_case(Codebook), mode, tmp_path)
+
+
+class _Keeping(Block):
+    """A block that writes to its weight by a view from its forward before."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is not None:
+            self.kept.mul_(0.75)
+        self.kept = self.up.weight.detach()
+        return super().forward(x)
+
+
+def test_a_write_that_is_seen_too_late_is_an_error(tmp_path: Path) -> None:
+    case = Case("keeping", lambda checkpointing: Net(checkpointing, make_block=_Keeping), token_batch)
+    with pytest.raises(
+        UnsupportedModelError, match=r"up\.weight' was written to in forward.*seen too late.*main_weights"
+    ):
+        train(case, "bf16 resident", tmp_path)

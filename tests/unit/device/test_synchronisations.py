@@ -95,6 +95,10 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "bool(lerp_weight < 0.5)": _NO_TENSOR,
         "int(gradient.dtype == torch.bfloat16)": _NO_TENSOR,
         "int(scale is not None)": _NO_TENSOR,
+        "(gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient).numpy()": _HOST,
+        "remainder.numpy()": _HOST,
+        "state[name].numpy()": _HOST,
+        "weight.view(torch.int16).numpy()": _HOST,
         "int(struct.unpack('<i', struct.pack('<f', value))[0])": _NO_TENSOR,
     },
     "paging/assigned.py": {
@@ -111,7 +115,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "pack.func in (self._pack_for, self._pack_over)))": _NO_TENSOR,
     },
     "paging/trace.py": {"bool(self._recorded)": _NO_TENSOR},
-    "paging/watched_memory.py": {"int(tensor.storage_offset())": _NO_TENSOR},
     "telemetry/reporter.py": {
         "float(loss)": "once a step, when its report is made",
         "float(detached)": "on the CPU",
@@ -120,6 +123,8 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "tiers/host_weights.py": {
         "self._device.synchronize(self._fence)": f"before its memory is written to, {_BACKGROUND}"
     },
+    "tiers/state_store.py": {"memory.view(torch.uint8).numpy()": _HOST},
+    "tiers/user_copies.py": {"values.view(torch.uint8).numpy()": _HOST},
     "tiers/weight_store.py": {"self._device.synchronize(fence)": _BACKGROUND},
     "tiers/weight_exchange.py": {
         "self._device.synchronize(self._device.upload(flat[start:start + found.numel()], found, self._device.mark()))": (
