@@ -22,7 +22,7 @@ from infinity.compat.tracked_dtypes import note_dtype
 from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
 from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
-from infinity.device.drive_tensors import write_out
+from infinity.device.drive_tensors import has_drive_tensors, write_out
 from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
 from infinity.distributed.meshes import mesh_of
 from infinity.distributed.process_groups import init_distributed, local_rank, num_processes
@@ -41,6 +41,7 @@ from infinity.paging.parameter_handler import ParameterHandler
 from infinity.planning.autotune import tune_io
 from infinity.planning.placement import DEVICE_KEY
 from infinity.run_log.notes import RunNotes
+from infinity.torch_internals.module_tensors import announce_nothing
 from infinity.units.model_check import check_model, warn_of_gaps, warn_of_other_dtypes
 from infinity.units.parameter import host_of
 from infinity.units.shared_weights import share_weights
@@ -200,6 +201,8 @@ def initialize(
     if resolved.compute_dtype is not torch.float32:
         note_dtype(model, resolved.compute_dtype)
     originals.forget()
+    if not has_drive_tensors():
+        announce_nothing()  # `Init` has replaced methods of torch, for models that lie on drives
     template.forget_untouched()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 

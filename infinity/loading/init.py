@@ -127,6 +127,7 @@ class Init:
             _active.stack.append(self)
             stack = ExitStack()
             if self._tensors is not None:
+                announce_made_tensors(_on_made_tensor)  # again: an `initialize` in between ends that
                 stack.enter_context(one_after_the_other())
             if self._dtype is not None:
                 stack.callback(torch.set_default_dtype, torch.get_default_dtype())

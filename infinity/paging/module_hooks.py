@@ -21,7 +21,6 @@ from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod,
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.torch_internals.modes import outside_modes, untraced
 from infinity.torch_internals.names import is_tracing
-from infinity.units.conversions import convert_as_before, convert_in_place
 from infinity.units.layout import Slot
 from infinity.units.parameter import PagedView
 from infinity.units.unit import Unit
@@ -250,7 +249,6 @@ class ModuleHooks:
         it would hold them through its whole forward, and operations on them fault them in anyway. The module in which
         all of a unit lies (a block) enters the unit as well, so that it is bound once per call.
         """
-        convert_in_place(self)
         for module in self.model.modules():
             held = [parameter for parameter in module.parameters(recurse=False) if self.holds(parameter)]
             if held:
@@ -359,7 +357,6 @@ class ModuleHooks:
 
     def uninstall(self) -> None:
         """Remove the hooks."""
-        convert_as_before(self)
         for handle in (*self._handles, *self._call_handles, *self.handles_of_others):
             handle.remove()
         self._handles.clear()

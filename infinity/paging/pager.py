@@ -35,8 +35,6 @@ from infinity.paging.saved_tensors import (
     SavingHooks,
     are_forbidden,
     as_saved,
-    cover_from_now_on,
-    cover_no_more,
 )
 from infinity.threads.engine_lock import EngineLock, refuse_in_between
 from infinity.tiers.user_copies import UserCopies
@@ -74,8 +72,8 @@ class Pager:
         """The hooks that turn what autograd saves into tokens."""
         self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.token_for)
         """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
-        for hooks in (self.saving, self.saving_while_gathered):
-            cover_from_now_on(hooks)
+        self._covers: list[tuple[int, tuple[Any, Any]]] = []
+        """Depth of each forward that has put the hooks up over those of the user, and what `SavingHooks.cover` gave."""
         self.copies = copies or UserCopies()
         """Makes what ``state_dict`` gives."""
         self._listener = listener
@@ -98,7 +96,7 @@ class Pager:
     def close(self) -> None:
         """Give all memory back. A backward that comes later is an error."""
         for hooks in (self.saving, self.saving_while_gathered):
-            cover_no_more(hooks)
+            hooks.close()
         if self._activations is not None:
             self._activations.close()
         self.residency.close()
@@ -186,11 +184,15 @@ class Pager:
             self.clock.begin_compute("forward")
         elif self._depth == 0:
             self.saving.push_in_recomputation()
+        elif (cover := self.saving.cover()) is not None:
+            self._covers.append((self._depth, cover))
         self._depth += 1
 
     def end_forward(self) -> None:
         """The counterpart of `begin_forward`, also after an exception."""
         self._depth -= 1
+        while self._covers and self._covers[-1][0] >= self._depth:
+            self.saving.uncover(self._covers.pop()[1])
         if self._depth == 0:
             try:
                 self._end_own_forward()
@@ -269,6 +271,7 @@ class Pager:
                 self._sharing.undo_writes(unit)
         self.end_sharing()
         self._depth = 0
+        self._covers.clear()
         self.clock.end_compute()
         self.saving.pop(most=None)
         for unit in self.residency.units:

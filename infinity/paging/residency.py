@@ -446,9 +446,10 @@ class Residency:
         return self._too_small(
             lacking_bytes,
             f"{problem}. User code keeps tensors over the weights of {len(kept_by_user)} units that no module uses: in a "
-            "list, or a custom autograd.Function keeps `weight.data` as an attribute of its context",
-            cure="Keep no such tensors: in an autograd.Function, call ctx.save_for_backward(weight). Otherwise all units have "
-            "to be in memory: set it to at least {minimum}",
+            "list, as an attribute of an autograd.Function's context (`weight.data`), or by hooks for saved tensors that a "
+            "module's forward puts up (torch.autograd.graph.saved_tensors_hooks, save_on_cpu)",
+            cure="Keep no such tensors: in an autograd.Function, call ctx.save_for_backward(weight); put hooks for saved tensors "
+            "up around the call of the model. Otherwise all units have to be in memory: set it to at least {minimum}",
         )
 
     def _too_small(self, lacking_bytes: int, problem: str, *, cure: str | None = None) -> BudgetTooSmallError:

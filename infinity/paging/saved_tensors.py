@@ -8,12 +8,13 @@ torch's own stack tells whether ours are on it, and what an interrupt left there
 begins, or the one that was cut off is abandoned.
 
 [Note: hooks of the user] torch calls the innermost hooks only, so ours call those of the user that they cover: these get
-what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Those that the user
-puts up inside a forward are covered at once, for which torch's context for them is wrapped while a model is held: else they
-would hold weights that go, and give back parameters that are paged out. Where what they give is or
-holds a view of a weight, a token takes the view's place until it is unpacked. Of ``torch.autograd.graph.save_on_cpu``, which
-changes no bits, weights are kept away: it would copy them all. Hooks of activation checkpointing are not called: what they
-would drop is dropped or kept by the checkpoint around the model alone.
+what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Ours are put into the
+place of theirs on torch's stack, and theirs are put back: a context that is left first, after an interrupt, takes ours down as
+if they were its own. Covered are hooks that were put up around the model, or around a module inside it. What a module computes
+itself under hooks that its own forward has put up is theirs alone: a view of a weight that they keep holds the unit in memory.
+Where what they give is or holds a view of a weight, a token takes the view's place until it is unpacked. Of
+``torch.autograd.graph.save_on_cpu``, which changes no bits, weights are kept away: it would copy them all. Hooks of activation
+checkpointing are not called: what they would drop is dropped or kept by the checkpoint around the model alone.
 
 [Note: several engines] What is computed of two engines' weights is saved by the hooks of one of them, those that are the
 innermost. So each gives the other's weights to the other to pack, and to unpack.
@@ -22,12 +23,14 @@ innermost. So each gives the other's weights to the other to pack, and to unpack
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -155,9 +158,10 @@ def hooks_of_the_user() -> tuple[Any, Any] | None:
     top = top_hooks()
     if top is None:
         return None
-    pack, unpack = top
+    pack = top[0]
     if isinstance(pack, functools.partial) and getattr(pack.func, "__func__", None) is SavingHooks._pack_over:
-        return pack.args[0], unpack.args[0]  # covered by ours
+        theirs: tuple[Any, Any] = pack.args[0]  # covered by ours
+        return theirs
     home = _home(pack)
     return None if home == _CHECKPOINTING or home.startswith("infinity.") else top
 
@@ -172,64 +176,13 @@ def _home(pack: Any) -> str:
     return str(getattr(getattr(pack, "func", pack), "__module__", ""))
 
 
-_home_of_contexts = cast(Any, torch.autograd.graph)
-_plain_disable = torch.autograd.graph.disable_saved_tensors_hooks
-_CONTEXT: Any = torch.autograd.graph.saved_tensors_hooks
-_plain_enter, _plain_exit = _CONTEXT.__enter__, _CONTEXT.__exit__
-_covering: weakref.WeakSet[SavingHooks] = weakref.WeakSet()
-
-
-def cover_from_now_on(hooks: SavingHooks) -> None:
-    """Hooks that the user puts up over these are covered: see [Note: hooks of the user]. Until `cover_no_more`."""
-    _covering.add(hooks)
-    _CONTEXT.__enter__, _CONTEXT.__exit__ = _enter, _exit
-    _home_of_contexts.disable_saved_tensors_hooks = _disable
-
-
-def cover_no_more(hooks: SavingHooks) -> None:
-    """The counterpart of `cover_from_now_on`: with the last, torch is again as it was. What the calling thread has of them
-    is taken down: contexts of the user take down what is innermost."""
-    hooks.pop(most=None)
-    _covering.discard(hooks)
-    if not _covering:
-        _CONTEXT.__enter__, _CONTEXT.__exit__ = _plain_enter, _plain_exit
-        _home_of_contexts.disable_saved_tensors_hooks = _plain_disable
-
-
-@functools.wraps(_plain_enter)
-def _enter(context: Any) -> None:
-    ours = next((hooks for hooks in tuple(_covering) if hooks.would_cover), None)
-    _plain_enter(context)
-    if ours is not None and hooks_of_the_user() is not None:
-        ours.push()
-
-
-@contextmanager
-def _disable(message: str) -> Iterator[None]:
-    """As torch's, for transforms of torch.func inside a forward: ours make way for them, see `are_forbidden`."""
-    popped = []  # of several engines, innermost first
-    while (ours := next((hooks for hooks in tuple(_covering) if hooks.would_cover), None)) is not None:
-        popped.append(ours)
-        ours.pop()
-    try:
-        with _plain_disable(message):
-            yield
-    finally:
-        for ours in reversed(popped):
-            ours.push()
-
-
 def are_forbidden() -> bool:
     """Whether torch allows no hooks: then what is saved are weights themselves, whose units have to stay open."""
     return saving_hooks._saved_tensors_hooks_get_disabled_error_message() is not None
 
 
-@functools.wraps(_plain_exit)
-def _exit(context: Any, *error: object) -> None:
-    theirs = hooks_of_the_user()
-    if theirs is not None and theirs != top_hooks() and theirs[0] == context.pack_hook:
-        saving_hooks._pop_saved_tensors_default_hooks()
-    _plain_exit(context, *error)
+_in_use: weakref.WeakSet[SavingHooks] = weakref.WeakSet()
+"""Those of engines that are open: see [Note: several engines]."""
 
 
 @dataclass(slots=True, eq=False)
@@ -260,6 +213,15 @@ class SavingHooks:
     _token_for: Callable[[torch.Tensor], SavedView | None]
     """What `_pack` gives for a view of a weight of the owner's; None for anything else."""
 
+    def __post_init__(self) -> None:
+        _in_use.add(self)
+
+    def close(self) -> None:
+        """Nothing is saved by them any more. What the calling thread has of them is taken down: contexts of the user take down
+        what is innermost."""
+        self.pop(most=None)
+        _in_use.discard(self)
+
     def push(self) -> None:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
         if are_forbidden():
@@ -267,14 +229,17 @@ class SavingHooks:
         theirs = hooks_of_the_user()
         if theirs is None:
             saving_hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            return
+        are_innermost = top_hooks() == theirs
+        ours = functools.partial(self._pack_over, theirs, are_innermost), functools.partial(self._unpack_over, theirs)
+        if are_innermost:
+            _replace_top(ours)
         else:
-            collect, give = theirs
-            saving_hooks._push_saved_tensors_default_hooks(
-                functools.partial(self._pack_over, collect), functools.partial(self._unpack_over, give)
-            )
+            saving_hooks._push_saved_tensors_default_hooks(*ours)
 
-    def _pack_over(self, collect: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    def _pack_over(self, theirs: tuple[Any, Any], _: bool, tensor: torch.Tensor) -> Any:
         """As ``pack``, where hooks of the user are covered: see [Note: hooks of the user]."""
+        collect = theirs[0]
         if _home(collect) == _MOVING_ONLY:
             token = self._any_token_for(tensor)
             if token is not None:
@@ -286,16 +251,17 @@ class SavingHooks:
 
     def token_of_another(self, tensor: torch.Tensor) -> SavedThrough | None:
         """A token for a view of another engine's weight; None for anything else."""
-        for hooks in tuple(_covering):
+        for hooks in tuple(_in_use):
             if hooks._token_for != self._token_for:
                 token = hooks._token_for(tensor)
                 if token is not None:
                     return SavedThrough(token, hooks._unpack)
         return None
 
-    def _unpack_over(self, give: Callable[[Any], torch.Tensor], saved: Any) -> torch.Tensor:
+    def _unpack_over(self, theirs: tuple[Any, Any], saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Theirs):
             return self._unpack(saved)
+        give: Callable[[Any], torch.Tensor] = theirs[1]
         return give(_exchanged(saved.packed, (SavedView, SavedThrough), self._unpack))
 
     def push_in_recomputation(self) -> None:
@@ -337,26 +303,53 @@ class SavingHooks:
         """Whether they are the innermost of the calling thread."""
         return (top := top_hooks()) is not None and self._are(top)
 
-    @property
-    def would_cover(self) -> bool:
-        """Whether they are the innermost, as they were put up here."""
-        top = top_hooks()
-        return top is not None and self._are(top) and (top[1] == self._unpack or hooks_of_the_user() is not None)
-
     def pop(self, most: int | None = 1) -> None:
         """Take the innermost down, if any are up; None: all, as after an interrupt. Those of others stay, wherever they are."""
         others: list[tuple[Any, Any]] = []
         num_found = 0
         try:
             while num_found != most and (top := top_hooks()) is not None:
-                saving_hooks._pop_saved_tensors_default_hooks()
-                if self._are(top):
-                    num_found += 1
-                else:
+                if not self._are(top):
                     others.append(top)
+                    saving_hooks._pop_saved_tensors_default_hooks()
+                    continue
+                num_found += 1
+                self._pop_top(top)
+                if (theirs := self._replaced_by(top)) is not None and most is None:
+                    others.append(theirs)
+                    saving_hooks._pop_saved_tensors_default_hooks()
         finally:
             for hooks in reversed(others):
                 saving_hooks._push_saved_tensors_default_hooks(*hooks)
+
+    def _replaced_by(self, ours: tuple[Any, Any]) -> tuple[Any, Any] | None:
+        """The hooks of the user in whose place these are up."""
+        pack = ours[0]
+        if isinstance(pack, functools.partial) and pack.func == self._pack_over and pack.args[1]:
+            theirs: tuple[Any, Any] = pack.args[0]
+            return theirs
+        return None
+
+    def _pop_top(self, ours: tuple[Any, Any]) -> None:
+        theirs = self._replaced_by(ours)
+        if theirs is None:
+            saving_hooks._pop_saved_tensors_default_hooks()
+        else:
+            _replace_top(theirs)
+
+    def cover(self) -> tuple[Any, Any] | None:
+        """Put them up over hooks of the user that are the innermost. Returns what `uncover` needs; None if there are none."""
+        top = top_hooks()
+        # The first two are what it is nearly always, in each call of each module.
+        if top is None or top[0] is self._pack or are_forbidden() or top != hooks_of_the_user():
+            return None
+        self.push()
+        return top_hooks()
+
+    def uncover(self, ours: tuple[Any, Any]) -> None:
+        """The counterpart of `cover`, unless the user's context has ended before."""
+        if top_hooks() == ours:
+            self._pop_top(ours)
 
     def __enter__(self) -> None:
         self.push()
@@ -369,4 +362,10 @@ class SavingHooks:
     def clear_top(self) -> None:
         """Take down those that nobody else's are above."""
         while (top := top_hooks()) is not None and self._are(top):
-            saving_hooks._pop_saved_tensors_default_hooks()
+            self._pop_top(top)
+
+
+def _replace_top(hooks: tuple[Any, Any]) -> None:
+    """Put these hooks up in the place of the innermost. No interrupt comes in between, for no line of Python runs."""
+    push = functools.partial(saving_hooks._push_saved_tensors_default_hooks, *hooks)
+    deque(map(operator.call, (saving_hooks._pop_saved_tensors_default_hooks, push)), maxlen=0)

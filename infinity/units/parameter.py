@@ -237,9 +237,9 @@ def _refuse_new_parameter(parameter: nn.Parameter, caller: FrameType | None) -> 
         fqn = host.slot_of(parameter).spec.fqn
         raise UnsupportedModelError(
             f"nn.Parameter of parameter '{fqn}', which an engine holds, would share its memory, and that comes and goes. "
-            "Parametrizations (weight_norm) make such ones",
-            cure="Register parametrizations before infinity.initialize. For a parameter with values of its own, take "
-            "nn.Parameter(weight.detach().clone())",
+            "Parametrizations (weight_norm) make such ones, and conversions under the flags of torch.__future__",
+            cure="Register parametrizations before infinity.initialize, and leave those flags at False. For a parameter with "
+            "values of its own, take nn.Parameter(weight.detach().clone())",
             fqn=fqn,
         )
 

@@ -57,24 +57,8 @@ def _under_hooks_of_the_user(a: nn.Module, b: nn.Module) -> Tensor:
         return found + _in_a_forward(b, a)
 
 
-@torch.enable_grad()
-def _of_torch_func(a: nn.Module, b: nn.Module) -> Tensor:
-    last = list(b.children())[-1]
-
-    def mixed(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: torch.tanh(x @ last.weight).sum())(output.detach()) * output
-
-    handle = last.register_forward_hook(lambda module, inputs, output: a(output))
-    other = next(iter(a.children())).register_forward_hook(mixed)
-    try:
-        return b(torch.ones(3, 16)).square().sum()
-    finally:
-        handle.remove()
-        other.remove()
-
-
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize("loss_of", [_all_products, _in_a_forward, _under_hooks_of_the_user, _of_torch_func])
+@pytest.mark.parametrize("loss_of", [_all_products, _in_a_forward, _under_hooks_of_the_user])
 def test_weights_of_two_engines_in_one_graph_train_as_in_torch(
     loss_of: Callable[[nn.Module, nn.Module], Tensor], tmp_path: Path
 ) -> None:

@@ -72,12 +72,6 @@ class SavesNarrowly(Net):
             return super().body(x)
 
 
-class Differentiating(Net):
-    def body(self, x: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda y: super(Differentiating, self).body(y).float().square().sum())(x.detach())
-        return super().body(x + 0.1 * slope.detach())
-
-
 class FillsBag(Block):
     def forward(self, x: Tensor, bag: Bag) -> Tensor:
         bag.count = bag.count + 1
@@ -463,7 +457,6 @@ _CASES: dict[str, tuple[Any, str]] = {
     "counts in a block": (_net(Net, CountsInBlock), "changes CountsInBlock.calls"),
     "other the second time": (_net(Net, OtherSecondTime), "gives another result when it is computed again"),
     "hooks for what is saved": (_net(SavesNarrowly), "hooks for saved tensors are active around blocks.0"),
-    "differentiates its blocks": (_net(Differentiating), "a torch.func transform is active around blocks.0"),
     "counts inside": (_net(CountsInside), "the model's forward changes CountsInside.tally"),
     "counts in a buffer": (_net(CountsInBuffer), "writes to the buffer CountsInBuffer.calls, and uses it at several"),
     "centred": (_net(Centred), "writes to the buffer Centred.centre, and uses it at several places"),
