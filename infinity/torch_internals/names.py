@@ -107,6 +107,19 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+_C: Any = torch._C
+_forbid_writes: Callable[[torch.Tensor], None] = _C._set_throw_on_mutable_data_ptr
+_forbid_access: Callable[[int, str], None] | None = getattr(_C, "_set_storage_data_ptr_access_error_msg", None)
+
+
+def forbid_access(tensor: torch.Tensor, message: str) -> None:
+    """Kernels that ask for the memory of ``tensor`` get an error. Builds of torch without CUDA only know one for kernels that
+    may write; others read there what it holds."""
+    _forbid_writes(tensor)
+    if _forbid_access is not None:
+        _forbid_access(tensor.untyped_storage()._cdata, message)
+
+
 def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Whether what lies in a tensor's memory is read as conjugated, and as negated: ``conj()`` of a complex one writes nothing
     there."""

@@ -3,8 +3,8 @@
 A parameter keeps its identity, shape, dtype and device all the time. While its unit is open it is a
 `ResidentParameter`, which computes like any parameter. Otherwise it is a `PagedParameter`, whose data is one element
 expanded to the right shape: any operation on it goes to its pager, which fetches the unit (in forward and backward),
-answers from a fetched copy, or raises `ParameterNotResidentError`. Nothing ever computes with the placeholder: what torch
-does not ask the class about cannot read it (see [Note: no data] in ``infinity.torch_internals.absent``).
+answers from a fetched copy, or raises `ParameterNotResidentError`. What torch does not ask the class about (functorch's
+transforms, compiled functions, C++) gets an error from the placeholder, or NaN.
 
 [Note: seen by version]
 A write to a weight has to be noticed. torch counts writes in a tensor's version, which all views share, and so does what
@@ -34,9 +34,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.distributed.process_groups import num_processes
 from infinity.errors import ParameterNotResidentError, UnsupportedModelError
 from infinity.threads.engine_lock import guard, is_inside
-from infinity.torch_internals.absent import absent
 from infinity.torch_internals.modes import outside_modes, untraced
-from infinity.torch_internals.names import as_plain, unrecorded
+from infinity.torch_internals.names import as_plain, forbid_access, unrecorded
 from infinity.torch_internals.operations import METADATA, WRITING_METHODS, is_conversion_to_the_same, leaves, name_of
 
 if TYPE_CHECKING:
@@ -478,16 +477,23 @@ def detach_view(view: torch.Tensor, values: torch.Tensor) -> None:
     set_plain_data(view, values)
 
 
+_NO_VALUES = (
+    "the values of this parameter are not in memory: compiled functions and functorch's transforms cannot fetch them. Use "
+    "`with infinity.GatheredParameters(...)` around the call"
+)
 _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 @outside_modes
 def placeholder(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> torch.Tensor:
-    """What a paged-out parameter is bound to: one element for all, which nobody can read."""
+    """What a paged-out parameter is bound to: one element for all, which no kernel may write to, nor read where torch can
+    forbid that. It has memory: a freed storage would end the process where a kernel reads it."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)  # nothing is missing
     if (dtype, device) not in _placeholders:
-        _placeholders[dtype, device] = absent(dtype, device)
+        filling = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        _placeholders[dtype, device] = torch.full((), filling, dtype=dtype, device=device)
+        forbid_access(_placeholders[dtype, device], _NO_VALUES)
     with unrecorded():
         return _placeholders[dtype, device].expand(shape)
 
