@@ -21,6 +21,7 @@ class Assigned:
         self._version = values._version
         self._memory = StorageWeakRef(values.untyped_storage())
         self._lies = _lies(values)
+        self.place = place_of(values)
         self._checksum = _checksum(values)
 
     @property
@@ -42,6 +43,11 @@ class Assigned:
             and self._lies == _lies(values)
             and self._checksum == _checksum(values)
         )
+
+
+def place_of(values: torch.Tensor) -> tuple[int, int]:
+    """Where its first element lies: another tensor that begins there has the same memory, as long as both are alive."""
+    return StorageWeakRef(values.untyped_storage()).cdata, int(values.storage_offset())
 
 
 def _lies(values: torch.Tensor) -> tuple[object, ...]:

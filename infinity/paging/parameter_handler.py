@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.distributed.collectives import Ranks
 from infinity.errors import OtherNumbersWarning, StaleDataError, UnsupportedModelError
-from infinity.paging.assigned import Assigned
+from infinity.paging.assigned import Assigned, place_of
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_operations import ParameterOperations
@@ -82,6 +82,8 @@ class ParameterHandler:
         self._has_warned_of_strides = False
         self._assigned: dict[str, Assigned] = {}
         """What was assigned to ``.data``, by the parameter's FQN."""
+        self._assigned_at: dict[tuple[int, int], str] = {}
+        """`Assigned.place` of those -> FQN."""
 
     @property
     def gatherer(self) -> Gatherer | None:
@@ -129,6 +131,7 @@ class ParameterHandler:
         is_plain &= host_of(values) is None and not values.is_inference()
         if before is not None and is_plain and before.shows_the_weight(values):
             return
+        self._check_shared(slot, values)
         if not self._has_warned_of_strides and host_of(values) is None and not _lies_alike(values, slot):
             self._has_warned_of_strides = True
             what = (
@@ -138,7 +141,7 @@ class ParameterHandler:
             cure = "Convert the model before infinity.initialize"
             warnings.warn(OtherNumbersWarning(slot.spec.fqn, what, cure=cure), stacklevel=3)
         if host_of(values) is not None:
-            values = values.detach().clone()  # else both would have to be in memory at a time
+            values = values.detach().clone()  # it looks at the same memory, in another order
         for view in unit.handed_out(slot):
             if isinstance(view, PagedView) or unit.is_bound:
                 detach_view(view, view.clone())  # it goes on looking at the old weights
@@ -146,9 +149,42 @@ class ParameterHandler:
             if unit.num_tokens:
                 keep_saved(unit, slot, lambda: parameter.data.clone())
             parameter.data.copy_(values)
-        self._assigned.pop(slot.spec.fqn, None)
-        if is_plain:
-            self._assigned[slot.spec.fqn] = Assigned(values)
+        self._forget_assigned(slot.spec.fqn)
+        if is_plain and values.numel():
+            assigned = self._assigned[slot.spec.fqn] = Assigned(values)
+            self._assigned_at[assigned.place] = slot.spec.fqn
+
+    def _forget_assigned(self, fqn: str) -> None:
+        known = self._assigned.pop(fqn, None)
+        if known is not None and self._assigned_at.get(known.place) == fqn:
+            del self._assigned_at[known.place]
+
+    def _check_shared(self, slot: Slot, values: torch.Tensor) -> None:
+        """Raise if the parameter would have one memory with another one from now on.
+
+        Raises:
+            UnsupportedModelError: ``values`` are another parameter's, or were assigned to another one.
+        """
+        held, fqn = self._slot_behind(values), slot.spec.fqn
+        if held is slot or values.layout is not torch.strided or not values.numel():
+            return
+        other = self._assigned_at.get(place_of(values), fqn) if held is None else held.spec.fqn
+        if held is None and (other == fqn or self._assigned[other].is_gone):
+            return
+        raise UnsupportedModelError(
+            f"parameters '{fqn}' and '{other}' would have the same memory from now on, which an engine does not give them",
+            cure="Copy the values: parameter.data.copy_(other.data). To tie two parameters, make them one before "
+            "infinity.initialize (module.weight = other.weight)",
+            fqn=fqn,
+        )
+
+    def _slot_behind(self, values: Any) -> Slot | None:
+        """The parameter, of any engine, whose memory a tensor looks at."""
+        host = host_of(values)
+        if host is not None:
+            return values.place.slot if isinstance(values, PagedView) else host.slot_of(values)
+        unit = self._pager.residency.unit_behind(values) if values.layout is torch.strided and values.numel() else None
+        return None if unit is None else unit.slot_at(int(values.storage_offset()) * values.itemsize)
 
     def check_assigned(self) -> None:
         """Raise if a tensor that was assigned to ``.data`` has been written to since: in torch the weight would have changed.
@@ -158,9 +194,9 @@ class ParameterHandler:
         """
         for fqn, assigned in list(self._assigned.items()):
             if assigned.is_gone:
-                del self._assigned[fqn]
+                self._forget_assigned(fqn)
             elif assigned.is_written:
-                del self._assigned[fqn]
+                self._forget_assigned(fqn)
                 raise StaleDataError(fqn)
 
     def before_write(self, parameter: nn.Parameter) -> None:

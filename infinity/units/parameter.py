@@ -174,8 +174,15 @@ class _HeldParameter(nn.Parameter):
     def set_(self, *args: Any, **kwargs: Any) -> Any:  # of this one torch does not ask the class
         """As torch's; what a tensor brings is copied, as by assigning ``data``. Memory without a tensor is refused."""
         host = host_of(self)
-        if host is None or kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
-            return _operate(torch.Tensor.set_, (), (self, *args), kwargs)
+        if host is None:
+            raise _dropped("set_")
+        if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
+            fqn = host.slot_of(self).spec.fqn
+            raise UnsupportedModelError(
+                f"parameter '{fqn}' cannot be given other memory by set_ while an engine holds it",
+                cure="Copy the values: parameter.data.copy_(...)",
+                fqn=fqn,
+            )
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
         if args[0] is self:  # register_parametrization does so; a count of a write would be one to the drive

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import infinity
-from infinity.errors import StaleDataError
+from infinity.errors import StaleDataError, UnsupportedModelError
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.written import MODES, train
 
@@ -125,11 +125,6 @@ def _assign(model: nn.Module) -> None:
         parameter.data = parameter.data * 0.75
 
 
-def _swap(model: nn.Module) -> None:
-    a, b = model.get_parameter("blocks.0.up.weight"), model.get_parameter("blocks.2.up.weight")
-    a.data, b.data = b.data, a.data
-
-
 def _swap_by_copy(model: nn.Module) -> None:
     a, b = model.get_parameter("blocks.0.up.weight"), model.get_parameter("blocks.2.up.weight")
     kept = a.data.clone()
@@ -168,7 +163,6 @@ _WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "init": _init,
     "transformers init": _hf_init,
     "assign": _assign,
-    "swap": _swap,
     "swap by copy": _swap_by_copy,
     "vector": _vector,
     "out": _out,
@@ -317,6 +311,27 @@ def test_an_assigned_tensor_follows_the_weight(tmp_path: Path) -> None:
         if not is_plain:
             engine.close()
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_two_parameters_do_not_get_one_memory(is_gathered: bool, tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    with engine, infinity.GatheredParameters(engine.module.parameters(), enabled=is_gathered):
+        one, other = (engine.module.get_parameter(f"blocks.{index}.up.weight") for index in (0, 2))
+        values = torch.full(one.shape, 0.25)
+        one.data = values
+        message = r"'blocks\.2\.up\.weight' and 'blocks\.0\.up\.weight' would have the same memory.*copy_"
+        for shared in (values, values.view(-1).view(one.shape), one.data, one.detach(), one):
+            with pytest.raises(UnsupportedModelError, match=message):
+                other.data = shared
+        with torch.no_grad(), pytest.raises(UnsupportedModelError, match=message):
+            other.set_(one.data)
+        one.data = one.data
+        one.data = values
+        other.data = one.data.clone()
+        del values, shared
+        other.data = torch.full(one.shape, 0.5)
+        assert one.eq(0.25).all() and other.eq(0.5).all()
 
 
 def test_what_is_written_to_an_assigned_tensor_is_an_error(tmp_path: Path) -> None:

@@ -103,11 +103,15 @@ _ALLOWED: dict[str, dict[str, str]] = {
     },
     "paging/assigned.py": {
         "bool(self._memory.expired())": _NO_TENSOR,
+        "int(values.storage_offset())": _NO_TENSOR,
         "values.detach().resolve_conj().resolve_neg().cpu()": _ASSIGNED,
     },
     "paging/compiled_forwards.py": {"bool(spanned)": _NO_TENSOR},
     "paging/pager.py": {"int(is_inside)": _NO_TENSOR},
-    "paging/parameter_handler.py": {"int(view.storage_offset())": _NO_TENSOR},
+    "paging/parameter_handler.py": {
+        "int(view.storage_offset())": _NO_TENSOR,
+        "int(values.storage_offset())": _NO_TENSOR,
+    },
     "paging/parameter_operations.py": {"int(value.storage_offset())": _NO_TENSOR},
     "paging/saved_tensors.py": {
         "int(self.offset)": _NO_TENSOR,
