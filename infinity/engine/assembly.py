@@ -68,7 +68,7 @@ from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper, StepRules
 from infinity.updates.stream import UpdateStream
 from infinity.vertical.eligibility import Suitability
-from infinity.vertical.step import Surroundings
+from infinity.vertical.step import StepContext
 from swapper import AlignedRegion
 
 logger = logging.getLogger(__name__)
@@ -365,7 +365,7 @@ def build(
         recording=recording,
         plan_tracker=plan_tracker,
         device=device,
-        vertical=Surroundings(
+        vertical=StepContext(
             module_hooks=module_hooks,
             pager=pager,
             stepper=stepper,

@@ -49,7 +49,6 @@ from infinity.profiling.profiled_step import ProfiledStep
 from infinity.run_log.notes import RunNotes
 from infinity.threads.engine_lock import locked, refuse_in_between
 from infinity.vertical.schedule import VerticalSchedule
-from infinity.vertical.step import Loop
 from swapper.sync.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -109,9 +108,8 @@ class Engine(Relayout):
             is_in_no_sync=lambda: self._is_in_no_sync,
             listener=parts.upper.gradient_listener,
         )
-        loop = Loop(self._backwards, self._guard, lambda: self.global_steps, self._reporter.note_loss)
-        self._vertical = VerticalSchedule(parts.vertical, loop)
-        self._train_batch = TrainBatch(self, self._vertical, self._reporter.note_schedule)
+        self._vertical = VerticalSchedule(parts.vertical, self._backwards, self._guard)
+        self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._gradients = GradAccess(parts.module_hooks, self._residency, self._stepper, self._backwards)
         self._listener = EngineListener(parts, self._backwards, self._guard)
         parts.upper.pager_listener.connect(self._listener)

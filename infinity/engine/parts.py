@@ -24,7 +24,7 @@ from infinity.tiers.weight_exchange import WeightExchange
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper
 from infinity.updates.stream import UpdateStream
-from infinity.vertical.step import Surroundings
+from infinity.vertical.step import StepContext
 
 Part = TypeVar("Part")
 
@@ -80,7 +80,7 @@ class Parts:
     recording: Recording | None
     plan_tracker: PlanTracker
     device: ComputeDevice
-    vertical: Surroundings
+    vertical: StepContext
     trimmer: HeapTrimmer | None
     """Where memory has to be given back between the pieces of a step."""
     upper: UpperParts

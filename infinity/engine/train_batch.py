@@ -14,6 +14,7 @@ from torch import nn
 from infinity.errors import StepOrderError
 from infinity.loop.batches import call_with, copied, loss_of, move
 from infinity.loop.loader import OwnBatches
+from infinity.telemetry.reporter import Reporter
 from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted
 
@@ -26,6 +27,7 @@ class Loop(Protocol):
 
     module: nn.Module
     micro_steps: int
+    global_steps: int
     training_dataloader: Any
 
     @property
@@ -53,16 +55,16 @@ class Loop(Protocol):
 class TrainBatch:
     """Runs whole steps."""
 
-    def __init__(self, loop: Loop, vertical: VerticalSchedule, note_schedule: Callable[[str, str], None]) -> None:
+    def __init__(self, loop: Loop, vertical: VerticalSchedule, reporter: Reporter) -> None:
         """
         Args:
             loop: the engine.
             vertical: the schedule over all micro-batches.
-            note_schedule: called with the order of the present step, and why it is not the vertical one.
+            reporter: takes note of losses, of the order of the present step, and why it is not the vertical one.
         """
         self._loop = loop
         self._vertical = vertical
-        self._note_schedule = note_schedule
+        self._reporter = reporter
         self._own: Iterator[Any] | None = None
 
     def __call__(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> torch.Tensor:
@@ -78,16 +80,16 @@ class TrainBatch:
             for _ in range(num_micro_batches):
                 batch = move(next(iterator), loop.device)
                 taken.append(copied(batch) if num_micro_batches > 1 else batch)
-            found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken])
+            found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken], loop.global_steps)
             if isinstance(found, list):
                 with uninterrupted():
-                    self._note_schedule("vertical", "")
+                    self._note_vertical(found)
                     loop.micro_steps += num_micro_batches - 1
                     loop.step()
                 return torch.stack([loss.float() for loss in found]).mean()
             reason = found
         taken_anew = bool(taken)
-        self._note_schedule("ordinary", reason)
+        self._reporter.note_schedule("ordinary", reason)
         losses: list[torch.Tensor] = []
         try:
             self._run_in_order(iterator, taken, loss_fn, losses)
@@ -101,16 +103,23 @@ class TrainBatch:
         self, compute_losses: Sequence[Callable[[], torch.Tensor]], *, updates: bool
     ) -> list[torch.Tensor] | str:
         """See `Engine.backward_together`; ``updates``: whether a unit may be updated before `Engine.step`."""
-        found = self._vertical.obstacle() or self._vertical.run(compute_losses, 1, updates=updates, keeps_bits=True)
+        found = self._vertical.obstacle() or self._vertical.run(
+            compute_losses, self._loop.global_steps, divisor=1, updates=updates, keeps_bits=True
+        )
         if isinstance(found, str):
             self.note_ordinary(found)
         else:
-            self._note_schedule("vertical", "")
+            self._note_vertical(found)
         return found
+
+    def _note_vertical(self, losses: Sequence[torch.Tensor]) -> None:
+        self._reporter.note_schedule("vertical", "")
+        for loss in losses:
+            self._reporter.note_loss(loss, self._loop.global_steps)
 
     def note_ordinary(self, reason: str) -> None:
         """The present step's micro-batches go one after the other."""
-        self._note_schedule("ordinary", reason)
+        self._reporter.note_schedule("ordinary", reason)
         self._vertical.note_ordinary(reason)
 
     def evaluate(

@@ -1,17 +1,16 @@
 """A Trainer's accumulated micro-batches in the engine's vertical schedule, so that weights are read once per step.
 
 transformers hands out all batches of a step at once (``get_batch_samples``), then calls ``training_step`` with one after the
-other. Here the first of these calls runs ``training_step`` of all of them, each in a lane (see `infinity.vertical`): its
-``accelerator.backward(loss)`` hands the loss to the engine, which runs the backwards. The later calls give back what the lanes
-have returned. Whatever a subclass does in ``training_step`` or ``compute_loss`` is so done as ever, but in another order:
-the first parts of all micro-batches, then the blocks of the model, then the last parts. `_Attributes` sees to it that nothing
-which the Trainer keeps goes from one to another.
-
-Knows the Trainer's loop and accelerate's side of the engine; must not know what a vertical step does.
+other. Here the first of these calls runs ``training_step`` of all of them, each in a thread that takes turns with the others
+(see `infinity.vertical`): its ``accelerator.backward(loss)`` hands the loss to the engine, which runs the backwards. The later
+calls give back what these have returned. Whatever a subclass does in ``training_step`` or ``compute_loss`` is so done as ever,
+but in another order: the first parts of all micro-batches, then the blocks of the model, then the last parts. `_Attributes`
+sees to it that nothing which is assigned to the Trainer goes from one to another.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection
 from typing import Any
@@ -22,13 +21,7 @@ from infinity.activations.refusal import LastingRefusal
 from infinity.errors import StepOrderError
 from infinity.integrations.accelerate import EngineOptimizer
 from infinity.loop.batches import copied
-from infinity.vertical.replay.object_state import ObjectState, is_same_value
-
-_OF_NO_STEP = frozenset(
-    {"train_dataset", "eval_dataset", "data_collator", "compute_metrics", "preprocess_logits_for_metrics", "model_init"}
-)
-_LIBRARIES = frozenset({"transformers", "accelerate", "datasets", "tokenizers"})
-"""Their objects are left alone."""
+from infinity.vertical.arguments import is_same
 
 
 class MicroBatches:
@@ -115,35 +108,25 @@ class MicroBatches:
 
 
 class _Attributes:
-    """What a Trainer keeps, as it is now: all but the model, data, and objects of libraries."""
+    """What a Trainer, its state and its control have as attributes now, but not what those hold."""
 
     def __init__(self, trainer: Any, records: Collection[str]) -> None:
-        self._records = records
+        """``records``: see `MicroBatches`; of these, all that they hold is kept as well."""
         self._homes = [
             (type(each).__name__, vars(each), dict(vars(each))) for each in (trainer, trainer.state, trainer.control)
         ]
-        name, _, own = self._homes[0]
-        kept = {key: value for key, value in own.items() if key not in _OF_NO_STEP and not _is_of_library(value)}
-        self._recorded = ObjectState((f"{name}.{key}", value) for key, value in kept.items() if key in records)
-        self._rest = ObjectState((f"{name}.{key}", value) for key, value in kept.items() if key not in records)
+        own = vars(trainer)
+        self._records = {name: copy.deepcopy(own[name]) if name in own else None for name in records}
 
     def check(self) -> None:
-        """Raise `LastingRefusal` if anything has changed that is no record."""
-        too_much = self._rest.too_much or self._recorded.too_much
-        if too_much is not None:
-            raise LastingRefusal(f"{too_much} holds more than can be compared before and after a step")
-        changed = self._rebound() or self._rest.changed()
-        if changed is not None:
-            raise LastingRefusal(
-                f"a step changes {changed}, and another micro-batch may look at it (if none does, add its name to step_records)"
-            )
-
-    def _rebound(self) -> str | None:
+        """Raise `LastingRefusal` if any has changed that is no record."""
         for name, now, before in self._homes:
-            for key in {*now, *before} - set(self._records):
-                if key not in now or key not in before or not is_same_value(now[key], before[key]):
-                    return f"{name}.{key}"
-        return None
+            for key in {*now, *before} - self._records.keys():
+                if key not in now or key not in before or not is_same([before[key]], [now[key]]):
+                    raise LastingRefusal(
+                        f"a step changes {name}.{key}, and another micro-batch may look at it (if none does, add its name to "
+                        "step_records)"
+                    )
 
     def restore(self) -> None:
         """All is as it was."""
@@ -151,9 +134,5 @@ class _Attributes:
             for key in [key for key in now if key not in before]:
                 del now[key]
             now.update(before)
-        self._recorded.restore()
-        self._rest.restore()
-
-
-def _is_of_library(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in _LIBRARIES
+        _, own, before = self._homes[0]
+        own.update((name, value) for name, value in self._records.items() if name in before)

@@ -7,7 +7,6 @@
     batch 3     3    └─ 7    └─ ..   └─ ..
     backward: the same table from right to left, each unit computed once more per micro-batch
 
-`VerticalSchedule` runs one step like that. Nothing of it is known to the rest of the package but its results.
-
-Knows all rooms below it; nothing of it is known to any room but `infinity.engine`.
+`VerticalSchedule` runs steps like that. A step is read in this order: `schedule` -> `step` -> `microbatch` (its thread:
+`handoff`) -> `call` (one block, computed twice) and `glue` (the graph between blocks).
 """

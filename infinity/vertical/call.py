@@ -1,6 +1,4 @@
-"""One call of one unit by one micro-batch: its forward, and the same once more for backward.
-
-Knows a module's forward, its inputs and results; must not know threads, or the order in which calls are made.
+"""One call of a block by one micro-batch: its forward, and the same once more for backward.
 
 [Note: calls]
 In a vertical step a unit's weights have to come twice, whatever the number of micro-batches: once when all of them call
@@ -19,7 +17,7 @@ must hold is looked at, and raises `Refusal` before anything has been updated:
   * nothing outlives the call but what it returns: all that autograd saved inside keeps a `_Trail` alive, and the trail has to
     be gone, after garbage was collected if need be;
   * inputs are not written to (`Entered` makes them no leaves, so that it can be tried, and is seen), results are no views of
-    inputs or of each other, objects given are unchanged;
+    inputs or of each other;
   * in the first step (``is_trial``) the second results have the checksums of the first.
 """
 
@@ -30,10 +28,11 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from infinity.activations.boundary import Boundary, Kept
 from infinity.activations.caches import without_caches
@@ -42,38 +41,23 @@ from infinity.device.compute import ComputeDevice
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.torch_internals.names import has_transforms, version_of
 from infinity.units.unit import Unit
-from infinity.vertical.glue import Edge, Returned, edge_of
-from infinity.vertical.replay.ambient import Ambient, RandomState
-from infinity.vertical.replay.effects import Buffers, BufferValues
-from infinity.vertical.replay.tree import Built, Tree
+from infinity.vertical.arguments import Tree, is_same
+from infinity.vertical.buffers import BlockBuffers, BufferValues
+from infinity.vertical.thread_state import RandomState, ThreadState
 
-T = TypeVar("T")
-
+Edge = tuple[Any, int]
+"""A node of autograd's graph and the number of one of its outputs in forward."""
 _BLOCK_NUMEL = 1 << 18
 
 
-class Owner(Protocol):
-    """A micro-batch."""
-
-    is_forward_over: bool
-
-    def compute(self, function: Callable[[], T]) -> T:
-        """Call ``function``, where it is fastest."""
-        ...
-
-    def refuse(self, refusal: Refusal) -> NoReturn:
-        """The micro-batch cannot go on like this."""
-        ...
-
-
-class Site:
+class Block:
     """A module that is computed as a whole: all its parameters lie in one unit, or are shared with others."""
 
     def __init__(self, name: str, module: nn.Module, unit: Unit) -> None:
         self.name = name
         self.module = module
         self.unit = unit
-        self.buffers = Buffers(module)
+        self.buffers = BlockBuffers(module)
         self.leaves_cycles = False
         """Whether its forward leaves garbage that only the collector finds."""
 
@@ -95,18 +79,42 @@ class Entered(torch.autograd.Function):
         return gradients[0], None
 
 
+class Returned(torch.autograd.Function):
+    """The node of a call: its outputs are results of a computation that is not in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, anchor: torch.Tensor, results: list[torch.Tensor]) -> Any:
+        """``anchor`` requires a gradient, so the outputs do. ``results`` is emptied."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs = tuple(results)
+        results.clear()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.call.receive(gradients)
+        return None, None, None
+
+
+def edge_of(tensor: torch.Tensor) -> Edge:
+    """Where the gradient of ``tensor``, which requires one, goes."""
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
 _enter: Any = Entered.apply
 _return: Any = Returned.apply
 
 
-class UnitCall:
-    """Runs a module on detached inputs and keeps what it needs to do so again."""
+class BlockCall:
+    """Runs a block on detached inputs and keeps what it needs to do so again."""
 
     def __init__(
         self,
-        site: Site,
+        block: Block,
         forward: Callable[..., Any],
-        owner: Owner,
+        micro_batch: int,
         boundary: Boundary,
         device: ComputeDevice,
         *,
@@ -114,15 +122,15 @@ class UnitCall:
     ) -> None:
         """
         Args:
-            site: the module.
+            block: the module.
             forward: its forward.
-            owner: the micro-batch.
+            micro_batch: the number of the micro-batch.
             boundary: keeps the inputs.
             device: the compute device.
             is_trial: look closely at everything that might differ the second time.
         """
-        self.site = site
-        self.owner = owner
+        self.block = block
+        self.micro_batch = micro_batch
         self._forward = forward
         self._boundary = boundary
         self._device = device
@@ -134,67 +142,80 @@ class UnitCall:
         self._results: list[int] = []
         self._sums: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor | None] = []
-        self._ambient: Ambient | None = None
+        self._state: ThreadState | None = None
         self._random: RandomState | None = None
         self._buffer_values: BufferValues | None = None
+        self._is_forward_over = False
+        self._is_differentiated = False
         self.is_over = False
         """Whether no gradient may come any more."""
 
     # ----------------------------------------------------------------------------------------------------- forward
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: torch.Tensor) -> Any:
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compute: Callable[[Callable[[], Tree]], Tree],
+    ) -> tuple[Any, list[Any]]:
         """The call as the user's code makes it.
 
         Args:
             args, kwargs: of the module's forward.
-            anchor: a tensor that requires a gradient.
+            compute: calls a function, in whatever thread.
 
         Returns:
-            What the module returns; tensors that have a gradient come from a `Returned` node.
+            What the module returns, and the tensors in it; those that have a gradient come from a `Returned` node.
 
         Raises:
             Refusal: the call has effects that are not seen here.
         """
-        if has_transforms():
-            raise Refusal(f"a torch.func transform is active around {self.site.name}, and would not see it recomputed")
-        if is_saved_otherwise():
-            raise Refusal(
-                f"hooks for saved tensors are active around {self.site.name}, and would not see it recomputed"
-            )
+        self._check_surroundings()
         tree = Tree(without_caches(args, kwargs))
         trail = _Trail()
         trace = weakref.ref(trail)
-        marks, random = self.site.buffers.marks(), RandomState(self._device.torch_device)
-        if self._is_trial or self.site.buffers.are_written:
-            self._buffer_values = self.site.buffers.capture()
-        self._ambient = Ambient(self._device)
+        marks, random = self.block.buffers.marks(), RandomState(self._device.torch_device)
+        if self._is_trial or self.block.buffers.are_written:
+            self._buffer_values = self.block.buffers.capture()
+        self._state = ThreadState(self._device)
         given, versions = self._enter(tree, trail)
-        built = Built()
-        form = tree.build(given, built)
+        form = tree.build(given)
+        before = tree_leaves(form)
         saving = torch.autograd.graph.saved_tensors_hooks(*self._boundary.hooks_with(trail))
-        result = self.owner.compute(functools.partial(self._first, saving, form))
-        del trail, form, saving
-        built.check_unchanged()
-        tree.check_unchanged()
+        result = compute(functools.partial(self._first, saving, form))
+        if not is_same(before, tree_leaves(form)):
+            raise Refusal(f"{self.block.name} changes a container that it is given")
+        del trail, form, saving, before
         if [version_of(tensor) for tensor in given] != versions:
-            raise Refusal(f"{self.site.name} writes to its input")
-        if self.site.buffers.marks() != marks:
+            raise Refusal(f"{self.block.name} writes to its input")
+        if self.block.buffers.marks() != marks:
             self._note_written_buffers()
         else:
             self._buffer_values = None
-        self._random = None if random.is_present() else random
-        outputs = self._leave(tree, given, result, anchor)
+        self._random = None if random.is_unchanged() else random
+        outputs = self._leave(tree, given, result)
         returned = result.build(outputs)
-        del result, given, built
+        del result, given
         tree.forget()
-        if trace() is not None and not self.site.leaves_cycles:
-            gc.collect()
-            if trace() is not None:
-                raise Refusal(f"{self.site.name} gives tensors away other than by returning them")
-            self.site.leaves_cycles = self._is_trial
+        self._check_gone(trace)
         if not self._results:
             self.drop()
-        return returned
+        return returned, outputs
+
+    def _check_surroundings(self) -> None:
+        if has_transforms():
+            raise Refusal(f"a torch.func transform is active around {self.block.name}, and would not see it recomputed")
+        if is_saved_otherwise():
+            raise Refusal(
+                f"hooks for saved tensors are active around {self.block.name}, and would not see it recomputed"
+            )
+
+    def _check_gone(self, trace: weakref.ref[_Trail]) -> None:
+        if trace() is not None and not self.block.leaves_cycles:
+            gc.collect()
+            if trace() is not None:
+                raise Refusal(f"{self.block.name} gives tensors away other than by returning them")
+            self.block.leaves_cycles = self._is_trial
 
     def _first(self, saving: contextlib.AbstractContextManager[Any], form: tuple[Any, Any]) -> Tree:
         with saving:
@@ -216,13 +237,13 @@ class UnitCall:
         return given, [version_of(tensor) for tensor in given]
 
     def _note_written_buffers(self) -> None:
-        self.site.buffers.note_written()
+        self.block.buffers.note_written()
         if not self._boundary.hooks_are_innermost():
-            raise Refusal(f"{self.site.name} writes to its buffers, and would do so again under its own checkpointing")
+            raise Refusal(f"{self.block.name} writes to its buffers, and would do so again under its own checkpointing")
         if self._buffer_values is None:
-            raise Refusal(f"{self.site.name} begins to write to its buffers")
+            raise Refusal(f"{self.block.name} begins to write to its buffers")
 
-    def _leave(self, tree: Tree, given: Sequence[torch.Tensor], result: Tree, anchor: torch.Tensor) -> list[Any]:
+    def _leave(self, tree: Tree, given: Sequence[torch.Tensor], result: Tree) -> list[Any]:
         passed = {id(tensor): original for tensor, original in zip(given, tree.tensors, strict=True)}
         memory = {_address(tensor) for tensor in given}
         outputs: list[Any] = []
@@ -233,7 +254,7 @@ class UnitCall:
                 continue
             address = _address(tensor)
             if address is not None and address in memory:
-                raise Refusal(f"{self.site.name} returns views of one tensor")
+                raise Refusal(f"{self.block.name} returns views of one tensor")
             memory.add(address)
             self._results.append(index)
             carried.append(self._boundary.without_weights(tensor.detach()))
@@ -241,11 +262,22 @@ class UnitCall:
             self._sums = [_checksum(tensor) for tensor in carried]
         if carried:
             self._gradients = [None] * len(carried)
+            anchor = torch.zeros((), requires_grad=True, dtype=torch.float32, device=self._device.torch_device)
             for index, tensor in zip(self._results, _return(self, anchor, carried), strict=True):
                 outputs[index] = tensor
         return outputs
 
     # ---------------------------------------------------------------------------------------------------- backward
+
+    def end_forward(self) -> None:
+        """The micro-batch has its loss: gradients may come.
+
+        Raises:
+            Refusal: one has come before.
+        """
+        if self._is_differentiated:
+            raise _differentiated()
+        self._is_forward_over = True
 
     def take_edges(self) -> list[Edge]:
         """Where the gradients of the inputs go, or would go if the call gave something new back; told once."""
@@ -257,12 +289,13 @@ class UnitCall:
         """What is kept for backward."""
         return [item for item in self._inputs if isinstance(item, Kept)]
 
-    def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+    def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients of the results have come at its node: the sums of all that came so far."""
-        if not self.owner.is_forward_over:
-            self.owner.refuse(Refusal("the model's forward differentiates through its blocks itself"))
+        if not self._is_forward_over:
+            self._is_differentiated = True  # the model may catch what is raised here
+            raise _differentiated()
         if self.is_over:
-            raise RuntimeError(f"a gradient of {self.site.name} came after its backward")
+            raise RuntimeError(f"a gradient of {self.block.name} came after its backward")
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._gradients[index] = gradient
@@ -303,7 +336,7 @@ class UnitCall:
                 stack.callback(RandomState(self._device.torch_device).restore)
                 self._random.restore()
             if self._buffer_values is not None:
-                stack.callback(self.site.buffers.capture().restore)
+                stack.callback(self.block.buffers.capture().restore)
                 self._buffer_values.restore()
             earlier = [None if edge is None else take(edge) for edge in self._edges]
             with recomputing():
@@ -313,7 +346,7 @@ class UnitCall:
             if self._is_trial and not all(
                 torch.equal(a, _checksum(b)) for a, b in zip(self._sums, results, strict=True)
             ):
-                raise Refusal(f"{self.site.name} gives another result when it is computed again")
+                raise Refusal(f"{self.block.name} gives another result when it is computed again")
             roots = [(x, g) for x, g in zip([*given, *results], [*earlier, *gradients], strict=True) if g is not None]
             del given, earlier
             del results, gradients
@@ -324,18 +357,13 @@ class UnitCall:
         return found
 
     def _compute(self, leaves: list[Any]) -> list[torch.Tensor]:
-        if self._tree is None or self._ambient is None:
-            raise RuntimeError(f"{self.site.name} has been computed again already")
+        if self._tree is None or self._state is None:
+            raise RuntimeError(f"{self.block.name} has been computed again already")
         args, kwargs = self._tree.build(leaves)
-        result = self._ambient.run(lambda: Tree(self._forward(*args, **kwargs)))
+        result = self._state.run(lambda: Tree(self._forward(*args, **kwargs)))
         if self._results[-1] >= len(result.tensors):
-            raise Refusal(f"{self.site.name} returns less when it is computed again")
+            raise Refusal(f"{self.block.name} returns less when it is computed again")
         return [result.tensors[index] for index in self._results]
-
-    def check_arguments(self) -> None:
-        """Raise `Refusal` if an object that it was given, and will be given again, has changed since."""
-        if self._tree is not None:
-            self._tree.check_unchanged()
 
     def drop(self) -> None:
         """Nothing will be computed any more."""
@@ -345,8 +373,12 @@ class UnitCall:
         self._edges.clear()
         self._gradients = []
         self._sums.clear()
-        self._tree = self._ambient = self._random = self._buffer_values = None
+        self._tree = self._state = self._random = self._buffer_values = None
         self.is_over = True
+
+
+def _differentiated() -> Refusal:
+    return Refusal("the model's forward differentiates through its blocks itself")
 
 
 def _address(tensor: torch.Tensor) -> int | None:

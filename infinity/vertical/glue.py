@@ -1,7 +1,5 @@
 """What one micro-batch computes between its units, as autograd recorded it, and its backward stretch by stretch.
 
-Knows nodes, edges and gradients; must not know modules or parameters.
-
 [Note: glue]
 In a vertical step the backward of a unit is run for all micro-batches before that of the unit below. But a loss knows only
 one backward, which runs through everything. What lies between the units (embedding, residual paths, masks, the loss) has to
@@ -40,57 +38,14 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from infinity.activations.refusal import Refusal
 from infinity.torch_internals.names import backward_position
-
-Edge = tuple[Any, int]
-"""A node of autograd's graph and the number of one of its outputs in forward."""
-
-
-class Receiver(Protocol):
-    """The call of a unit that returned some tensors."""
-
-    @property
-    def owner(self) -> object:
-        """Something that all calls of one micro-batch have in common, and no others."""
-        ...
-
-    def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Gradients of the results have come at its node: the sums of all that came so far."""
-        ...
-
-    def take(self, number: int) -> torch.Tensor | None:
-        """What has come for a result so far. It comes again, as part of a sum."""
-        ...
-
-
-class Returned(torch.autograd.Function):
-    """The node of a call: its outputs are results of a computation that is not in the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Receiver, anchor: torch.Tensor, results: list[torch.Tensor]) -> Any:
-        """``anchor`` requires a gradient, so the outputs do. ``results`` is emptied."""
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        outputs = tuple(results)
-        results.clear()
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.call.receive(ctx, gradients)
-        return None, None, None
-
-
-def edge_of(tensor: torch.Tensor) -> Edge:
-    """Where the gradient of ``tensor``, which requires one, goes."""
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
+from infinity.vertical.call import BlockCall, Edge, Returned, edge_of
 
 
 class _Stretch:
@@ -109,9 +64,9 @@ class _Stretch:
 class Glue:
     """The graph of one micro-batch. Positions count its calls from 1; the loss comes after the last."""
 
-    def __init__(self, owner: object) -> None:
-        """``owner``: what its calls have in `Receiver.owner`."""
-        self._owner = owner
+    def __init__(self, micro_batch: int) -> None:
+        """``micro_batch``: its number."""
+        self._micro_batch = micro_batch
         self._inputs: list[list[Edge]] = []
         self._marks: list[int] = []
         """By call that is not without gradient: nodes made before it have lower numbers."""
@@ -265,7 +220,7 @@ class Glue:
 
     def _is_call(self, node: Any) -> bool:
         call = getattr(node, "call", None) if getattr(node, "_forward_cls", None) is Returned else None
-        if call is not None and call.owner is not self._owner:
+        if call is not None and call.micro_batch != self._micro_batch:
             raise Refusal("micro-batches of one step use each other's results")
         return call is not None
 
@@ -278,11 +233,11 @@ class Glue:
     def take(self, edge: Edge) -> torch.Tensor | None:
         """What has come for ``edge`` so far. What comes next is added to it, part by part, as in one single backward."""
         if edge not in self._waiting and self._is_call(edge[0]):
-            call: Receiver = edge[0].call
+            call: BlockCall = edge[0].call
             return call.take(edge[1])
         return self._waiting.pop(edge, None)
 
-    def deliver(self, call: Receiver) -> None:
+    def deliver(self, call: BlockCall) -> None:
         """All gradients of the call's results have come: what still waits for them is given to it.
 
         Through autograd, so that a hook of the user for such a result sees the gradient once, and whole.

@@ -1,7 +1,4 @@
-"""Which modules are computed as a whole, and how the schedule gets hold of their calls.
-
-Knows modules and units; must not know what is done with a call.
-"""
+"""Which modules are computed as a whole, and how the schedule gets hold of their calls."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from torch import nn
 from infinity.activations.recomputation import RecomputedForward
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.units.unit import Unit
-from infinity.vertical.call import Site
+from infinity.vertical.call import Block
 
-Handler = Callable[[Site, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Block, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _ABSENT: Any = object()
 
 
@@ -29,7 +26,7 @@ class Interception:
         """``blocks``: FQNs of the modules that were made units of their own."""
         self._model = module_hooks.model
         self._module_hooks = module_hooks
-        self.sites: list[Site] = []
+        self.blocks: list[Block] = []
         """The modules, each before its descendants."""
         self._before: list[tuple[nn.Module, Any]] = []
         self._relieved: list[Any] = []
@@ -41,8 +38,8 @@ class Interception:
             for name, module in modules[block].named_modules(prefix=block):
                 units = {module_hooks.locate(p)[0].index for p in module.parameters() if module_hooks.holds(p)}
                 if home.index in units and not isinstance(module, torch.jit.ScriptModule):
-                    self.sites.append(Site(name, module, home))
-        self._units = {site.unit.index for site in self.sites}
+                    self.blocks.append(Block(name, module, home))
+        self._units = {block.unit.index for block in self.blocks}
 
     def is_unit(self, unit: Unit) -> bool:
         """Whether ``unit`` is that of a block."""
@@ -56,15 +53,15 @@ class Interception:
                 if _checkpoints_itself(module):
                     self._relieved.append(module)
                     self._relieved[-1].gradient_checkpointing = False
-            for site in self.sites:
-                if id(site.module) in self._module_hooks.covered:
+            for block in self.blocks:
+                if id(block.module) in self._module_hooks.covered:
                     continue  # its forward is part of a compiled one
-                attributes = site.module.__dict__
-                self._before.append((site.module, attributes.get("forward", _ABSENT)))
-                forward = site.module.forward
+                attributes = block.module.__dict__
+                self._before.append((block.module, attributes.get("forward", _ABSENT)))
+                forward = block.module.forward
                 # Without the engine's own checkpointing: units are recomputed anyway.
                 computing = forward.forward if isinstance(forward, RecomputedForward) else forward
-                attributes["forward"] = _wrap(handler, site, computing)
+                attributes["forward"] = _wrap(handler, block, computing)
             yield
         finally:
             self.restore()
@@ -83,10 +80,10 @@ class Interception:
             del self._relieved[-1]
 
 
-def _wrap(handler: Handler, site: Site, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(handler: Handler, block: Block, forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return handler(site, forward, args, kwargs)
+        return handler(block, forward, args, kwargs)
 
     return call
 

@@ -1,178 +1,130 @@
-"""One micro-batch on its way through the model: a lane, its calls of units, and its graph between them.
-
-Knows what happens inside the lane; must not know the other micro-batches.
-"""
+"""One micro-batch on its way through the model: its thread, its calls of blocks, and its graph between them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
-from infinity.threads.engine_lock import EngineLock
-from infinity.vertical.baton import Abandoned, Errand, Lane
-from infinity.vertical.call import Site, UnitCall
+from infinity.paging.pager import Pager
+from infinity.vertical.arguments import Tree
+from infinity.vertical.call import Block, BlockCall
 from infinity.vertical.glue import Glue
-from infinity.vertical.replay.ambient import Ambient, obstacle
-from infinity.vertical.replay.buffer_watch import BufferWatch
-from infinity.vertical.replay.tree import tensors_in
-
-T = TypeVar("T")
+from infinity.vertical.handoff import Abandoned, MicroBatchThread
+from infinity.vertical.thread_state import ThreadState, obstacle
 
 _present = threading.local()
 
 
 def present() -> MicroBatch | None:
-    """The micro-batch whose lane the calling thread is; None in any other thread."""
+    """The micro-batch whose thread the calling one is; None in any other thread."""
     found: MicroBatch | None = getattr(_present, "micro_batch", None)
     return found
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A message: the next call of a unit is due."""
+class Arrival(NamedTuple):
+    """The next call of a block is due."""
 
-    site: Site
+    block: Block
     with_gradient: bool
 
 
-class Computed:
-    """A message: the call has been computed."""
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What all micro-batches of a step share."""
-
-    boundary: Boundary
-    device: ComputeDevice
-    anchor: torch.Tensor
-    is_trial: bool
-    watch: BufferWatch | None
-    """Takes note of where the model's buffers are used."""
-    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-    """The pager's ``pack`` and ``unpack``."""
-    lock: EngineLock
-    """Held by the training thread, for which the lanes work."""
-
-
 class MicroBatch:
-    """Runs one forward, and stops before and after each call of a unit."""
+    """Runs one forward, and stops before and after each call of a block."""
 
-    def __init__(self, index: int, lane: Lane, compute_loss: Callable[[], torch.Tensor], tools: Tools) -> None:
-        """``index`` is its number in the step; ``compute_loss`` runs the user's forward."""
+    def __init__(
+        self,
+        index: int,
+        compute_loss: Callable[[], torch.Tensor],
+        thread: MicroBatchThread,
+        boundary: Boundary,
+        pager: Pager,
+        device: ComputeDevice,
+        *,
+        is_trial: bool,
+    ) -> None:
+        """
+        Args:
+            index: its number in the step.
+            compute_loss: runs the user's forward.
+            thread: runs that; nothing else is under way there.
+            boundary: keeps inputs of blocks.
+            pager: the call that holds its lock is what the thread works for.
+            device: the compute device.
+            is_trial: look closely at everything.
+        """
         self.index = index
-        self._lane = lane
-        self._tools = tools
-        self.calls: list[UnitCall | None] = []
+        self._boundary = boundary
+        self._pager = pager
+        self._device = device
+        self._is_trial = is_trial
+        self.calls: list[BlockCall | None] = []
         """By position from 0; None for a call without gradient."""
-        self.glue = Glue(self)
+        self.glue = Glue(index)
+        self.arrival: Arrival | None = None
+        """The call that waits for the next `resume`; None where it has just been computed, and at the end of forward."""
+        self._loss: Any = None
         self.is_inside = False
-        """Whether a unit is being computed."""
-        self.is_forward_over = False
-        self.refusal: Refusal | None = None
-        ambient = Ambient(tools.device)
-        lane.begin(lambda: self._run(compute_loss, ambient))
+        """Whether a block is being computed."""
+        self._task: Callable[[], Tree] | None = None
+        """What the training thread computes before it goes on with this one."""
+        self._computed: Tree | BaseException | None = None
+        self._refusal: Refusal | None = None
+        self._thread = thread
+        thread.begin(functools.partial(self._run, compute_loss, ThreadState(device)))
 
-    def resume(self) -> Any:
-        """Let it run on. See `Lane.resume`.
+    # ------------------------------------------------------------------------------------------------ training thread
+
+    def resume(self) -> None:
+        """Let it run on until it arrives at a block, or has computed one, or has its loss.
 
         Raises:
             Refusal: it cannot go on like this.
         """
-        message = self._lane.resume()
-        while isinstance(message, Errand):
-            message.run()
-            message = self._lane.resume()
-        if self.refusal is not None:
-            raise self.refusal
-        return message
-
-    def end_forward(self) -> None:
-        """It has its loss."""
-        self.is_forward_over = True
-
-    # ------------------------------------------------------------------------------------------------ inside the lane
-
-    def _run(self, compute_loss: Callable[[], torch.Tensor], ambient: Ambient) -> torch.Tensor:
-        _present.micro_batch = self
-        watch = self._tools.watch
         try:
-            with (
-                self._tools.lock.joined(),
-                ambient.entered(),
-                contextlib.nullcontext() if watch is None else watch.watching(self._place, self._note_hook),
-                torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(*self._tools.hooks),
-            ):
-                loss = compute_loss()
-                self.glue.find_hooks()
-                self._note_place()
-                return loss
-        finally:
-            _present.micro_batch = None
+            self._thread.resume()
+            while self._task is not None:
+                self._run_task()
+                self._thread.resume()
+        except Abandoned:
+            if self._refusal is None:
+                raise
+        if self._refusal is not None:
+            raise self._refusal
 
-    def _note_hook(self, tensor: torch.Tensor) -> None:
-        if not self.is_inside:
-            self.glue.note_hook(tensor)
+    def _run_task(self) -> None:
+        """Compute a block for the micro-batch's thread. What is raised is that one's, unless it is to end the program."""
+        task, self._task = self._task, None
+        if task is not None:
+            try:
+                self._computed = task()
+            except (Exception, Abandoned) as error:
+                self._computed = error
 
-    def _place(self) -> int:
-        """Even between two calls, odd inside one."""
-        return 2 * len(self.calls) - self.is_inside
+    @property
+    def is_over(self) -> bool:
+        """Whether its forward has ended."""
+        return self._thread.is_over
 
-    def _note_place(self) -> None:
-        if self._tools.watch is not None:
-            self._tools.watch.note(self._place())
+    def end_forward(self) -> Any:
+        """Its forward has ended, gradients may come. Gives the loss, whatever that is."""
+        loss, self._loss = self._loss, None
+        for call in self.calls:
+            if call is not None:
+                call.end_forward()
+        return loss
 
-    def call(self, site: Site, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A unit is called by the user's code."""
-        with_gradient = torch.is_grad_enabled()
-        self.glue.watch(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
-        self.glue.find_hooks()
-        self._note_place()
-        self._lane.park(Arrived(site, with_gradient))
-        self.is_inside = True
-        try:
-            if with_gradient:
-                tools = self._tools
-                call = UnitCall(site, forward, self, tools.boundary, tools.device, is_trial=tools.is_trial)
-                self.calls.append(call)
-                result = call.run(args, kwargs, tools.anchor)
-                self.glue.note_call(call.take_edges())
-                self.glue.watch(tensors_in(result))
-            else:
-                self.calls.append(None)
-                self.glue.note_call(None)
-                result = forward(*args, **kwargs)
-            self._note_place()
-        except Refusal as refusal:
-            self.refuse(refusal)
-        finally:
-            self.is_inside = False
-        self._lane.park(Computed())
-        return result
-
-    def compute(self, function: Callable[[], T]) -> T:
-        """Call ``function``, on the training thread if this one's state can be carried over."""
-        if obstacle() is not None:
-            return function()
-        ambient = Ambient(self._tools.device)
-        errand = Errand(lambda: ambient.run(function))
-        self._lane.park(errand)
-        result: T = errand.take_result()
-        return result
-
-    def refuse(self, refusal: Refusal) -> NoReturn:
-        """This cannot go on vertically. The user's code must not catch that."""
-        self.refusal = refusal
-        raise Abandoned from refusal
+    def forbid(self) -> None:
+        """It does not go on behind the next block: the engine is closed."""
+        self._thread.forbid()
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -181,3 +133,76 @@ class MicroBatch:
                 call.drop()
         self.calls.clear()
         self.glue.clear()
+
+    # ----------------------------------------------------------------------------------------- the micro-batch's thread
+
+    def _run(self, compute_loss: Callable[[], torch.Tensor], state: ThreadState) -> None:
+        _present.micro_batch = self
+        pager = self._pager
+        try:
+            with (
+                pager.lock.joined(),
+                state.entered(),
+                _HookWatch(self) if self._is_trial else contextlib.nullcontext(),
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(pager.pack, pager.unpack),
+            ):
+                self._loss = compute_loss()
+                self.glue.find_hooks()
+        finally:
+            _present.micro_batch = None
+
+    def call(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block is called by the user's code."""
+        with_gradient = torch.is_grad_enabled()
+        self.glue.watch(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        self.glue.find_hooks()
+        self.arrival = Arrival(block, with_gradient)
+        self._thread.pause()
+        self.arrival = None
+        self.is_inside = True
+        try:
+            if with_gradient:
+                call = BlockCall(block, forward, self.index, self._boundary, self._device, is_trial=self._is_trial)
+                self.calls.append(call)
+                result, outputs = call.run(args, kwargs, self._compute)
+                self.glue.note_call(call.take_edges())
+                self.glue.watch(outputs)
+            else:
+                self.calls.append(None)
+                self.glue.note_call(None)
+                result = forward(*args, **kwargs)
+        except Refusal as refusal:
+            self._refusal = refusal  # the model may catch it
+            raise Abandoned from refusal
+        finally:
+            self.is_inside = False
+        self._thread.pause()
+        return result
+
+    def _compute(self, function: Callable[[], Tree]) -> Tree:
+        """Call ``function``, on the training thread if this one's state can be carried over: that one keeps its workers."""
+        if obstacle() is not None:
+            return function()
+        self._task = functools.partial(ThreadState(self._device).run, function)
+        self._thread.pause()
+        computed, self._computed = self._computed, None
+        if isinstance(computed, Tree):
+            return computed
+        try:
+            raise computed or RuntimeError("a block has not been computed")
+        finally:
+            del computed  # it refers to this frame
+
+
+class _HookWatch(TorchFunctionMode):
+    """Notices tensors that are given hooks for their gradients between blocks: they have to see whole gradients."""
+
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        super().__init__()
+        self._micro_batch = micro_batch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook and not self._micro_batch.is_inside:
+            self._micro_batch.glue.note_hook(args[0])
+        return func(*args, **kwargs or {})

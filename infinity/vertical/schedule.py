@@ -1,26 +1,24 @@
-"""Steps that go vertically, one after the other, as long as the model allows.
-
-Knows when a step may be tried and what a failure means; must not know what happens in a step.
-"""
+"""Steps that go vertically, one after the other, as long as the model allows."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from infinity.activations.refusal import LastingRefusal, Refusal
 from infinity.errors import EngineClosedError
+from infinity.loop.backward import Backwards
+from infinity.loop.phase import PhaseGuard
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.planning.cost_model import Traffic
-from infinity.vertical.baton import Abandoned, Lanes
+from infinity.vertical import thread_state
+from infinity.vertical.buffers import StepStart
+from infinity.vertical.handoff import Abandoned, MicroBatchThread
 from infinity.vertical.interception import Interception
-from infinity.vertical.replay import ambient
-from infinity.vertical.replay.buffer_watch import Key
-from infinity.vertical.replay.effects import StepStart
-from infinity.vertical.step import Loop, Surroundings, Terms, VerticalStep
-from infinity.vertical.tied import Key as ParameterKey
+from infinity.vertical.step import StepContext, StepOptions, VerticalStep
+from infinity.vertical.tied import Key
 from swapper import SwapperError
 from swapper.sync.interrupts import uninterrupted
 
@@ -31,18 +29,20 @@ _NUM_IN_MEMORY = 2
 class VerticalSchedule:
     """Runs steps vertically, as long as the model allows."""
 
-    def __init__(self, surroundings: Surroundings, loop: Loop) -> None:
-        """``surroundings``, ``loop``: see there."""
-        self._on = surroundings
-        self._loop = loop
-        self._suitability = surroundings.suitability
-        self._interception = Interception(surroundings.module_hooks, surroundings.blocks)
-        self._lanes = Lanes()
+    def __init__(self, context: StepContext, backwards: Backwards, guard: PhaseGuard) -> None:
+        """``context``, ``backwards``, ``guard``: those of the engine."""
+        self._on = context
+        self._backwards = backwards
+        self._guard = guard
+        self._suitability = context.suitability
+        self._interception = Interception(context.module_hooks, context.blocks)
         self._start: StepStart | None = None
-        self._tied: list[ParameterKey] = []
-        self._written: set[Key] = set()
-        """Buffers of which it is known that each is used at one place only."""
-        self._anchor = torch.zeros((), requires_grad=True, dtype=torch.float32, device="cpu")
+        self._step: VerticalStep | None = None
+        """The one under way."""
+        self._threads: list[MicroBatchThread] = []
+        """One per micro-batch, kept from step to step."""
+        weakref.finalize(self, _end_all, self._threads).atexit = False
+        self._tied: list[Key] = []
         self.traffic = Traffic(is_vertical=self._suitability.is_expected)
         """What the order of the last step, or before it of the first one, means for the bytes that a step moves."""
 
@@ -50,7 +50,7 @@ class VerticalSchedule:
         """Why the next step cannot go vertically; None if it can be tried."""
         return (
             self._suitability.reason_against
-            or (None if self._interception.sites else "the model has no repeated blocks")
+            or (None if self._interception.blocks else "the model has no repeated blocks")
             or (
                 "gradients of earlier micro-batches wait for their step" if self._on.stepper.gradients.has_any else None
             )
@@ -60,7 +60,7 @@ class VerticalSchedule:
                 if is_saved_otherwise()
                 else None
             )
-            or ambient.obstacle()
+            or thread_state.obstacle()
         )
 
     def _hooks_of_the_user(self) -> str | None:
@@ -76,8 +76,9 @@ class VerticalSchedule:
     def run(
         self,
         compute_losses: Sequence[Callable[[], torch.Tensor]],
-        divisor: int | None = None,
+        step: int,
         *,
+        divisor: int | None = None,
         updates: bool = True,
         keeps_bits: bool = False,
     ) -> list[torch.Tensor] | str:
@@ -85,28 +86,26 @@ class VerticalSchedule:
 
         Args:
             compute_losses: one function per micro-batch, which runs the model and gives the loss.
+            step: its number.
             divisor: of each loss; None: their number.
-            updates: whether a unit may be updated before all gradients have come.
-            keeps_bits: whether to keep to the bits of one micro-batch after the other: then what would change them is a
-                reason against, or, if the config asks for vertical steps, a warning.
+            updates, keeps_bits: see `StepOptions`.
 
         Returns:
-            The losses, detached. Or, in words, why the step has to be done in the ordinary order; then everything is as
-            if nothing had happened.
+            The losses, detached. Or, in words, why the step has to be done in the ordinary order; then the model and the
+            random generators are as if nothing had happened.
         """
         with self._on.pager.lock.held("engine.train_batch()"):
-            terms = Terms(divisor or len(compute_losses), updates)
-            if keeps_bits:
-                if not self._suitability.is_proven:
-                    self._tied = self._find_tied()
-                terms = replace(terms, note_difference=self._note_difference, tied=self._tied)
-            return self._run(compute_losses, terms)
+            if keeps_bits and not self._suitability.is_proven:
+                self._tied = self._find_tied()
+            tied = self._tied if keeps_bits else ()
+            options = StepOptions(step, divisor or len(compute_losses), updates, keeps_bits, tied)
+            return self._run(compute_losses, options)
 
-    def _find_tied(self) -> list[ParameterKey]:
+    def _find_tied(self) -> list[Key]:
         """The parameters between blocks that two modules have, and of whose gradients there is room for some."""
         on, hooks = self._on, self._on.module_hooks
         capacity_bytes = on.activation_bytes if on.device.shares_host_memory else None
-        found = []
+        found: list[Key] = []
         for unit in hooks.units if capacity_bytes is not None else ():
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 fits = _NUM_IN_MEMORY * parameter.numel() * parameter.itemsize <= (capacity_bytes or 0)
@@ -115,20 +114,19 @@ class VerticalSchedule:
         owners = hooks.num_owners()
         return [key for key in found if owners.get(key) == 2]
 
-    def _note_difference(self, what: str) -> None:
-        if not self._suitability.note_difference(what):
-            raise LastingRefusal(what)
-
-    def _run(self, compute_losses: Sequence[Callable[[], torch.Tensor]], terms: Terms) -> list[torch.Tensor] | str:
-        torch_device = self._on.device.torch_device
-        self._on.module_hooks.follow_compilation()
-        self._start = StepStart(self._on.module_hooks.model, torch_device, self._start, self._written)
+    def _run(
+        self, compute_losses: Sequence[Callable[[], torch.Tensor]], options: StepOptions
+    ) -> list[torch.Tensor] | str:
+        on = self._on
+        on.module_hooks.follow_compilation()
+        self._start = StepStart(on.module_hooks.model, on.device.torch_device, self._start)
         is_trial = not self._suitability.is_proven
-        step = VerticalStep(self._on, self._loop, self._interception, terms, self._written, is_trial=is_trial)
-        resumed_bytes = self._on.stepper.gradients.resumed_bytes
+        step = VerticalStep(on, self._backwards, self._guard, self._interception, options, is_trial=is_trial)
+        resumed_bytes = on.stepper.gradients.resumed_bytes
+        self._step = step
         try:
             with self._interception.active(step.on_call):
-                losses = step.run(self._lanes, compute_losses, self._anchor.to(torch_device), self._start)
+                losses = step.run(compute_losses, self._threads_for(len(compute_losses)), self._start)
         except Exception as error:
             self._cut_off(step, error)
             # Whatever went wrong in the first step, if it is the model's own fault it will show in the ordinary order too.
@@ -146,22 +144,30 @@ class VerticalSchedule:
                 raise EngineClosedError("a step under way") from error
             raise
         finally:
-            self._lanes.close_if_asked()
+            self._step = None
         self._suitability.note_success()
-        self._written.update(step.written)
         # In a trial all gradients wait for the end, which is not how it goes on.
-        resumed_bytes = 0 if is_trial else self._on.stepper.gradients.resumed_bytes - resumed_bytes
+        resumed_bytes = 0 if is_trial else on.stepper.gradients.resumed_bytes - resumed_bytes
         self.traffic = Traffic(is_vertical=True, spilled_bytes=step.boundary.spilled_bytes, resumed_bytes=resumed_bytes)
-        self._on.space.tidy()
+        on.space.tidy()
         # Outside of what would begin anew in the ordinary order.
-        self._on.stepper.gradients.average_last(self._loop.step())
+        on.stepper.gradients.average_last(options.step)
         return losses
 
     def _cut_off(self, step: VerticalStep, error: BaseException) -> None:
         with uninterrupted():
-            self._lanes.abandon()
+            self._end_threads()
             self._interception.restore()
             step.undo(error)
+
+    def _threads_for(self, number: int) -> list[MicroBatchThread]:
+        self._threads += [MicroBatchThread(index) for index in range(len(self._threads), number)]
+        return self._threads[:number]
+
+    def _end_threads(self) -> None:
+        for thread in self._threads:
+            thread.abandon()
+        self._threads.clear()
 
     def note_ordinary(self, reason: str | None = None) -> None:
         """A step goes in the ordinary order, or a part of it; ``reason`` is logged once."""
@@ -174,6 +180,15 @@ class VerticalSchedule:
         self._suitability.forgive()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and a step that is under way: the model itself may call this."""
         self._interception.restore()
-        self._lanes.close()
+        if self._step is None:
+            self._end_threads()
+        else:
+            self._step.forbid()
+
+
+def _end_all(threads: list[MicroBatchThread]) -> None:
+    """The owner is garbage. Takes no lock and waits for nothing: see [Note: reaping] in ``infinity.engine.shutdown``."""
+    for thread in threads:
+        thread.end()

@@ -51,8 +51,6 @@ _NEVER = {
     "varying_length": "micro-batches call different blocks",
     "mixtral": "gives tensors away",
 }
-# What the first forward of these changes once and for all, so that the first step goes in the ordinary order.
-_SETTLES = {"vit": "changes ViTMLP.config"}
 # Blocks of these are not recomputed by the model at all, or inside their own forward.
 _INDIFFERENT_TO_REENTRANT = {
     "bag",
@@ -131,8 +129,7 @@ def require_exact_vertical_training(case: Case, row: Row, directory: Path) -> No
             report, after = trainer.engine.report, torch.get_rng_state()
             actual.note(f"norm of step {step}", trainer.norm())
             is_vertical = report.schedule == "vertical"
-            said = _SETTLES.get(case.name, "") if step == 0 and reason == "" else reason
-            if said is not None and (said not in report.schedule_reason or is_vertical != (not said)):
+            if reason is not None and (reason not in report.schedule_reason or is_vertical != (not reason)):
                 raise AssertionError(f"{case.name} with {row}: {report.schedule}, {report.schedule_reason!r}")
             torch.set_rng_state(before)
             whole = [{**batch, "fail": False} if "fail" in batch else batch for batch in batches]

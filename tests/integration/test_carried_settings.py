@@ -1,4 +1,4 @@
-"""What the caller's thread is set to holds where its work is done: in the update thread and in a vertical step's lanes."""
+"""What the caller's thread is set to holds where its work is done: in the update thread and in a vertical step's threads."""
 
 from __future__ import annotations
 

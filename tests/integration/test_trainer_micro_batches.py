@@ -262,14 +262,6 @@ class Forgetting(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-class Hooking(Trainer):
-    """Doubles a gradient once more with each micro-batch."""
-
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
-        return super().compute_loss(model, *args, **kwargs)
-
-
 class Stopping(TrainerCallback):
     """Leaves a step in its midst."""
 
@@ -289,14 +281,13 @@ def _adapted() -> Any:
     [
         (Trainer, functools.partial(_llama, attention_dropout=0.1), "random numbers are drawn at several places"),
         (Averaging, _llama, "a step changes OurTrainer.average, and another micro-batch may look at it"),
-        (Penalised, _llama, "is used at several places"),
+        (Penalised, _llama, "a micro-batch calls the model several times"),
         (Trainer, functools.partial(_llama, tie_word_embeddings=True), "is used at several places"),  # with little room
-        (Referring, _adapted, "changes PeftModel._adapters_disabled"),
+        (Referring, _adapted, "a micro-batch calls the model several times"),
         (Preparing, _llama, "OurTrainer has a _prepare_inputs of its own"),
         (TwoBackwards, _llama, "a micro-batch calls accelerator.backward 2 times"),
         (Halving, _llama, "the gradient of 'model.norm.weight' is looked at or changed before the step"),
         (Forgetting, _llama, "gradients are dropped between micro-batches"),
-        (Hooking, _llama, "changes the hooks of a module or parameter"),
         (Trainer, _llama, "Stopping.on_substep_end is called after each micro-batch"),
     ],
 )

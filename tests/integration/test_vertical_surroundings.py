@@ -172,41 +172,6 @@ def test_what_a_block_raises_reaches_the_model(kind: type[Net], tmp_path: Path) 
         both.require_equal()
 
 
-class DefaultDtype(Net):
-    def body(self, x: Tensor) -> Tensor:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            return super().body(x)
-        finally:
-            torch.set_default_dtype(before)
-
-
-class Seeded(Net):
-    def body(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            return super().body(x)
-
-
-class Kernels(Net):
-    def body(self, x: Tensor) -> Tensor:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return super().body(x)
-
-
-@pytest.mark.parametrize("kind", [DefaultDtype, Seeded, Kernels])
-def test_settings_of_the_process_around_blocks(kind: type[Net], tmp_path: Path) -> None:
-    torch.manual_seed(11)
-    before = torch.get_default_dtype(), torch.backends.cuda.flash_sdp_enabled(), torch.initial_seed()
-    with Lockstep.start(tmp_path, case=_case(kind), changes=_VERTICAL) as both:
-        torch.manual_seed(11)
-        _train(both, "ordinary")
-        both.require_equal()
-        assert "for the whole process" in both.engine.report.schedule_reason
-        assert before == (torch.get_default_dtype(), torch.backends.cuda.flash_sdp_enabled(), torch.initial_seed())
-
-
 def test_a_hook_for_an_accumulated_gradient(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["plain"], changes=_VERTICAL) as both:
         _train(both, "vertical", num_steps=1)

@@ -213,13 +213,13 @@ def streams_in_device(module: Module) -> Iterator[str]:
 
 
 _NOT_FOR_THE_DEVICE = (
-    "infinity/vertical/baton.py",
+    "infinity/vertical/handoff.py",
     "infinity/distributed/agreement.py",
     "infinity/distributed/bounded.py",
     "infinity/distributed/pulls.py",
     "infinity/distributed/process_groups.py",
 )
-"""Threads that run the user's code, in what is set in the user's own thread: see `Ambient`; and those that only talk."""
+"""Threads that run the user's code, in what is set in the user's own thread: see `ThreadState`; and those that only talk."""
 
 
 def threads_enter_the_device(module: Module) -> Iterator[str]:

@@ -438,7 +438,7 @@ def test_a_wait_that_is_cut_off_anywhere_leaves_nothing_to_others(
 
         def train(step: int) -> None:
             if is_vertical:
-                losses = both.engine._vertical.run([lambda: both.model(**both.batch(step))] * 3)
+                losses = both.engine._vertical.run([lambda: both.model(**both.batch(step))] * 3, 0)
                 assert isinstance(losses, list), losses
                 return
             for index in range(both.engine.gradient_accumulation_steps()):

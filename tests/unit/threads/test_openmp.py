@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.threads import openmp
-from infinity.vertical.baton import Lane
+from infinity.vertical.handoff import MicroBatchThread
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not openmp._libraries(), reason="torch computes without GNU's OpenMP library here")
@@ -111,9 +111,7 @@ def test_a_thread_has_its_workers_again_after_a_block_on_one_thread() -> None:
     in_a_thread(work)
 
 
-def test_a_parked_lane_has_no_workers() -> None:
-    lane = Lane(0)
-    lane.thread.start()
+def test_a_paused_thread_has_no_workers() -> None:
     counts: list[int] = []
 
     def compute_and_count() -> None:
@@ -123,13 +121,15 @@ def test_a_parked_lane_has_no_workers() -> None:
     def job() -> None:
         for _ in range(2):
             compute_and_count()
-            lane.park("half")
+            thread.pause()
         compute_and_count()
 
+    thread = MicroBatchThread(0)
+    thread.begin(job)
     before = threads()
-    lane.begin(job)
     for _ in range(3):
-        lane.resume()
+        thread.resume()
         wait_until(lambda: threads() <= before)
     assert counts == [_NUM_THREADS - 1] * 3
-    lane.close()
+    assert thread.is_over
+    thread.abandon()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from infinity.activations.refusal import Refusal
-from infinity.vertical.glue import Edge, Glue, Returned, edge_of
+from infinity.vertical.call import Edge, Returned, edge_of
+from infinity.vertical.glue import Glue
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -17,8 +18,9 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 class _Batch:
     """A micro-batch whose calls are functions."""
 
-    def __init__(self) -> None:
-        self.glue = Glue(self)
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.glue = Glue(index)
         self.calls: list[_Call | None] = []
 
     def call(self, function: Function, *inputs: torch.Tensor) -> Any:
@@ -46,14 +48,14 @@ class _Batch:
 
 class _Call:
     def __init__(self, owner: _Batch, function: Function, inputs: Sequence[torch.Tensor]) -> None:
-        self.owner = owner
+        self.micro_batch = owner.index
         self.leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
         self.edges = [edge_of(tensor) if tensor.requires_grad else None for tensor in inputs]
         self.own = function(*self.leaves)
         self.gradients: list[torch.Tensor | None] = [None] * len(self.own)
         self.num_received = 0
 
-    def receive(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+    def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self.num_received += 1
         for index, gradient in enumerate(gradients):
             if gradient is not None:
@@ -185,7 +187,7 @@ def test_a_call_without_gradient_has_its_place_too() -> None:
 
 def test_two_micro_batches_go_side_by_side() -> None:
     """Call by call, the first one's before the second one's: as with two backwards where a weight is used once."""
-    weights, batches = _Weights(), [_Batch(), _Batch()]
+    weights, batches = _Weights(), [_Batch(0), _Batch(1)]
     losses = [_chain(weights, batch) for batch in batches]
     for batch, loss in zip(batches, losses, strict=True):
         batch.backward(loss)
@@ -299,7 +301,7 @@ def test_a_hook_on_a_parameter_is_refused_only_where_its_gradient_comes_in_parts
 
 
 def test_micro_batches_that_use_each_others_results_are_refused() -> None:
-    weights, one, other = _Weights(), _Batch(), _Batch()
+    weights, one, other = _Weights(), _Batch(0), _Batch(1)
     result = one.call(weights.unit(weights.a), weights.x)
     loss = other.call(weights.unit(weights.b), result * 2).sum()
     with pytest.raises(Refusal, match="use each other's results"):
@@ -312,5 +314,4 @@ def test_what_is_cleared_holds_nothing() -> None:
     batch.glue.note_hook(loss)
     batch.glue.seal(loss) if not batch.glue._hooked else batch.glue._hooked.clear()
     batch.glue.clear()
-    owner = batch.glue.__dict__.pop("_owner")
-    assert owner is batch and not any(batch.glue.__dict__.values())
+    assert not any(vars(batch.glue).values())

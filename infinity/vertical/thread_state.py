@@ -1,7 +1,4 @@
-"""What torch keeps per thread, so that a computation can be repeated in another thread as it was.
-
-Knows autocast, contexts and random generators; must not know what is computed.
-"""
+"""What torch keeps per thread, and the random generators: a computation is repeated in another thread as it was."""
 
 from __future__ import annotations
 
@@ -35,23 +32,7 @@ def obstacle() -> str | None:
     return None
 
 
-def process_state() -> tuple[Any, ...]:
-    """What torch keeps once for the whole process, and a model might set for a while: all micro-batches would see it."""
-    return (
-        torch.get_default_dtype(),
-        torch.default_generator.initial_seed(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.backends.mkldnn.enabled,
-    )
-
-
-class Ambient:
+class ThreadState:
     """The calling thread's autocast settings, default device, stream and context variables, as they are now."""
 
     def __init__(self, device: ComputeDevice) -> None:
@@ -115,7 +96,7 @@ class RandomState:
             states.append(torch.cuda.get_rng_state(self._device))
         return states
 
-    def is_present(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nothing has been drawn since."""
         numpy: Any = np.random.get_state()
         is_same_numpy = numpy[2:] == self._numpy[2:] and np.array_equal(numpy[1], self._numpy[1])

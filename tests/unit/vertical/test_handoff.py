@@ -1,0 +1,111 @@
+"""Functions that run in turns with the training thread, and end when nobody waits for them."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from infinity.vertical.handoff import Abandoned, MicroBatchThread
+from tests.waiting import wait_until
+
+_SETTING: contextvars.ContextVar[int] = contextvars.ContextVar("setting", default=0)
+
+
+@pytest.fixture
+def thread() -> Iterator[MicroBatchThread]:
+    found = MicroBatchThread(0)
+    yield found
+    found.abandon()
+    assert not found._thread.is_alive()
+
+
+def test_functions_run_in_turns_one_after_the_other(thread: MicroBatchThread) -> None:
+    seen: list[int | None] = []
+
+    def function() -> None:
+        seen.append(threading.get_ident())
+        seen.append(_SETTING.get())
+        thread.pause()
+        seen.append(2)
+
+    for setting in (5, 6):
+        token = _SETTING.set(setting)
+        thread.begin(function)
+        _SETTING.reset(token)
+        assert seen == [] and not thread.is_over
+        thread.resume()
+        assert seen == [thread._thread.ident, setting] and not thread.is_over
+        thread.resume()
+        assert seen.pop() == 2 and thread.is_over
+        seen.clear()
+
+
+def test_what_is_raised_comes_out_of_resume(thread: MicroBatchThread) -> None:
+    def function() -> None:
+        raise ValueError("its own")
+
+    for _ in range(2):
+        thread.begin(function)
+        with pytest.raises(ValueError, match="its own"):
+            thread.resume()
+        assert thread.is_over
+
+
+@pytest.mark.parametrize("num_resumed", [0, 1])
+def test_an_abandoned_function_ends_though_it_catches_everything(thread: MicroBatchThread, num_resumed: int) -> None:
+    seen: list[BaseException] = []
+
+    def function() -> None:
+        for _ in range(3):
+            try:
+                thread.pause()
+            except BaseException as error:
+                seen.append(error)
+
+    thread.begin(function)
+    for _ in range(num_resumed):
+        thread.resume()
+    thread.abandon()
+    assert not thread._thread.is_alive()
+    assert [type(error) for error in seen] == [Abandoned] * 3 * num_resumed
+
+
+def test_a_function_that_nobody_waits_for_any_more_is_interrupted(thread: MicroBatchThread) -> None:
+    began = threading.Event()
+
+    def function() -> None:
+        began.set()
+        while True:
+            time.sleep(0.01)
+
+    thread.begin(function)
+    waiting = threading.Thread(target=thread.resume, daemon=True)  # stands for a training thread that is interrupted
+    waiting.start()
+    assert began.wait(10)
+    thread.abandon()
+    assert not thread._thread.is_alive()
+
+
+def test_what_is_forbidden_ends_at_its_next_pause(thread: MicroBatchThread) -> None:
+    def function() -> None:
+        thread.forbid()
+        thread.pause()
+
+    thread.begin(function)
+    with pytest.raises(Abandoned):
+        thread.resume()
+    wait_until(lambda: not thread._thread.is_alive())
+
+
+def test_an_idle_thread_ends_without_waiting() -> None:
+    thread = MicroBatchThread(0)
+    thread.end()  # not started yet
+    other = MicroBatchThread(1)
+    other.begin(lambda: None)
+    other.resume()
+    other.end()
+    wait_until(lambda: not other._thread.is_alive())
