@@ -39,7 +39,7 @@ from infinity.gradients.arrivals import Arrivals
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.optim.registry import BY_NAME
-from infinity.planning import placement
+from infinity.planning import cost_model, placement
 from infinity.planning.cost_model import predict
 from infinity.telemetry.clock import StepClock
 from infinity.tiers import user_copies
@@ -50,7 +50,6 @@ from infinity.units.layout import CHUNK_GRANULE, ParameterSpec, Slot, UnitLayout
 from infinity.units.partition import find_blocks
 from infinity.units.shares import Shares
 from infinity.units.unit import Arrival, Unit
-from infinity.vertical import eligibility
 from swapper.versioned import open_backend
 from swapper.volumes import publish, scratch_file
 from swapper.volumes.block_files import BlockFile
@@ -112,10 +111,10 @@ __all__ = [
     "block_device",
     "checkpoint_loading",
     "compile_kernels",
+    "cost_model",
     "destroy_at_exit",
     "device_for",
     "drive_tensors",
-    "eligibility",
     "end_all_at_exit",
     "find_blocks",
     "foreign_arrays",

@@ -131,7 +131,7 @@ def build(
         device_free_bytes=free_bytes,
     )
     fills_devices = divides and config.offload_param.device == "none" and not device.shares_host_memory
-    draft, placement, suitability = (
+    draft, placement, reason_against = (
         _placed_on_devices(ranks, draft_of, config) if fills_devices else _placed(draft_of, config)
     )
     config = draft.config
@@ -271,7 +271,7 @@ def build(
     )
     if placement.spills:
         gradients.reserve()
-    plan_tracker = draft.tracker(placement, suitability, room_bytes)
+    plan_tracker = draft.tracker(placement, reason_against, room_bytes)
     # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
     spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
     trimmer = HeapTrimmer() if device.shares_host_memory and spills else None
@@ -374,7 +374,7 @@ def build(
             space=SpillSpace(storage.open_more),
             activation_bytes=placement.activation_bytes if device.shares_host_memory else None,
             blocks=blocks,
-            suitability=suitability,
+            suitability=Suitability(draft.config.infinity.schedule, reason_against),
         ),
         trimmer=trimmer,
         upper=upper,
@@ -398,16 +398,14 @@ def _zeros(directories: Sequence[Path], numel: int) -> torch.Tensor:
     return DriveTensors(directories).empty((numel,), torch.float32).zero_()
 
 
-def _placed(
-    draft_of: Callable[[InfinityConfig], Draft], config: InfinityConfig
-) -> tuple[Draft, Placement, Suitability]:
+def _placed(draft_of: Callable[[InfinityConfig], Draft], config: InfinityConfig) -> tuple[Draft, Placement, str | None]:
     draft = draft_of(config)
     return draft, *draft.place()
 
 
 def _placed_on_devices(
     ranks: Ranks, draft_of: Callable[[InfinityConfig], Draft], config: InfinityConfig
-) -> tuple[Draft, Placement, Suitability]:
+) -> tuple[Draft, Placement, str | None]:
     """All weights on each rank's device, if all of them have the room."""
     found = None
     try:

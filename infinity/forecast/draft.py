@@ -20,6 +20,7 @@ from infinity.numerics.state_format import StateFormat
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.state_support import check_parts, check_state_format
 from infinity.optim.template import Template
+from infinity.planning.cost_model import place_for_schedule
 from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
 from infinity.planning.placement import Placement
 from infinity.planning.plan_tracker import PlanTracker, first_plan
@@ -27,7 +28,6 @@ from infinity.planning.resting import resting_bytes
 from infinity.planning.volumes import Volumes
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
-from infinity.vertical.eligibility import Suitability, place_for_schedule
 from swapper.volumes.directory import Directory
 
 
@@ -160,8 +160,8 @@ class Draft:
         kept = zip(self.sizes, placement.states_in_memory, strict=True)
         return not on_drives and all(unit.state_numel == numel for unit, numel in kept)
 
-    def place(self) -> tuple[Placement, Suitability]:
-        """Divide the budgets.
+    def place(self) -> tuple[Placement, str | None]:
+        """Divide the budgets; also gives why steps go in the ordinary order, None if they go vertically.
 
         Raises:
             BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
@@ -171,16 +171,20 @@ class Draft:
     def tracker(
         self,
         placement: Placement,
-        suitability: Suitability,
+        reason_against: str | None,
         room_bytes: Callable[[Sequence[Directory]], int | None],
     ) -> PlanTracker:
-        """What keeps the plan of a placement, with drives that have so much room in some directories (None: no limit)."""
+        """What keeps the plan of a placement, with drives that have so much room in some directories (None: no limit).
+
+        ``reason_against``: what `place` gave with the placement.
+        """
         resting = resting_bytes(self.sizes, self.request, placement)
         retention, durable = self.volumes(placement).retention, self.config.infinity.durable
         if retention is not None and durable is not None:
             retention = dataclasses.replace(retention, room_bytes=room_bytes(durable.directories))
         plan = first_plan(self.config, self.units, self.request, placement, resting, self.budget_source, retention)
-        return PlanTracker(plan, self.sizes, self.request, self.guess, expects_vertical=suitability.is_expected)
+        expects_vertical = self.config.infinity.schedule == "vertical" and reason_against is None
+        return PlanTracker(plan, self.sizes, self.request, self.guess, expects_vertical=expects_vertical)
 
     def volumes(self, placement: Placement) -> Volumes:
         """What is opened on drives with a placement."""

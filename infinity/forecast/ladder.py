@@ -29,6 +29,7 @@ from infinity.forecast.experts import active_share
 from infinity.forecast.machine import Machine
 from infinity.forecast.offloads import ON_CPU, ON_GPU
 from infinity.optim.template import Template, absent_template, build_template
+from infinity.planning.cost_model import place_for_schedule
 from infinity.planning.inputs import UnitSize, guessed_order
 from infinity.planning.page_sizes import PageSizes
 from infinity.planning.placement import HOST_KEY
@@ -36,7 +37,6 @@ from infinity.planning.plan import Plan
 from infinity.planning.volumes import Volumes
 from infinity.torch_internals.modes import without_compiler
 from infinity.units.tiles import Tiling
-from infinity.vertical.eligibility import place_for_schedule
 
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; 8 where blocks are computed once more (activation checkpointing)."""

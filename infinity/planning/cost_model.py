@@ -18,6 +18,10 @@ _SIMULATED = 4
 """So many ways to divide the budgets are compared by what they move."""
 _MANY_UNITS = 300
 """With more, a simulation takes a good part of a second."""
+_ACTIVATIONS_SHARE = {"memory": 4, "cpu": 2, "nvme": 4}
+"""One part in so many of what the budget leaves is for units' inputs, or for all that waits for backward."""
+_LEAST_SAVED_SHARE = 0.1
+"""Less of a step's bytes than this is not worth computing everything once more."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +133,64 @@ def predict(
         spilled *= request.gradient_moves + lacks_room
     kinds = {"weights": (read, write), "optimizer state": (records, records), "gradients": (spilled, spilled)}
     return Prediction(read + records + spilled, write + records + spilled, kinds)
+
+
+def place_for_schedule(
+    asked: str, units: Sequence[UnitSize], request: Request, order: Sequence[int]
+) -> tuple[Placement, str | None]:
+    """The placement, with room for activations if they may be spilled, and why steps go in the ordinary order (None: vertically).
+
+    Args:
+        asked: the config's ``infinity.schedule``.
+        units, request: see `place`.
+        order: in which one micro-batch is expected to touch its units.
+
+    Raises:
+        BudgetTooSmallError, ConfigValueError: see `infinity.planning.placement.place`.
+    """
+    if asked == "ordinary":
+        return _for_ordinary_steps(units, request, order), "the config asks for it"
+    if asked == "auto" and request.num_micro_batches == 1:
+        return _for_ordinary_steps(units, request, order), "a step has one micro-batch"
+    # Gradients take what they take with one micro-batch: they are summed before they go anywhere.
+    placement = _with_activations(units, dataclasses.replace(request, num_micro_batches=1), order)
+    reason = reason_against(asked, units, request, placement, order)
+    if reason is not None:
+        placement = _for_ordinary_steps(units, request, order)
+    return placement, reason
+
+
+def _for_ordinary_steps(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
+    if request.activations != "memory":
+        return _with_activations(units, request, order)
+    return best_placement(units, request, order, len(units))
+
+
+def _with_activations(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
+    activations = 0
+    if request.shares_host_memory or request.activations == "cpu":
+        left = request.budget_bytes - place(units, request).minimum_bytes
+        activations = left // _ACTIVATIONS_SHARE[request.activations]
+    smaller = dataclasses.replace(request, budget_bytes=request.budget_bytes - activations)
+    return dataclasses.replace(best_placement(units, smaller, order, len(units)), activation_bytes=activations)
+
+
+def reason_against(
+    asked: str, units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int]
+) -> str | None:
+    """Why steps had better go in the ordinary order; None if the vertical one is worth it.
+
+    Args:
+        asked: the config's ``infinity.schedule``.
+        units, request, placement: see `infinity.planning.placement`.
+        order: in which one micro-batch is expected to touch its units.
+    """
+    if asked == "vertical":
+        return None
+    ordinary = predict(units, request, placement, order, len(units))
+    vertical = predict(units, dataclasses.replace(request, num_micro_batches=1), placement, order, len(units))
+    before = ordinary.read_bytes + ordinary.write_bytes
+    saved = before - vertical.read_bytes - vertical.write_bytes
+    if saved < _LEAST_SAVED_SHARE * before or saved == 0:
+        return "it would save hardly any bytes: weights and gradients stay in memory"
+    return None

@@ -19,7 +19,7 @@ from tests.exactness.optimizers import MAX_NORM, torch_optimizer
 from tests.exactness.paged import paged_trainer
 from tests.exactness.record import Record, require_equal
 from tests.exactness.reference import PlainTorch
-from tests.internals import eligibility, placement
+from tests.internals import cost_model, placement
 
 
 class OnTheDevice(PlainTorch):
@@ -88,14 +88,14 @@ def _least_device_memory(units: Sequence[Any], request: Any) -> int:
 def give_least_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines get as little of the device's memory for weights as can be, and small pages for uploads."""
 
-    best = eligibility.best_placement
+    best = cost_model.best_placement
 
     def place(units: Sequence[Any], request: Any, order: Sequence[int], backward_start: int) -> Any:
         if request.param_tier != "none":
             request = dataclasses.replace(request, device_budget_bytes=_least_device_memory(units, request))
         return best(units, request, order, backward_start)
 
-    monkeypatch.setattr(eligibility, "best_placement", place)
+    monkeypatch.setattr(cost_model, "best_placement", place)
     monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)
 
 
