@@ -127,7 +127,7 @@ class MicroBatchThread:
 
     def _serve(self) -> None:
         with contextlib.suppress(Abandoned):  # between two lines of this function
-            while True:
+            while not self._is_abandoned:
                 self._go.acquire()
                 job, self._job = self._job, None
                 if job is None or self._is_abandoned:
@@ -141,5 +141,3 @@ class MicroBatchThread:
                 self.is_over = True
                 with contextlib.suppress(RuntimeError):  # nobody waits, if it was abandoned
                     self._stopped.release()
-                if self._is_abandoned:
-                    return

@@ -285,7 +285,7 @@ def _adapted() -> Any:
         (Trainer, functools.partial(_llama, tie_word_embeddings=True), "is used at several places"),  # with little room
         (Referring, _adapted, "a micro-batch calls the model several times"),
         (Preparing, _llama, "OurTrainer has a _prepare_inputs of its own"),
-        (TwoBackwards, _llama, "a micro-batch calls accelerator.backward 2 times"),
+        (TwoBackwards, _llama, "a micro-batch calls the model several times"),
         (Halving, _llama, "the gradient of 'model.norm.weight' is looked at or changed before the step"),
         (Forgetting, _llama, "gradients are dropped between micro-batches"),
         (Trainer, _llama, "Stopping.on_substep_end is called after each micro-batch"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import time
@@ -82,11 +83,16 @@ def test_a_function_that_nobody_waits_for_any_more_is_interrupted(thread: MicroB
         while True:
             time.sleep(0.01)
 
+    def wait() -> None:  # stands for a training thread that is interrupted
+        with contextlib.suppress(Abandoned):
+            thread.resume()
+
     thread.begin(function)
-    waiting = threading.Thread(target=thread.resume, daemon=True)  # stands for a training thread that is interrupted
+    waiting = threading.Thread(target=wait)
     waiting.start()
     assert began.wait(10)
     thread.abandon()
+    waiting.join()
     assert not thread._thread.is_alive()
 
 
