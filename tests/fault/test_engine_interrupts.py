@@ -95,7 +95,7 @@ def test_a_step_that_was_interrupted_before_updates_can_be_reset(mode: str, mome
             mine = _top_hooks()
             with _ctrl_c(*_BEFORE_STEP[moment]) as came, contextlib.suppress(KeyboardInterrupt):
                 if mode == "vertical":
-                    both.engine._vertical.run([lambda: both.model(**both.batch(77))] * 3)
+                    both.engine._vertical.run([lambda: both.model(**both.batch(77))] * 3, both.engine.global_steps)
                 else:
                     both.engine.backward(both.engine(**both.batch(77)))
             both.engine.reset()

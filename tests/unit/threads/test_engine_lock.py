@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,7 +130,7 @@ def _deep_backward(function: Callable[[], None], depth: int) -> None:
         _Watched.apply(x, function if not depth else lambda: _deep_backward(function, depth - 1)).sum().backward()
 
 
-def test_autograds_pool_for_deep_backwards_belongs_to_the_backward() -> None:
+def _pool_belongs_to_the_backward() -> bool:
     lock = EngineLock()
     seen: list[bool] = []
     threads: list[int] = []
@@ -138,8 +141,7 @@ def test_autograds_pool_for_deep_backwards_belongs_to_the_backward() -> None:
 
     with lock.held("backward"):
         _deep_backward(look, 70)
-    assert seen == [True] and threads != [threading.get_ident()]
-    assert not lock.is_mine
+    return seen == [True] and threads != [threading.get_ident()] and not lock.is_mine
 
 
 def _in_lock(lock: EngineLock) -> bool:
@@ -154,7 +156,14 @@ def test_another_threads_backward_is_none_of_the_call(other: Any) -> None:
         other(lambda: _deep_backward(lambda: lock.check("backward"), 0))
 
 
-def test_autograds_thread_holds_it_for_a_backward_that_nobody_has_announced() -> None:
+@pytest.mark.deep
+def test_autograds_pool_for_deep_backwards_belongs_to_the_backward() -> None:
+    """In a process of its own: one that has that pool can start no rank by a fork."""
+    script = f"import {__name__} as test; assert test._pool_belongs_to_the_backward() and test._pool_holds_the_lock()"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
+
+
+def _pool_holds_the_lock() -> bool:
     """As on a GPU, whose thread runs the backward of a plain ``loss.backward()``."""
     lock = EngineLock()
     states: list[bool] = []
@@ -164,5 +173,4 @@ def test_autograds_thread_holds_it_for_a_backward_that_nobody_has_announced() ->
         states.append(lock.is_mine)
 
     _deep_backward(hold, 70)  # and nothing releases it: an exception has cut it off
-    assert states == [True]
-    assert lock.owner is not None
+    return states == [True] and lock.owner is not None
