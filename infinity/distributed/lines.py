@@ -145,6 +145,7 @@ class Lines:
 
     def close(self) -> None:
         """Whoever waits for this process gets an error, or has one when it comes to; so do its own threads."""
+        self._is_closed = True  # before anybody wakes up, who looks at it first
         for each in self._lines.values():
             with contextlib.suppress(OSError):  # it is closed
                 each.shutdown(socket.SHUT_RDWR)

@@ -165,8 +165,9 @@ class VerticalStep:
             first = batch.arrival
         if first is None:
             return None
-        if self._blocks and first.block is self._blocks[0]:
-            self._differs(
+        if self._blocks and first.block is self._blocks[0] and self._options.keeps_bits:
+            # Not `_differs`: adapters that one micro-batch has switched off would be off for the others.
+            raise LastingRefusal(
                 "a micro-batch calls the model several times, and what it sets in between holds for all of them"
             )
         return first.block

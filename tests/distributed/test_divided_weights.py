@@ -27,9 +27,7 @@ from swapper import TransferRecord
 from tests.internals import (
     Arrival,
     DividedWeights,
-    Slot,
     Unit,
-    WeightExchange,
     destroy_at_exit,
     end_all_at_exit,
     predict,
@@ -354,24 +352,8 @@ def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: st
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("exposing_rank", [None, 0, 1])
-def test_replaced_main_weights_are_stored_once(
-    exposing_rank: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replaced_main_weights_are_stored_once(tmp_path: Path) -> None:
     """The engine brings what other ranks have stored into the open unit, and takes that for nobody's write."""
-    renew = WeightExchange._renew
-
-    def expose_and_renew(exchange: WeightExchange, unit: Unit) -> None:
-        if exchange.shares.index == exposing_rank:
-            _ = unit.weight(unit.layout.slots[0]).data_ptr()  # as by another thread
-        renew(exchange, unit)
-
-    def expose(unit: Unit, slot: Slot) -> None:
-        raise AssertionError(f"the engine asked for the memory of {slot.spec.fqn}")
-
-    if exposing_rank is None:
-        monkeypatch.setattr(Unit, "expose", expose)
-    monkeypatch.setattr(WeightExchange, "_renew", expose_and_renew)
 
     def replace(rank: int) -> None:
         with _engine(tmp_path, bf16={"enabled": True}) as engine:

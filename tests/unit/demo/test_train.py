@@ -56,10 +56,12 @@ def test_the_rate_rises_first(wanted: int | None, rates: list[float]) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize(("wanted", "spins"), [(None, False), ("active", True)])
-def test_threads_sleep_while_they_wait(wanted: str | None, spins: bool) -> None:
+def test_threads_sleep_while_they_wait(wanted: str | None, spins: bool, tmp_path: Path) -> None:
     """On a busy machine, those that spin make a step ten times as long. A user's own setting stays."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_WAIT_POLICY": wanted} if wanted else {})
-    command = [sys.executable, "-m", "infinity", "train", "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stderr
+    (tmp_path / "short").write_text("too short to train on")
+    command = [sys.executable, "-m", "infinity", "train", "--model", "tiny", "--text", "short"]
+    told = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path).stderr
+    assert "Lower --seq-len" in told
     assert "GOMP_SPINCOUNT" in told and ("GOMP_SPINCOUNT = '0'" not in told) == spins
