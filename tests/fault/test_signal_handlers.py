@@ -174,7 +174,7 @@ def test_true_signals_while_training(mode: str, tmp_path: Path) -> None:
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal num_signals
         num_signals += 1
-        with contextlib.suppress(InfinityError):
+        with contextlib.suppress(InfinityError, SwapperError):  # the latter where a signal came into the handler itself
             both.model.state_dict()
             both.engine.flush()
         str(both.engine.report)
