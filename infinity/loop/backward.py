@@ -201,7 +201,10 @@ class Backwards:
 
         Raises:
             GradientNotResidentError: it is one of several micro-batches' that go through backward together.
+            EngineBusyError: a signal handler or finalizer does so in the midst of a call.
         """
+        if self._pager.lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
+            refuse_in_between(f"access to the gradient of '{slot.spec.fqn}'")
         if not in_backward():
             self.refuse_together(f"the gradient of '{slot.spec.fqn}' is looked at or changed before the step")
             self.collect()

@@ -71,9 +71,6 @@ class PagerListener:
     def pause(self) -> None:
         """Between two pieces of a step: another unit is needed or updated, or another micro-batch has its turn."""
 
-    def lose_thread(self) -> None:
-        """A thread has ended in the midst of a forward or backward, as another one notices."""
-
 
 class WeightWriter(Protocol):
     """Stores what others than the engine write into weights."""

@@ -139,6 +139,29 @@ def test_a_handler_in_the_midst_of_a_fetch_finds_the_unit_in_no_state_in_between
         both.require_equal()
 
 
+@pytest.mark.parametrize("moment", ["gradients", "request"])
+def test_a_handler_in_the_midst_of_a_step_is_shown_no_gradients(moment: str, tmp_path: Path) -> None:
+    """What it is shown would count as looked at, while an update uses it up."""
+    shown: list[object] = []
+
+    def handler() -> None:
+        for parameter in both.model.parameters():
+            with contextlib.suppress(EngineBusyError):
+                shown.append(parameter.grad)
+            with contextlib.suppress(EngineBusyError):
+                parameter.grad = None
+                shown.append("set")
+
+    with Lockstep.start(tmp_path, changes=with_smallest_budget(tmp_path, _MODES["in_backward"])) as both:
+        for step in range(2):
+            both.engine_step(step)
+        with _signals(moment, handler) as came:
+            both.engine_step(2)
+        assert came and shown == []
+        both.engine_step(3)
+        both.require_equal()
+
+
 def test_a_handler_in_the_users_own_code_may_do_everything(tmp_path: Path) -> None:
     seen: list[dict[str, torch.Tensor]] = []
 
