@@ -3,8 +3,9 @@
     python tools/count_calls.py                  # 8 blocks, 90 parameters, everything on the drive
     python tools/count_calls.py --blocks 1000 --width 8 --json
 
-The numbers are exact: the same commit gives the same main-thread counts on every machine. Counts of worker threads vary by a few
-per cent with the order in which reads complete. A step is counted from its forward until everything that it wrote is stored.
+Three runs of one commit: calls of the main thread within 0.2 per cent of each other, locks within 3, for waits look up now
+and then. The states are on the drive; 16 MB have room for the weights once they are read. A step is counted from its forward
+until everything that it wrote is stored.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from swapper.volumes.block_files import BlockThreads
 
 LARGEST_CHUNK = 64 << 20
 """Bytes of what is read at a time. A chunk of zarr's may not be larger, or memory would not suffice."""
-_MOST_CHUNKS = 1 << 22
+MOST_CHUNKS = 1 << 22
+"""Of one array, 8 TiB of our own chunks: their index is held in memory, and a sparse file may claim any number."""
 _CODECS = frozenset({"bytes", "transpose", "sharding_indexed", "crc32c", "zstd", "gzip", "blosc"})
 """Those that every zarr has. Others may be a plugin's, which is code that nobody has looked at."""
 
@@ -82,8 +83,8 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"its codec '{min(strange)}' is none of {', '.join(sorted(_CODECS))}")
     if math.prod(array.chunks) * array.dtype.itemsize > LARGEST_CHUNK:
         raise ValueError(f"its chunks of {array.chunks} elements have more than {LARGEST_CHUNK >> 20} MiB")
-    if math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=True)) > _MOST_CHUNKS:
-        raise ValueError(f"its chunks of {array.chunks} elements are more than {_MOST_CHUNKS}")
+    if math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=True)) > MOST_CHUNKS:
+        raise ValueError(f"its chunks of {array.chunks} elements are more than {MOST_CHUNKS}")
     return array
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from infinity.checkpoint.arrays import TENSORS, ArraySpec, SavedTensor, chunk_of, dtype_of, name_of, reading_from
-from infinity.checkpoint.foreign_arrays import LARGEST_CHUNK, ForeignTensor, unlisted_file
+from infinity.checkpoint.foreign_arrays import LARGEST_CHUNK, MOST_CHUNKS, ForeignTensor, unlisted_file
 from infinity.device.host_memory import free_bytes
 from infinity.errors import CheckpointError, format_bytes
 from infinity.version import __version__
@@ -33,8 +33,6 @@ _SMALL_BYTES = 16 << 20
 _PART_BYTES = 1 << 16
 _SEAL = "run `python -m infinity checkpoint seal` on the checkpoint's directory"
 _IF_CHANGED = f"Load another checkpoint. If a program has changed this one on purpose, {_SEAL}"
-_MOST_CHUNKS = 1 << 22
-"""Of one array, 8 TiB: their index is held in memory, and a sparse file may claim any number."""
 _NUM_SIZES = 64
 Files = Mapping[str, tuple[int, int]]
 """Path inside the checkpoint -> bytes and crc32c, of every file but the arrays' data and the manifest."""
@@ -173,7 +171,7 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
         parts = chunk_of(shape, LARGEST_CHUNK // dtype.itemsize)
         return ForeignTensor(*names[:3], shape, dtype, parts, checksum, folder)
     found = None if dtype is None else SavedTensor(*names[:3], shape, dtype, chunk, checksum, folder)
-    if found is None or found.data_bytes > LARGEST_CHUNK or found.num_chunks > _MOST_CHUNKS:
+    if found is None or found.data_bytes > LARGEST_CHUNK or found.num_chunks > MOST_CHUNKS:
         raise CheckpointError(path, f"'{names[1]}' has dtype {names[3]!r} and chunks of {chunk}, which none has")
     if found.file_bytes:
         _check_size(folder / found.path / found.file_name, found.file_bytes)

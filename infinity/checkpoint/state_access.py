@@ -302,7 +302,7 @@ class StateAccess:
         self._let_save(unit)
         names = self._records.names_of(unit)
         if values:
-            _check_state(slot, names, state, values)
+            state.check(slot, names, values)
         num_updates = int(values.get("step", 0))
         tensors = {name: value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)}
         scalars = {
@@ -572,30 +572,3 @@ def in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
         return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=tensor.dtype, device=tensor.device)
     return _flat(ordered.copy_(tensor.detach().reshape(slot.spec.shape)))
-
-
-def _check_state(slot: Slot, names: Sequence[str], state: ParameterState, values: Mapping[str, Any]) -> None:
-    """Raise ValueError if ``values`` cannot be the state of the parameter of ``slot``, with per-element states ``names``."""
-    fqn = slot.spec.fqn
-    known = (*(names if state.names is None else state.names), *(["step"] if "step" in state.scalars else []))
-    if not state.is_fresh:
-        missing = [name for name in known if name not in values]
-        if missing:
-            raise ValueError(
-                f"the state for '{fqn}' lacks {', '.join(map(repr, missing))}. Give all of {', '.join(map(repr, known))}; "
-                "infinity.GatheredParameters changes weights"
-            )
-    for name, value in values.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        if name in names:
-            shape = tuple(value.shape) if is_tensor else type(value).__name__
-            if shape != tuple(slot.spec.shape) or not value.is_floating_point() or value.device.type == "meta":
-                raise ValueError(
-                    f"the state '{name}' for '{fqn}' is {shape}, {getattr(value, 'dtype', 'no tensor')}, on "
-                    f"{getattr(value, 'device', 'no device')}. Give a floating-point tensor of shape {tuple(slot.spec.shape)}"
-                )
-        elif is_tensor and value.numel() != 1:
-            raise ValueError(
-                f"the state for '{fqn}' has '{name}' of shape {tuple(value.shape)}, for which there is no place. Give "
-                f"{', '.join(map(repr, names)) or 'none'} per element, and scalars"
-            )
