@@ -14,6 +14,7 @@ from infinity.gradients.listener import GradientListener
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
+from infinity.threads.engine_lock import EngineLock
 from infinity.units.layout import Slot, UnitLayout
 from infinity.units.parameter import plain_grad
 from infinity.units.unit import Unit, spec_of
@@ -74,6 +75,7 @@ class _Stepper:
 
 class _Pager:
     def __init__(self) -> None:
+        self.lock = EngineLock()
         self.computed: list[str] = []
         self.clock = SimpleNamespace(begin_compute=self.computed.append)
         self.ended: list[tuple[bool, bool]] = []
