@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,12 +84,16 @@ class HostFlatBuffer(FlatBuffer):
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._region = AlignedRegion(num_bytes)
+        self._bytes: np.ndarray[Any, Any] | None = self._region.array()
+        """Until `release`: of this one views are made, and no tensor."""
         self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
 
     def tensor(self) -> torch.Tensor:
         array = self._array() if self._array is not None else None
         if array is None:
-            array = self._region.array()
+            if self._bytes is None:
+                raise RuntimeError("the flat buffer has been released")
+            array = self._bytes[:]
             self._array = weakref.ref(array)
         return torch.from_numpy(array)
 
@@ -111,6 +115,7 @@ class HostFlatBuffer(FlatBuffer):
         return self._region.discard(num_bytes)
 
     def release(self) -> None:
+        self._bytes = None
         self._region.release()
 
 
@@ -417,19 +422,25 @@ def device_for(torch_device: torch.device) -> ComputeDevice:
     return ComputeDevice(torch_device)
 
 
-def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """2-norm of one whole gradient in fp32, as ``torch.nn.utils.get_total_norm`` takes it per tensor. 0-dim fp32 tensor.
+def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """2-norm of each gradient in fp32, as ``torch.nn.utils.get_total_norm`` takes them per tensor: 0-dim fp32 tensors.
 
     A bf16 gradient gives the same bits as its fp32 copy would. It must have no gaps in memory: on the CPU there is no copy.
     """
-    norm: torch.Tensor
-    if gradient.device.type != "cpu":
-        norm = norms_of_each([gradient.float()], 2.0)[0]
-    elif gradient.dtype == torch.bfloat16:
-        norm = narrow_norm(gradient)
-    else:
-        norm = torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32)
-    return norm
+    norms: list[torch.Tensor] = []
+    for gradient in gradients:
+        if gradient.device.type != "cpu":
+            norms.append(norms_of_each([gradient.float()], 2.0)[0])
+        elif gradient.dtype == torch.bfloat16:
+            norms.append(narrow_norm(gradient))
+        else:
+            norms.append(torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32))
+    return norms
+
+
+def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """`gradient_norms` of one."""
+    return gradient_norms([gradient])[0]
 
 
 def choose_device(model: nn.Module, device: torch.device | str | None, number: int = 0) -> torch.device:

@@ -52,13 +52,10 @@ class Landing(Generic[Purpose]):
         self._unpin: Callable[[], None] | None = None
         if self._region is not None and device.pin is not None:
             self._unpin = device.pin(self._region.address, self._region.num_bytes)
-        self._coming: deque[Download[Purpose]] = deque()
+        self.coming: deque[Download[Purpose]] = deque()
+        """All that was started and not taken out, in this order."""
         self._last: Fence = None
         """Behind everything that was started."""
-
-    def coming(self) -> Sequence[Download[Purpose]]:
-        """All that was started and not taken out, in this order."""
-        return self._coming
 
     def fits(self, sources: Sequence[torch.Tensor]) -> bool:
         """Whether there is room for them now."""
@@ -77,19 +74,19 @@ class Landing(Generic[Purpose]):
             values.append(self._at(offset, source))
             self._last = self._device.download(values[-1], source, after)
             offset += _round_up(source.nbytes)
-        self._coming.append(Download(purpose, values, begin, max(offset, begin + _GRANULE), self._last))
+        self.coming.append(Download(purpose, values, begin, max(offset, begin + _GRANULE), self._last))
 
     def is_first_done(self) -> bool:
         """Whether the first of those that come is there."""
-        return self._device.is_done(self._coming[0].fence)
+        return self._device.is_done(self.coming[0].fence)
 
     def await_first(self) -> None:
         """Return when it is there."""
-        self._device.synchronize(self._coming[0].fence)
+        self._device.synchronize(self.coming[0].fence)
 
     def take_first(self) -> Download[Purpose]:
         """Take it out, whether it is there or not. Its memory is that of whatever is started next."""
-        return self._coming.popleft()
+        return self.coming.popleft()
 
     def blocks(self, source: torch.Tensor, most_numel: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Bring a 1-D tensor of the device here block by block, for what does not fit at once. Waits for each block.
@@ -103,9 +100,9 @@ class Landing(Generic[Purpose]):
         """
         half = self.num_bytes // (2 * _GRANULE) * _GRANULE
         step = min(half // source.element_size(), most_numel)
-        if step == 0 or self._coming:
+        if step == 0 or self.coming:
             raise RuntimeError(
-                f"a ring of {self.num_bytes} bytes, with {len(self._coming)} on their way, takes no block"
+                f"a ring of {self.num_bytes} bytes, with {len(self.coming)} on their way, takes no block"
             )
         after = self._device.mark()
         on_its_way: deque[tuple[int, torch.Tensor, Fence]] = deque()
@@ -128,7 +125,7 @@ class Landing(Generic[Purpose]):
     def close(self) -> None:
         """Give the memory back, when no copy writes to it any more."""
         region, self._region = self._region, None
-        self._coming.clear()
+        self.coming.clear()
         if region is None:
             return
         self._device.synchronize(self._last)
@@ -138,9 +135,9 @@ class Landing(Generic[Purpose]):
 
     def _place(self, num_bytes: int) -> int | None:
         """Where so many bytes would go."""
-        if not self._coming:
+        if not self.coming:
             return 0 if num_bytes <= self.num_bytes else None
-        first, last = self._coming[0], self._coming[-1]
+        first, last = self.coming[0], self.coming[-1]
         is_wrapped = last.begin < first.begin
         if last.end + num_bytes <= (first.begin if is_wrapped else self.num_bytes):
             return last.end

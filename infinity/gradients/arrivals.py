@@ -45,7 +45,7 @@ class Arrivals(Landing[Delivery]):
 
     def slots_of(self, grads: UnitGrads) -> set[int]:
         """Indices of slots of which a gradient is on its way."""
-        deliveries = [download.purpose for download in self.coming()]
+        deliveries = [download.purpose for download in self.coming]
         return {slot.index for each in deliveries if each.grads is grads for slots in each.slots for slot in slots}
 
     def take_gradients(self) -> tuple[Delivery, dict[Slot, torch.Tensor]]:
@@ -59,5 +59,5 @@ class Arrivals(Landing[Delivery]):
 
     def forget(self) -> None:
         """What is on its way is not needed."""
-        while self.coming():
+        while self.coming:
             self.take_first()

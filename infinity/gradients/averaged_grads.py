@@ -75,7 +75,8 @@ class AveragedGradients(ShownGradients):
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         super().add(unit, gradients)
-        self._new.update((unit.index, slot.index) for slot in gradients)
+        for slot in gradients:
+            self._new.add((unit.index, slot.index))
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
         """See `ShownGradients.set_gradient`. It is taken as it is: whoever sets one does so on all ranks."""

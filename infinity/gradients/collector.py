@@ -28,8 +28,9 @@ import torch
 from infinity.errors import LateGradientError, SparseGradientWarning, StepError
 from infinity.gradients.listener import GradientListener
 from infinity.torch_internals.modes import outside_modes
+from infinity.torch_internals.names import as_plain, backward_number
 from infinity.units.layout import Slot
-from infinity.units.parameter import hook_gradient, plain_grad, set_plain_grad
+from infinity.units.parameter import AUTOGRAD_FIELD, hook_gradient, plain_grad, set_plain_grad
 from infinity.units.unit import Unit
 
 Key = tuple[int, int]
@@ -56,7 +57,7 @@ class GradientCollector:
             num_owners: (unit, slot) -> number of modules that have the parameter as their own.
             deliver: takes a unit and the gradients of some of its parameters, which it owns from then on.
             keep: takes gradients that are looked at before their unit is complete.
-            notice: called with every gradient, inside backward.
+            notice: called with the first gradient of each backward, inside it.
             step: the number of the present step, for messages.
             handles: where the hooks' handles are put.
             listener: gives who is told of gradients that have a graph.
@@ -75,6 +76,8 @@ class GradientCollector:
         self._never_early: set[Key] = set()
         self._expected: dict[int, frozenset[int] | None] = {}
         self._used_late: set[int] = set()
+        self._noticed = -1
+        """The number of the backward of which `notice` was told last."""
         self._has_warned_of_sparse = False
         self.taker: int | None = None
         """The thread that takes gradients with `take`; None: they are delivered."""
@@ -98,7 +101,7 @@ class GradientCollector:
         def on_gradient(parameter: torch.Tensor) -> None:
             present = collector()
             if present is not None:
-                present._on_gradient(unit, slot)
+                present._on_gradient(unit, slot, parameter)
 
         return on_gradient
 
@@ -140,28 +143,42 @@ class GradientCollector:
                 step=step,
             )
 
-    @outside_modes
-    def _on_gradient(self, unit: Unit, slot: Slot) -> None:
-        if plain_grad(unit.parameters[slot.index]) is None:
-            return  # the function that got the parameter has no gradient for it
-        self._notice()
-        key = (unit.index, slot.index)
-        fired = self._fired.setdefault(unit.index, {})
+    def _on_gradient(self, unit: Unit, slot: Slot, parameter: torch.Tensor) -> None:
+        # For each parameter in each backward: so what is asked for in the usual case are attributes.
+        with as_plain():
+            if AUTOGRAD_FIELD.__get__(parameter) is None:
+                return  # the function that got the parameter has no gradient for it
+            num_hooks = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+        number = backward_number()
+        if number != self._noticed:
+            self._notice()
+            self._noticed = number
+        fired = self._fired.get(unit.index)
+        if fired is None:
+            fired = self._fired[unit.index] = {}
         fired[slot.index] = fired.get(slot.index, 0) + 1
-        if self.hands_out:
+        if self.taker is not None:
             return
-        if key in self._delivered:
-            self._never_early.add(key)
+        if (unit.index, slot.index) in self._delivered:
+            self._never_early.add((unit.index, slot.index))
             raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
-        if has_hooks_of_others(unit.parameters[slot.index]):
-            self.hand_in(unit, slot)  # they run after this, and see the whole gradient
+        if num_hooks > 1:
+            self._hand_in(unit, slot)  # others' run after this, and see the whole gradient
             return
         if unit.index not in self._expected:
             self._expected[unit.index] = self._expect(unit)
         expected = self._expected[unit.index]
-        if expected is not None and slot.index in expected and expected <= fired.keys():
+        if expected is not None and len(fired) >= len(expected) and slot.index in expected and expected <= fired.keys():
             self._complete_units.add(unit.index)
-            self._complete(unit)
+            self._complete_outside(unit)
+
+    @outside_modes
+    def _hand_in(self, unit: Unit, slot: Slot) -> None:
+        self.hand_in(unit, slot)
+
+    @outside_modes
+    def _complete_outside(self, unit: Unit) -> None:
+        self._complete(unit)
 
     def hand_in(self, unit: Unit, slot: Slot) -> None:
         """Somebody looks at a parameter's gradient, or replaces it, inside backward: deliver what has come so far.
@@ -221,21 +238,25 @@ class GradientCollector:
     def _take_from(self, unit: Unit, slots: Iterable[int]) -> dict[Slot, torch.Tensor]:
         gradients: dict[Slot, torch.Tensor] = {}
         for index in slots:
-            gradient = plain_grad(unit.parameters[index])
-            if gradient is not None:
-                if gradient.requires_grad:
-                    self._listener().note_graph(unit, unit.layout.slots[index], gradient)
-                if gradient.is_sparse and not self._has_warned_of_sparse:
-                    self._has_warned_of_sparse = True
-                    warnings.warn(SparseGradientWarning(unit.layout.slots[index].spec.fqn), stacklevel=2)
-                gradients[unit.layout.slots[index]] = gradient.detach()
-                set_plain_grad(unit.parameters[index], None)
+            slot, parameter = unit.layout.slots[index], unit.parameters[index]
+            with as_plain():
+                gradient: torch.Tensor | None = AUTOGRAD_FIELD.__get__(parameter)
+                if gradient is None:
+                    continue
+                AUTOGRAD_FIELD.__set__(parameter, None)
+            if gradient.requires_grad:
+                self._listener().note_graph(unit, slot, gradient)
+            if gradient.is_sparse and not self._has_warned_of_sparse:
+                self._has_warned_of_sparse = True
+                warnings.warn(SparseGradientWarning(slot.spec.fqn), stacklevel=2)
+            gradients[slot] = gradient.detach()
         return gradients
 
     def _complete(self, unit: Unit) -> None:
         gradients = self._take_from(unit, self._fired.get(unit.index, {}))
         if gradients:
-            self._delivered.update((unit.index, slot.index) for slot in gradients)
+            for slot in gradients:
+                self._delivered.add((unit.index, slot.index))
             self._deliver(unit, gradients)
 
     @property
@@ -276,6 +297,10 @@ class GradientCollector:
                     set_plain_grad(parameter, None)
 
 
-def has_hooks_of_others(parameter: torch.Tensor) -> bool:
-    """Whether hooks besides the collector's run when the parameter's gradient has been accumulated."""
-    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1
+def have_hooks_of_others(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether hooks besides the collector's run when the gradient of one of them has been accumulated."""
+    with as_plain():
+        for parameter in parameters:
+            if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
+                return True
+    return False

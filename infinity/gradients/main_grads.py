@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import torch
 
-from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norm
+from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norms
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients.arrivals import Arrivals
 from infinity.gradients.listener import GradientListener
@@ -145,22 +145,25 @@ class MainGradStore:
     @property
     def has_any(self) -> bool:
         """Whether any main gradient is kept."""
-        return len(self._arrivals.coming()) > 0 or any(grads.present or grads.zeros for grads in self._grads)
+        return len(self._arrivals.coming) > 0 or any(grads.present or grads.zeros for grads in self._grads)
 
     def slots_with_gradient(self, unit: Unit) -> list[Slot]:
         """The parameters of the unit that have a main gradient."""
         grads = self._grads[unit.index]
-        found = grads.present | grads.zeros | self._arrivals.slots_of(grads)
-        return [slot for slot in unit.layout.slots if slot.index in found]
+        found = grads.present | grads.zeros
+        if self._arrivals.coming:
+            found |= self._arrivals.slots_of(grads)
+        return [slot for slot in unit.layout.slots if slot.index in found] if found else []
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """Main gradients += ``gradients`` (any floating dtype), in fp32. From a GPU they may arrive later."""
         grads = self._grads[unit.index]
         if grads.is_unscaled:
             gradients = {slot: gradient.float() * (1.0 / self.scaler.scale) for slot, gradient in gradients.items()}
-        apart = {}
-        if self._pool.torch_device.type == "cpu":
-            apart = {slot: gradient for slot, gradient in gradients.items() if gradient.device.type != "cpu"}
+        if self._device.shares_host_memory or self._pool.torch_device.type != "cpu":
+            self._add(grads, gradients)
+            return
+        apart = {slot: gradient for slot, gradient in gradients.items() if gradient.device.type != "cpu"}
         if apart:
             self._bring(grads, apart)
         here = {slot: gradient for slot, gradient in gradients.items() if slot not in apart}
@@ -172,9 +175,11 @@ class MainGradStore:
         """Start to bring gradients from the device: see [Note: gradients that arrive]."""
         known = grads.present | self._arrivals.slots_of(grads)
         ordered = {slot: in_slot_order(gradient.detach(), slot) for slot, gradient in gradients.items()}
-        norms = {slot.index: gradient_norm(each) for slot, each in ordered.items() if slot.index not in known}
+        new = [slot for slot in ordered if slot.index not in known]
+        of_new = gradient_norms([ordered[slot] for slot in new])
+        norms = {slot.index: norm for slot, norm in zip(new, of_new, strict=True)}
         while not self._arrivals.fits([*ordered.values()]):  # before there is a copy of them on the device
-            if not self._arrivals.coming():
+            if not self._arrivals.coming:
                 self._add(grads, ordered, norms)
                 return
             self._land_first()
@@ -182,7 +187,8 @@ class MainGradStore:
 
     def _land(self, grads: UnitGrads | None = None) -> None:
         """Return when all that is on its way for a unit has been added; None: for any."""
-        while any(grads is None or each.purpose.grads is grads for each in self._arrivals.coming()):
+        coming = self._arrivals.coming
+        while coming and any(grads is None or each.purpose.grads is grads for each in coming):
             self._land_first()
 
     def _land_first(self) -> None:
@@ -218,10 +224,11 @@ class MainGradStore:
         norms: Mapping[int, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Add gradients that nothing on its way comes before; ``norms`` are those of some of them."""
-        grads.zeros.difference_update(slot.index for slot in gradients)
+        added = {slot.index for slot in gradients}
+        grads.zeros -= added
         if grads.stays:
-            needed = self._waiting.after(self._memory_of(grads).dtype, gradients, grads.present)
-            if needed == self._memory_of(grads).dtype or self._widen(grads):
+            buffer = self._memory_of(grads)
+            if self._waiting.after(buffer.dtype, gradients, grads.present) == buffer.dtype or self._widen(grads):
                 buffer = self._memory_of(grads)
                 buffer.add(gradients, grads.present, self._arrivals)
                 grads.note_norms(norms, gradients, buffer.dtype)
@@ -232,7 +239,7 @@ class MainGradStore:
             buffer = self._sum(grads, gradients)
             grads.note_norms(norms, gradients, buffer.dtype)
             self._write(grads, buffer, gradients)
-        grads.present.update(slot.index for slot in gradients)
+        grads.present |= added
 
     def widen(self, unit: Unit) -> bool:
         """Keep the unit's gradients in RAM as what may be changed at will: fp32, unless sums are to be rounded.
@@ -292,8 +299,8 @@ class MainGradStore:
         buffer = grads.take() if grads.stays and grads.buffer is not None else self._sum(grads, gradients)
         slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in grads.present]
         grads.drop(set(grads.present))
-        for slot in slots:
-            norms[unit.index, slot.index] = gradient_norm(buffer.view(slot))
+        for slot, norm in zip(slots, gradient_norms(buffer.views(slots)), strict=True):
+            norms[unit.index, slot.index] = norm
         return self._lend_to_update(buffer, slots)
 
     def _lend_to_update(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> GradientSource:
@@ -319,8 +326,8 @@ class MainGradStore:
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
     ) -> GradientSource:
         ordered = {slot: in_slot_order(gradient, slot) for slot, gradient in gradients.items()}
-        for slot, gradient in ordered.items():
-            norms[unit.index, slot.index] = gradient_norm(gradient)
+        for slot, norm in zip(ordered, gradient_norms([*ordered.values()]), strict=True):
+            norms[unit.index, slot.index] = norm
         while sum(flat is None for _, flat in self._loans) >= _MOST_UNITS_ON_DEVICE:
             self._await_loan()
         source = DeviceGradients(ordered, self._device, self._device.mark())
@@ -410,9 +417,9 @@ class MainGradStore:
         ``span``: these elements alone; None: all.
         """
         swapper, extent = self._spill(grads)
-        for slot in changed:
-            if slot.index not in grads.norms:
-                grads.norms[slot.index] = gradient_norm(buffer.view(slot))
+        unknown = [slot for slot in changed if slot.index not in grads.norms]
+        for slot, norm in zip(unknown, gradient_norms(buffer.views(unknown)), strict=True):
+            grads.norms[slot.index] = norm
         grads.spilled_dtype, grads.spilled_span = buffer.dtype, span
         start, stop = (0, buffer.values.numel()) if span is None else span
         if start == stop:
@@ -483,15 +490,18 @@ class MainGradStore:
                     return
                 self._ended.wait(POLL_SECONDS)  # so that a KeyboardInterrupt gets through
 
-    def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
-        """2-norm of one parameter's whole main gradient: 0-dim fp32."""
+    def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
+        """Slot index -> 2-norm of the parameter's whole main gradient (0-dim fp32), of all that have one."""
         grads = self._of(unit)
         self._write_zeros(grads)
         if not grads.stays:
             self.close_sum(unit)
-            return grads.norms[slot.index]
-        buffer, norm = self._memory_of(grads), grads.norms.get(slot.index)
-        return gradient_norm(buffer.view(slot)) if norm is None or buffer.is_lent else norm
+            return {index: grads.norms[index] for index in grads.present}
+        buffer = self._memory_of(grads)
+        known = {} if buffer.is_lent else grads.norms
+        taken = [slot for slot in grads.slots() if slot.index not in known]
+        norms = gradient_norms(buffer.views(taken))
+        return {**known, **{slot.index: norm for slot, norm in zip(taken, norms, strict=True)}}
 
     def source(self, unit: Unit, *, keeps: bool = False) -> GradientSource:
         """The unit's main gradients for an update, which must be the next to use them.

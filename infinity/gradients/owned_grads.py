@@ -397,9 +397,15 @@ class OwnedGradients(AveragedGradients):
                     exchange.grads.take()  # the thread's, for good
         super().close()
 
-    def norm_of(self, unit: Unit, slot: Slot) -> torch.Tensor:
-        agreed = self.agreed_norms.get((unit.index, slot.index))
-        return super().norm_of(unit, slot) if agreed is None else agreed
+    def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
+        slots = self._grads[unit.index].unit.layout.slots
+        agreed = {
+            slot.index: self.agreed_norms[unit.index, slot.index]
+            for slot in slots
+            if (unit.index, slot.index) in self.agreed_norms
+        }
+        is_all = agreed.keys() >= {slot.index for slot in self.slots_with_gradient(unit)}
+        return agreed if is_all else {**super().norms_of(unit), **agreed}
 
     def check_averaged(self, unit: Unit, slot: Slot) -> None:
         super().check_averaged(unit, slot)

@@ -46,7 +46,8 @@ class _Told(NamedTuple):
 
 def is_part(parameter: Any) -> bool:
     """Whether the script says that other tensor ranks have other parts of the parameter."""
-    return any(getattr(parameter, mark, False) is True for mark in _MARKS)
+    first, second = _MARKS
+    return getattr(parameter, first, False) is True or getattr(parameter, second, False) is True
 
 
 def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step: int) -> torch.Tensor:

@@ -170,6 +170,10 @@ class GradientBuffer:
         """The main gradient of one parameter, with its shape and strides."""
         return self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
 
+    def views(self, slots: Iterable[Slot]) -> list[torch.Tensor]:
+        """`view` of each."""
+        return [self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start) for slot in slots]
+
     def lend(self, slot: Slot) -> torch.Tensor:
         """As `view`, for others to keep: `is_lent` as long as they hold it, or anything that looks at the same memory."""
         memory, self._lent = self.flat.lend(self._lent)
@@ -188,7 +192,10 @@ class GradientBuffer:
         """
         known = set(present)
         for slot, gradient in gradients.items():
-            source = flat_in_slot_order(gradient, slot)
+            if gradient.layout is torch.strided and gradient.stride() == slot.spec.stride:  # as nearly always
+                source = gradient.detach().as_strided((slot.numel,), (1,), gradient.storage_offset())
+            else:
+                source = flat_in_slot_order(gradient, slot)
             target = self.values[slot.start : slot.stop]
             is_new = slot.index not in known
             if target.device.type != "cpu":  # where each element is converted when it is added

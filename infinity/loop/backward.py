@@ -5,6 +5,7 @@ Knows the phase of the loop, the collector and the stepper; must not know the us
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container
 from threading import get_ident
 
@@ -12,7 +13,7 @@ import torch
 
 from infinity.activations.refusal import LastingRefusal
 from infinity.errors import GradientNotResidentError, LateGradientError, StepOrderError
-from infinity.gradients.collector import GradientCollector, has_hooks_of_others
+from infinity.gradients.collector import GradientCollector, have_hooks_of_others
 from infinity.gradients.listener import GradientListener
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
@@ -63,6 +64,7 @@ class Backwards:
         self._is_own_scaled = False
         self._deferred_error: Exception | None = None
         self._listener = listener
+        self._parameters = [unit.parameters for unit in module_hooks.units]
         self.collector = GradientCollector(
             module_hooks.units,
             module_hooks.num_owners(),
@@ -81,9 +83,7 @@ class Backwards:
         """
         self._guard.move_to(Phase.BACKWARD)
         self._is_retained = retain_graph
-        self._has_hooks = any(
-            has_hooks_of_others(parameter) for unit in self._stepper.units for parameter in unit.parameters
-        )
+        self._has_hooks = have_hooks_of_others(itertools.chain.from_iterable(self._parameters))
         updates_now = self._updates_now()
         self._stepper.gradients.average_postponed()
         if updates_now:
@@ -141,7 +141,7 @@ class Backwards:
         updates_now = self._updates_now() and self.collector.has_history
         # What has gradients of earlier micro-batches, and none of this one yet, may still get one.
         main = self._stepper.gradients
-        is_whole = self._is_final() and all(slot in gradients for slot in main.slots_with_gradient(unit))
+        is_whole = self._is_final() and set(main.slots_with_gradient(unit)) <= gradients.keys()
         if is_whole:
             main.expect_whole(unit)
         self._stepper.deliver(unit, gradients, updates_now=updates_now and is_whole)
@@ -152,8 +152,9 @@ class Backwards:
         self._stepper.deliver(unit, self._as_parts(unit, gradients), updates_now=False)
 
     def _as_parts(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        for slot in gradients:
-            if self._stepper.is_used_up(unit, slot):  # by the backward before this one
+        used_up = self._stepper.used_up
+        for slot in gradients if used_up else ():
+            if (unit.index, slot.index) in used_up:  # by the backward before this one
                 raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
         if self._guard.phase is not Phase.BACKWARD:
             gradients = dict(self._style.take_own(gradients))

@@ -114,7 +114,7 @@ class GradAccess(GradientListener):
         return self._shown(unit, slot)
 
     def _check_not_used_up(self, unit: Unit, slot: Slot) -> None:
-        if self._stepper.is_used_up(unit, slot):
+        if (unit.index, slot.index) in self._stepper.used_up:
             raise GradientNotResidentError(
                 slot.spec.fqn,
                 reason="its unit was updated in backward, and the gradient was used up",

@@ -186,7 +186,10 @@ class ModuleHooks:
         self.handles_of_others: list[Any] = []
         """Of hooks that go with those of the modules."""
         self._hooks: list[_HooksOfModule] = []
-        self._loads: list[_LoadHooks] = []
+        self._inside_of: dict[int, list[nn.Module]] = {}
+        """Unit index -> children of the modules that enter it, as long as they have no hooks: see `hook_inside`."""
+        self._open_loads: dict[_LoadHooks, None] = {}
+        """Those whose ``load_state_dict`` has begun and not ended."""
 
     def locate(self, parameter: torch.Tensor) -> tuple[Unit, Slot]:
         """The unit and slot of a parameter of the model.
@@ -224,7 +227,9 @@ class ModuleHooks:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     found.setdefault(id(parameter), parameter)
-            rest += [child for child in reversed(module._modules.values()) if child is not None]
+            for child in reversed(module._modules.values()):
+                if child is not None:
+                    rest.append(child)
         return found
 
     def num_owners(self) -> dict[tuple[int, int], int]:
@@ -243,17 +248,15 @@ class ModuleHooks:
         before_load: Callable[[list[nn.Parameter]], Any],
         after_load: Callable[[Any], None],
     ) -> None:
-        """Hook every module.
+        """Hook the modules that hold several units, and those inside them that hold one (blocks), which enter it.
 
-        A module enters the units of its own parameters, if none of its descendants has parameters of another unit: else
-        it would hold them through its whole forward, and operations on them fault them in anyway. The module in which
-        all of a unit lies (a block) enters the unit as well, so that it is bound once per call.
+        A module that holds several enters none: it would keep them through its whole forward, and operations on its own
+        parameters fault them in anyway. What is inside a block needs no hooks (see `hook_inside`).
         """
         for module in self.model.modules():
             held = [parameter for parameter in module.parameters(recurse=False) if self.holds(parameter)]
             if held:
-                load = _LoadHooks(held, before_load, after_load, pager.copies.forget_written)
-                self._loads.append(load)
+                load = _LoadHooks(held, before_load, after_load, pager.copies.forget_written, self._open_loads)
                 before = _BoundHook(load.before, comes_before=True)
                 self._handles.append(module.register_load_state_dict_pre_hook(before))
                 self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load.after)))
@@ -274,22 +277,44 @@ class ModuleHooks:
                     self._forwards.put(block, "forward", forward)
         self._compiled = self._compilation()
         self.covered = inside_compiled(self.model)
-        abandon = functools.partial(self._abandon_calls, pager)
-        for module in self.model.modules():
-            if id(module) in self.covered:
+        self._inside_of.clear()
+        rest, seen = [self.model], set[int]()
+        while rest:
+            module = rest.pop()
+            units = self._units_in(module)
+            if id(module) in seen or id(module) in self.covered or (not units and module is not self.model):
                 continue
-            own = self._own_slots(module)
-            entered = self._entered_by(module)
+            seen.add(id(module))
+            children = [child for child in module.children() if id(child) not in seen]
             is_root = module is self.model
-            if is_root and self._hooks:
-                continue  # it may be in the midst of a call
-            first = self._units_in(_with_fast_path(module))
-            hooks = _HooksOfModule(pager, entered, own, first, keep_alive, abandon if is_root else None)
-            self._hooks.append(hooks)
-            handles = self._handles if is_root else self._call_handles
-            before = _BoundHook(hooks.before, comes_before=True)
-            handles.append(module.register_forward_pre_hook(before, prepend=True))
-            handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
+            if len(units) == 1:
+                self._inside_of.setdefault(units[0].index, []).extend(children)
+            else:
+                rest += children
+            if not (is_root and self._hooks):  # the model itself may be in the midst of a call
+                self._hook(module, pager, keep_alive, is_root=is_root, counts=True)
+
+    def _hook(self, module: nn.Module, pager: Pager, keep_alive: object, *, is_root: bool, counts: bool) -> None:
+        """Hook a module. ``counts``: a call of it counts as a use of its parameters; inside a block, the block's does."""
+        own = self._own_slots(module) if counts else []
+        first = self._units_in(_with_fast_path(module))
+        abandon = functools.partial(self._abandon_calls, pager) if is_root else None
+        hooks = _HooksOfModule(pager, self._entered_by(module), own, first, keep_alive, abandon)
+        self._hooks.append(hooks)
+        handles = self._handles if is_root else self._call_handles
+        before = _BoundHook(hooks.before, comes_before=True)
+        handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
+
+    def hook_inside(self, unit: Unit, pager: Pager) -> None:
+        """An operation needs the unit that no module has entered: if a module inside a block is called by itself, as by a
+        checkpoint in the block's forward, such modules enter the unit from now on. Else each operation would bring it anew."""
+        if unit.index not in self._inside_of or not self.are_running():
+            return
+        for child in self._inside_of.pop(unit.index):
+            for module in child.modules():
+                if self._entered_by(module) and id(module) not in self.covered:
+                    self._hook(module, pager, None, is_root=False, counts=False)
 
     def follow_compilation(self) -> None:
         """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere.
@@ -326,8 +351,9 @@ class ModuleHooks:
         return reached if len(reached) == 1 else []
 
     def _own_slots(self, module: nn.Module) -> list[tuple[Unit, list[Slot]]]:
+        """The parameters of which a call of the module is a use: all inside it, where they are of one unit; else its own."""
         own: dict[int, tuple[Unit, list[Slot]]] = {}
-        for parameter in filter(self.holds, module.parameters(recurse=False)):
+        for parameter in filter(self.holds, module.parameters(recurse=len(self._units_in(module)) == 1)):
             unit, slot = self.locate(parameter)
             own.setdefault(unit.index, (unit, []))[1].append(slot)
         return list(own.values())
@@ -339,16 +365,15 @@ class ModuleHooks:
     def settle_loads(self) -> None:
         """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
         loading = nn.Module.load_state_dict.__code__
-        if any(load.gathered is not None for load in self._loads) and all(
-            frame.f_code is not loading for frame in callers()
-        ):
-            for load in self._loads:
+        open_ones = self._open_loads
+        if open_ones and all(frame.f_code is not loading for frame in callers()):
+            for load in tuple(open_ones):
                 load.after()
 
     def are_running(self) -> bool:
         """Whether modules of the model are being called in this thread."""
-        modules = {id(module) for module in self.model.modules()}
-        return any(frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules for frame in callers())
+        called = {id(frame.f_locals.get("self")) for frame in callers() if frame.f_code is _CALL}
+        return len(called) > 0 and any(id(module) in called for module in self.model.modules())
 
     def forget_calls(self) -> None:
         """An exception has cut off whatever was running."""
@@ -363,7 +388,7 @@ class ModuleHooks:
         self._call_handles.clear()
         self.handles_of_others.clear()
         self._hooks.clear()
-        self._loads.clear()
+        self._open_loads.clear()
         self._forwards.restore()
 
 
@@ -375,6 +400,7 @@ class _LoadHooks:
     _before_load: Callable[[list[nn.Parameter]], Any]
     _after_load: Callable[[Any], None]
     _note_load: Callable[[], None]
+    _open: dict[_LoadHooks, None]
     gathered: Any = None
     """What holds the module's parameters open."""
 
@@ -388,9 +414,11 @@ class _LoadHooks:
         self.after()
         self._note_load()
         self.gathered = self._before_load(self._parameters)
+        self._open[self] = None
 
     def after(self, *_: Any) -> None:
         """Let go of what the load holds, also if an exception has cut it off; what it has loaded so far is stored."""
         gathered, self.gathered = self.gathered, None
+        self._open.pop(self, None)
         if gathered is not None:
             self._after_load(gathered)

@@ -30,15 +30,26 @@ from infinity.errors import EngineBusyError
 from infinity.paging.listener import Activations, PagerListener, SavedElsewhere, Sharing
 from infinity.paging.residency import Residency
 from infinity.paging.saved_tensors import (
+    HOOKS_OF_AN_ENGINE,
     SavedThrough,
     SavedView,
     SavingHooks,
     are_forbidden,
-    as_saved,
+    in_use,
+    modified,
 )
 from infinity.threads.engine_lock import EngineLock, refuse_in_between
 from infinity.tiers.user_copies import UserCopies
-from infinity.torch_internals.modes import has_memory, outside_modes, untraced
+from infinity.torch_internals.modes import (
+    has_memory,
+    is_inference,
+    is_transformed,
+    num_dispatch_modes,
+    num_function_modes,
+    outside_modes,
+    transform,
+    untraced,
+)
 from infinity.torch_internals.names import call_after_backward, in_backward
 from infinity.units.layout import Slot
 from infinity.units.parameter import PagedParameter
@@ -90,6 +101,7 @@ class Pager:
         """How many blocks hold weights gathered."""
         self._handovers_at_state_dict = 0
         """`EngineLock.num_handovers` when the last state dict was begun."""
+        self._unit_at = residency.unit_at
         self._sharing: Sharing | None = None
         """How micro-batches share the present step: from `share` until `end_sharing`."""
 
@@ -218,13 +230,14 @@ class Pager:
 
         The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
         """
-        if not self._open_backward:
-            self.lock.acquire("backward")
-            self._is_locked_by_backward = True
-            self._open_backward = True
-            call_after_backward(self._backward_ended)
-        elif self.lock.owner != get_ident():
-            self.lock.check("backward")
+        if self._open_backward:
+            if self.lock.owner != get_ident():
+                self.lock.check("backward")
+            return
+        self.lock.acquire("backward")
+        self._is_locked_by_backward = True
+        self._open_backward = True
+        call_after_backward(self._backward_ended)
         self.residency.training_trace.begin_backward()
         self.clock.begin_compute("backward")
 
@@ -386,16 +399,31 @@ class Pager:
     # ------------------------------------------------------------------------------------------------- saved tensors
 
     @untraced
-    @outside_modes
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Autograd saves ``tensor``: a view of a unit becomes a token; anything else is kept, with its version."""
-        if tensor.layout is not torch.strided or not has_memory(tensor):
+    def pack(self, tensor: torch.Tensor, *, is_outside: bool = False) -> Any:
+        """Autograd saves ``tensor``: a view of a unit becomes a token; anything else is kept, with its version.
+
+        This and `unpack` run for each saved tensor of each step, so they call no function of Python that they need not:
+        ``is_outside`` says that no mode is active, as `outside_modes` sees to.
+        """
+        if not is_outside and (
+            num_dispatch_modes() or num_function_modes() or transform() is not None or is_inference()
+        ):
+            return outside_modes(self.pack)(tensor, is_outside=True)
+        if tensor.layout is not torch.strided or is_transformed(tensor) or tensor._is_zerotensor():
             return tensor, tensor._version
-        if is_dtensor(tensor):
-            local, made_of = local_part(tensor)
-            return SavedThrough(self.pack(local), lambda packed: made_of(self.unpack(packed)))
+        token: SavedView | SavedThrough | None = None
         try:
-            token = self._token(tensor) or self.saving.token_of_another(tensor)
+            if type(tensor) is torch.Tensor:
+                unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
+                if unit is not None and unit.flat is not None:
+                    return SavedView(unit, tensor)
+            elif is_dtensor(tensor):
+                local, made_of = local_part(tensor)
+                return SavedThrough(self.pack(local), lambda packed: made_of(self.unpack(packed)))
+            else:
+                token = self._token(tensor)
+            if token is None and len(in_use) > HOOKS_OF_AN_ENGINE:
+                token = self.saving.token_of_another(tensor)
         except RuntimeError:  # forward-mode derivatives know zeros without memory
             return tensor, tensor._version
         if token is not None:
@@ -432,16 +460,34 @@ class Pager:
         return None if unit is None or unit.flat is None else SavedView(unit, tensor)
 
     @untraced
-    @outside_modes
-    def unpack(self, saved: Any) -> torch.Tensor:
+    def unpack(self, saved: Any, *, is_outside: bool = False) -> torch.Tensor:
         """Autograd needs what `pack` got."""
-        if isinstance(saved, tuple):
-            return as_saved(*saved)
+        if type(saved) is tuple:
+            tensor: torch.Tensor = saved[0]
+            if tensor._version != saved[1]:
+                raise modified(*saved)
+            return tensor
+        if not is_outside and (
+            num_dispatch_modes() or num_function_modes() or transform() is not None or is_inference()
+        ):
+            return outside_modes(self.unpack)(saved, is_outside=True)
         if not isinstance(saved, SavedView):
             elsewhere: SavedElsewhere = saved
             return elsewhere.load()
-        saved.check()
         unit = saved.unit
+        if unit.version != saved.version or (saved.count is not None and (unit.has_been_written or unit.is_bound)):
+            saved.check()
+        if (
+            self._open_backward
+            and self._sharing is None
+            and unit.index == self.residency.trace.present
+            and unit.flat is not None
+            and unit.arrival is None
+            and unit.update is None
+            and self.lock.owner == get_ident()
+            and not torch.is_grad_enabled()
+        ):
+            return saved.view()  # the unit in use, which a touch would leave as it is
         with self.residency.lock:
             unit.begin_use()
             try:

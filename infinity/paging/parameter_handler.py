@@ -98,6 +98,8 @@ class ParameterHandler:
         tensors: list[HeldTensor],
     ) -> Any:
         mine = [tensor for tensor in tensors if host_of(tensor) is self]
+        if not self._pager.is_inside_modules:
+            self._module_hooks.hook_inside(self._module_hooks.locate_any(mine[0])[0], self._pager)
         return self._operations.run(function, args, kwargs, mine, self._module_hooks.locate_any, self._outlasting)
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:

@@ -101,7 +101,7 @@ class Residency:
         self._prefetches = prefetches
         self._is_divided = is_divided
         self._budget_key, self._budget_bytes = budget
-        self._by_address: dict[int, Unit] = {}
+        self.unit_at: dict[int, Unit] = {}
         """Address of a flat buffer -> the unit that has it: from `place` until it is given back. Under the lock."""
         self.due: set[int] = set()
         """Indices of units of which an update is about to be created, and needs what is in their buffers: from their touch in
@@ -206,7 +206,7 @@ class Residency:
         storage = tensor.untyped_storage()
         if storage.device.type == "meta":  # as of FakeTensors
             return None
-        return self._by_address.get(storage.data_ptr())
+        return self.unit_at.get(storage.data_ptr())
 
     def collect_all(self) -> None:
         """Take note of everything that has arrived."""
@@ -224,7 +224,7 @@ class Residency:
                 unit.end_update()
             if unit.flat is not None:
                 self.pool.give_back(unit.release())
-        self._by_address.clear()
+        self.unit_at.clear()
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -289,10 +289,13 @@ class Residency:
         Args:
             only: consider this one, and no other.
         """
+        if only is not None and (only.flat is not None or only.update is None):
+            return
         with self.lock, self._change():
             targets = self.wanted()
-            for unit in (self.units[index] for index in targets):
-                if unit.flat is None and unit.update is not None and only in (None, unit):
+            for index in targets if only is None else (only.index,):
+                unit = self.units[index]
+                if unit.flat is None and unit.update is not None and index in targets:
                     self._attach(unit, is_demand=False, keep=targets)
 
     def _begin_fetch(self, unit: Unit, flat: FlatBuffer, *, is_demand: bool) -> None:
@@ -303,7 +306,7 @@ class Residency:
     def _displace(self, unit: Unit) -> None:
         """``unit`` gives its buffer back, whatever was to come into it."""
         flat = unit.release()
-        self._by_address.pop(flat.address, None)
+        self.unit_at.pop(flat.address, None)
         self.pool.give_back(flat)
 
     def place(self, unit: Unit, flat: FlatBuffer, arrival: Arrival | None = None) -> None:
@@ -312,7 +315,7 @@ class Residency:
             unit.adopt(flat)
         else:
             unit.fetch_into(flat, arrival)
-        self._by_address[flat.address] = unit
+        self.unit_at[flat.address] = unit
 
     def _fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         if self._source is None:
@@ -332,9 +335,12 @@ class Residency:
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
         self.check_unchanging()
+        if len(self.unit_at) == len(self.units):
+            return  # all are there
         with self.lock, self._change():
             targets = self.wanted()
-            for unit in (self.units[index] for index in targets):
+            for index in targets:
+                unit = self.units[index]
                 if unit.update is not None and unit.update.done():
                     self._collect(unit)
                 if unit.flat is not None:
@@ -484,7 +490,7 @@ class Residency:
         with self.lock:
             writer = self._writer()
             for unit in self.units if units is None else units:
-                if unit.num_active == 0:
+                if unit.num_active == 0 and (unit.is_bound or unit.dirty or unit.before):
                     unit.unbind()
                     if not unit.dirty:
                         unit.forget_changes()

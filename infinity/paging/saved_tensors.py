@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.torch_internals.names import lazy_bits, saving_hooks, with_lazy_bits
+from infinity.torch_internals.names import saving_hooks, with_lazy_bits
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -68,12 +68,12 @@ class SavedView:
         """Of writes to the parameter, which torch would look at."""
         self.kept: tuple[torch.Tensor, int] | None = None
         """Bytes that it goes on looking at though the parameter has got others, and where they were in the flat buffer."""
-        self.bits = lazy_bits(tensor)
+        self.bits = tensor.is_conj(), tensor.is_neg()
         self.dtype = tensor.dtype
         self.shape = tensor.shape
         self.stride = tensor.stride() if slot is None else slot.spec.stride
         self.offset = tensor.storage_offset() if slot is None else slot.offset_bytes // tensor.dtype.itemsize
-        unit.note_token(self)
+        unit.token_references.add(weakref.ref(self, unit.token_references.discard))
 
     def check(self) -> None:
         """Raise if the weights are not those any more that forward used."""
@@ -102,7 +102,8 @@ class SavedView:
             raise RuntimeError(f"unit {self.unit.name} is not resident after a touch")
         memory, start = self.kept or (self.unit.flat.tensor(), 0)
         offset = self.offset - start // self.dtype.itemsize
-        return with_lazy_bits(memory.view(self.dtype).as_strided(self.shape, self.stride, offset), self.bits)
+        view = memory.view(self.dtype).as_strided(self.shape, self.stride, offset)
+        return view if self.bits == (False, False) else with_lazy_bits(view, self.bits)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,14 +134,12 @@ def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None
             view.kept = kept, slot.offset_bytes
 
 
-def as_saved(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """``tensor``, unless it has been changed since it had this version."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-            f"shape {list(tensor.shape)} is at version {tensor._version}, expected version {version}"
-        )
-    return tensor
+def modified(tensor: torch.Tensor, version: int) -> RuntimeError:
+    """What torch says of a saved tensor that has been written to since it had this version."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
+        f"shape {list(tensor.shape)} is at version {tensor._version}, expected version {version}"
+    )
 
 
 def top_hooks() -> tuple[Any, Any] | None:
@@ -181,8 +180,9 @@ def are_forbidden() -> bool:
     return saving_hooks._saved_tensors_hooks_get_disabled_error_message() is not None
 
 
-_in_use: weakref.WeakSet[SavingHooks] = weakref.WeakSet()
-"""Those of engines that are open: see [Note: several engines]."""
+in_use: dict[int, weakref.ref[SavingHooks]] = {}
+"""Those of engines that are open, by ``id``: see [Note: several engines]."""
+HOOKS_OF_AN_ENGINE = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -214,13 +214,14 @@ class SavingHooks:
     """What `_pack` gives for a view of a weight of the owner's; None for anything else."""
 
     def __post_init__(self) -> None:
-        _in_use.add(self)
+        me = id(self)
+        in_use[me] = weakref.ref(self, lambda _: in_use.pop(me, None))
 
     def close(self) -> None:
         """Nothing is saved by them any more. What the calling thread has of them is taken down: contexts of the user take down
         what is innermost."""
         self.pop(most=None)
-        _in_use.discard(self)
+        in_use.pop(id(self), None)
 
     def push(self) -> None:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
@@ -251,8 +252,8 @@ class SavingHooks:
 
     def token_of_another(self, tensor: torch.Tensor) -> SavedThrough | None:
         """A token for a view of another engine's weight; None for anything else."""
-        for hooks in tuple(_in_use):
-            if hooks._token_for != self._token_for:
+        for hooks in [reference() for reference in tuple(in_use.values())]:
+            if hooks is not None and hooks._token_for != self._token_for:
                 token = hooks._token_for(tensor)
                 if token is not None:
                     return SavedThrough(token, hooks._unpack)

@@ -48,6 +48,8 @@ class Trace:
         self._position = 0
         self._recorded: list[int] = []
         self._recorded_backward_start: int | None = None
+        self.present = -1
+        """The unit in use, of which a `touch` would change nothing; -1 if the next one changes something in any case."""
 
     @property
     def has_backward(self) -> bool:
@@ -59,11 +61,13 @@ class Trace:
         self._recorded = []
         self._recorded_backward_start = None
         self._position = 0
+        self.present = -1
 
     def begin_backward(self) -> None:
         """Backward begins: the forecast continues at the place where the recorded backward began."""
         if self._recorded_backward_start is None:
             self._recorded_backward_start = len(self._recorded)
+            self.present = -1
             if self.order:
                 self._position = self.backward_start % len(self.order)
 
@@ -76,16 +80,12 @@ class Trace:
         # What comes next is the beginning of the next micro-batch.
         self._position = 0
 
-    def is_at(self, unit: int) -> bool:
-        """Whether ``unit`` is the one in use, so that a `touch` would change nothing."""
-        starts_backward = self._recorded_backward_start == len(self._recorded)
-        return bool(self._recorded) and self._recorded[-1] == unit and not starts_backward
-
     def touch(self, unit: int) -> bool:
         """``unit`` is needed now. Returns whether this moved the forecast (False while the same unit is still in use)."""
-        if self.is_at(unit):
+        if unit == self.present:
             return False
         self._recorded.append(unit)
+        self.present = unit
         order, position = self.order, self._position
         for ahead in range(min(len(order), _RESYNC_WINDOW)):
             if order[(position + ahead) % len(order)] == unit:

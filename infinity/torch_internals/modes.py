@@ -16,13 +16,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._functorch import pyfunctorch
 
-from infinity.torch_internals.names import has_transforms
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 # Private, and the same from torch 2.6 to 2.13: the public ways to leave a mode need the mode itself.
 _C: Any = torch._C
+num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = _C._len_torch_function_stack
+transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func that runs in this thread, None if none does."""
+is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
+is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
+"""Whether the tensor is one around another, made by torch.func. The five are functions in C: asking them is no call of Python."""
 
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -87,10 +92,12 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        has_modes = _C._len_torch_dispatch_stack() or _C._len_torch_function_stack()
-        is_transforming = has_transforms()
-        has_inference = torch.is_inference_mode_enabled()
-        if not has_modes and not is_transforming and not has_inference:
+        has_modes, has_transform, has_inference = (
+            num_dispatch_modes() or num_function_modes(),
+            transform() is not None,
+            is_inference(),
+        )
+        if not (has_modes or has_transform or has_inference):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as outside:
             if has_inference:
@@ -99,7 +106,7 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if has_modes:
                 outside.enter_context(_C._DisableTorchDispatch())
                 outside.enter_context(_C.DisableTorchFunction())
-            if is_transforming:
+            if has_transform:
                 outside.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
             return function(*args, **kwargs)
 
@@ -108,4 +115,4 @@ def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor has memory of its own. One around another (torch.func) and a zero tangent (forward mode) have not."""
-    return not (_C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor())
+    return not (is_transformed(tensor) or tensor._is_zerotensor())

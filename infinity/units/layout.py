@@ -21,6 +21,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -47,7 +48,7 @@ class ParameterSpec:
     dtype: torch.dtype
     is_trainable: bool
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -56,7 +57,7 @@ class ParameterSpec:
         return elements.as_strided(self.shape, self.stride, elements.storage_offset())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one of a layout is itself alone: it is a key in what runs for each gradient
 class Slot:
     """The place of one parameter: ``start`` is its first element in the segment, ``offset_bytes`` that in the flat buffer."""
 
@@ -65,11 +66,11 @@ class Slot:
     start: int
     offset_bytes: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.spec.numel
 
-    @property
+    @cached_property
     def stop(self) -> int:
         return self.start + self.spec.numel
 

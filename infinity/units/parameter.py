@@ -433,16 +433,20 @@ def let_go(parameters: Iterable[nn.Parameter]) -> None:
         parameter.__class__ = nn.Parameter
 
 
-def bind(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """``parameter`` computes with ``values`` (same shape and dtype), which it does not own."""
-    set_plain_data(parameter, values)
-    parameter.__class__ = ResidentParameter
+def bind(parameters: Iterable[nn.Parameter], values: Iterable[torch.Tensor]) -> None:
+    """Each of ``parameters`` computes with its ``values`` (same shape and dtype), which it does not own."""
+    with as_plain(), unrecorded():
+        for parameter, its_values in zip(parameters, values, strict=True):
+            _DATA_FIELD.__set__(parameter, its_values)
+            parameter.__class__ = ResidentParameter
 
 
-def unbind(parameter: nn.Parameter) -> None:
-    """``parameter`` gives up its data; a placeholder keeps shape, dtype and device."""
-    parameter.__class__ = PagedParameter
-    empty(parameter)
+def unbind(parameters: Iterable[nn.Parameter], placeholders: Iterable[torch.Tensor]) -> None:
+    """Each of ``parameters`` gives up its data: a placeholder has its shape, dtype and device."""
+    with as_plain(), unrecorded():
+        for parameter, its_placeholder in zip(parameters, placeholders, strict=True):
+            parameter.__class__ = PagedParameter
+            _DATA_FIELD.__set__(parameter, its_placeholder)
 
 
 def empty(tensor: torch.Tensor) -> None:
@@ -521,20 +525,21 @@ def set_plain_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
         _DATA_FIELD.__set__(tensor, values)
 
 
-_AUTOGRAD_FIELD: Any = torch.Tensor.grad
+AUTOGRAD_FIELD: Any = torch.Tensor.grad
+"""The gradient that autograd has: `plain_grad` and `set_plain_grad` read and write it."""
 
 
 def plain_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient that autograd put into the parameter, whatever the engine says about it."""
     with as_plain():
-        gradient: torch.Tensor | None = _AUTOGRAD_FIELD.__get__(parameter)
+        gradient: torch.Tensor | None = AUTOGRAD_FIELD.__get__(parameter)
     return gradient
 
 
 def set_plain_grad(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     """Set or clear the gradient that autograd accumulates into."""
     with as_plain():
-        _AUTOGRAD_FIELD.__set__(parameter, gradient)
+        AUTOGRAD_FIELD.__set__(parameter, gradient)
 
 
 def hook_gradient(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:

@@ -5,6 +5,7 @@ Knows its parameters, layout and what is in memory of it; must not decide when a
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +18,16 @@ from infinity.state_machine import moves
 from infinity.torch_internals.modes import outside_modes
 from infinity.torch_internals.names import as_plain, with_lazy_bits
 from infinity.units.layout import Chunk, ParameterSpec, Slot, UnitLayout
-from infinity.units.parameter import PagedView, bind, detach_view, empty, plain_data, set_plain_data, unbind
+from infinity.units.parameter import (
+    PagedView,
+    bind,
+    detach_view,
+    empty,
+    placeholder,
+    plain_data,
+    set_plain_data,
+    unbind,
+)
 from infinity.units.unit_state import UNIT_MOVES, UnitState
 
 if TYPE_CHECKING:
@@ -55,6 +65,9 @@ class PendingUpdate(Arrival, Protocol):
         Returns False if it is too late, or if the update does not have them all.
         """
         ...
+
+
+_version_of = operator.attrgetter("_version")
 
 
 class Unit:
@@ -96,10 +109,18 @@ class Unit:
         written is stored."""
         self.has_been_written = False
         """Whether anybody but the engine has ever written to a weight, counted in its version."""
-        self._tokens: set[weakref.ref[object]] = set()
-        """What stands for views of the unit in autograd's graph, as long as that lives. It may end on any thread."""
+        self.token_references: set[weakref.ref[object]] = set()
+        """What stands for views of the unit in autograd's graph: added by `SavedView`, discarded when it dies, which may be on
+        any thread and in the midst of backward, so that nothing written in Python runs then."""
         self._counters = [parameter._version for parameter in self.parameters]
         """torch's count of writes to each parameter, as of the last `note_changes`."""
+        self._forms = [
+            (slot.spec.dtype, (slot.spec.shape, slot.spec.stride, slot.offset_bytes // slot.spec.dtype.itemsize))
+            for slot in layout.slots
+        ]
+        """Of each parameter, the dtype of its segment, and shape, strides and first element in the flat buffer as that dtype."""
+        self._placeholders: list[torch.Tensor] = []
+        """What the parameters hold while they are unbound: from the first time on, for good."""
         self._twins: dict[int, torch.Tensor] = {}
         """Slot index -> see `twin`; from its first use on, for good."""
         self._twin_counters: dict[int, int] = {}
@@ -118,17 +139,12 @@ class Unit:
     @property
     def num_tokens(self) -> int:
         """How many saved tensors of autograd stand for views of this unit."""
-        return len(self._tokens)
+        return len(self.token_references)
 
     def tokens(self) -> list[object]:
         """What stands for them."""
-        found = [reference() for reference in tuple(self._tokens)]
+        found = [reference() for reference in tuple(self.token_references)]
         return [token for token in found if token is not None]
-
-    def note_token(self, token: object) -> None:
-        """``token`` stands for a view of this unit in autograd's graph as long as it lives."""
-        # It dies in the midst of backward, often: so nothing written in Python runs then.
-        self._tokens.add(weakref.ref(token, self._tokens.discard))
 
     # ------------------------------------------------------------------------------------------------- what is in memory
 
@@ -271,9 +287,9 @@ class Unit:
             raise RuntimeError(f"unit {self.name} is paged out and cannot be bound")
         self.note_changes()
         base = self.flat.tensor()
+        of_dtype = {segment.dtype: base.view(segment.dtype) for segment in self.layout.segments}
         try:
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-                bind(parameter, self.view(base, slot))
+            bind(self.parameters, [of_dtype[dtype].as_strided(*form) for dtype, form in self._forms])
             for index, twin in self._twins.items():
                 set_plain_data(twin, self.view(base, self.layout.slots[index]))
             self.is_bound = True
@@ -315,7 +331,7 @@ class Unit:
     def note_changes(self) -> None:
         """Take note of what others than the engine have written, as far as torch's counters tell: see `dirty`."""
         with as_plain():
-            counters = [parameter._version for parameter in self.parameters]
+            counters = [*map(_version_of, self.parameters)]
         if counters != self._counters:
             changed = [i for i, (a, b) in enumerate(zip(counters, self._counters, strict=True)) if a != b]
             self._counters = counters
@@ -380,8 +396,9 @@ class Unit:
         self._unbind()
 
     def _unbind(self) -> None:
-        for parameter in self.parameters:
-            unbind(parameter)
+        if not self._placeholders:
+            self._placeholders = [placeholder(p.dtype, p.device, p.shape) for p in self.parameters]
+        unbind(self.parameters, self._placeholders)
         for twin in self._twins.values():
             empty(twin)
         self.is_bound = False

@@ -128,7 +128,7 @@ class Stepper:
         """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
         self._norms: dict[tuple[int, int], torch.Tensor] = {}
         """(unit index, slot index) -> 2-norm of a gradient of the present step: from when it goes into its update."""
-        self._used_up: set[tuple[int, int]] = set()
+        self.used_up: set[tuple[int, int]] = set()
         """(unit index, slot index) of gradients that went into an update in backward, or are left to one."""
         self._ranks: dict[int, int] = {}
         """Unit index -> its place in the next forward: from the present step's first update on."""
@@ -231,7 +231,7 @@ class Stepper:
         if self._share_updates.digest and not unit.gathered:  # what was written to that all ranks store together
             slots = self.gradients.slots_with_gradient(unit)
             self._share_updates.leave(unit, slots)
-            self._used_up.update((unit.index, slot.index) for slot in slots)
+            self.used_up.update((unit.index, slot.index) for slot in slots)
             self.updated.add(unit.index)
             self._pager.pause()
 
@@ -246,7 +246,7 @@ class Stepper:
             if not only_settled or (self.gradients.have_arrived(unit) and unit.settle()):
                 self._residency.await_update(unit)
                 source = self.gradients.hand_over(unit, gradients, self._norms)
-                self._used_up.update((unit.index, slot.index) for slot in source.slots())
+                self.used_up.update((unit.index, slot.index) for slot in source.slots())
                 gradients.clear()
                 try:
                     self._submit(unit, source, None if self._divisor == 1 else _scalar(1.0 / self._divisor))
@@ -341,8 +341,8 @@ class Stepper:
         with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
         self._norms.update(self.gradients.agreed_norms)
         for unit in with_gradients:
-            for slot in self.gradients.slots_with_gradient(unit):
-                self._norms[unit.index, slot.index] = self.gradients.norm_of(unit, slot)
+            for index, norm in self.gradients.norms_of(unit).items():
+                self._norms[unit.index, index] = norm
         if was_in_backward:
             self._check_groups_unchanged(step)
         self.gradients.check_same_groups(functools.partial(self.step_groups.described, groups), step)
@@ -481,7 +481,7 @@ class Stepper:
         self._divisor = 1
         self.updated.clear()
         self._updated_shares.clear()
-        self._used_up.clear()
+        self.used_up.clear()
         self._waiting.clear()
         self._share_updates.end()
         self._residency.closed.clear()
@@ -514,10 +514,6 @@ class Stepper:
         """There is no step any more, nor gradients: give their memory back."""
         self._forget()
         self.gradients.close()
-
-    def is_used_up(self, unit: Unit, slot: Slot) -> bool:
-        """Whether the parameter's gradient went into an update in the backward of the present step."""
-        return (unit.index, slot.index) in self._used_up
 
 
 def _scalar(value: float) -> torch.Tensor:

@@ -111,6 +111,8 @@ class AlignedRegion(Uncopyable):
             raise ArgumentError(f"a region needs at least one byte, got {num_bytes}")
         self.num_bytes = num_bytes
         self._mapping: _Mapping | None = _Mapping(round_up(num_bytes, ALIGNMENT))
+        self._bytes: npt.NDArray[np.uint8] | None = np.asarray(self._mapping)
+        """Over the mapping, which it keeps; every array that is given out is a view of it."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self.registrations: set[object] = set()
         """Who knows its pages and would go on with these: rings of the kernel, a device's driver."""
@@ -126,8 +128,12 @@ class AlignedRegion(Uncopyable):
     def _live(self) -> _Mapping:
         mapping = self._mapping
         if mapping is None:
-            raise ArgumentError("this memory region has been released; make a new one")
+            raise self._released()
         return mapping
+
+    @staticmethod
+    def _released() -> ArgumentError:
+        return ArgumentError("this memory region has been released; make a new one")
 
     @property
     def address(self) -> int:
@@ -141,7 +147,9 @@ class AlignedRegion(Uncopyable):
 
     def array(self) -> npt.NDArray[np.uint8]:
         """Return a fresh writable uint8 array over all bytes; it keeps the memory mapped while it lives."""
-        return np.asarray(self._live())[: self.num_bytes]
+        if self._bytes is None:
+            raise self._released()
+        return self._bytes[: self.num_bytes]
 
     def discard(self, num_bytes: int) -> int:
         """Forget the first ``num_bytes`` and give their memory back, as far as the system does that in place.
@@ -162,4 +170,4 @@ class AlignedRegion(Uncopyable):
     def release(self) -> None:
         """Give the memory back now, or as soon as the last array over it has died. Calling it again does nothing."""
         with self._lock:
-            self._mapping = None
+            self._mapping = self._bytes = None

@@ -115,7 +115,7 @@ def test_sums_and_norms_are_those_of_what_came(
     for unit in store.units:
         assert store.grads.slots_with_gradient(unit) == list(unit.layout.slots)
         for slot in unit.layout.slots:
-            norm = store.grads.norm_of(unit, slot)
+            norm = store.grads.norms_of(unit)[slot.index]
             assert torch.equal(norm.cpu(), gradient_norm(expected[unit.index][slot]))
             is_alone = unit is not second
             assert (norm.device.type == backend.NAME) == is_alone, "of a sum it is taken where the sum is"
@@ -133,9 +133,9 @@ def test_nobody_waits_while_there_is_room(swapper: Swapper) -> None:
         assert store.grads.slots_with_gradient(unit) == list(unit.layout.slots)
         assert not store.grads.is_at_hand(unit)
     assert not store.device.synchronisations
-    assert len(store.arrivals.coming()) == 3
-    store.grads.norm_of(store.units[0], store.units[0].layout.slots[0])
-    assert len(store.arrivals.coming()) == 2, "those of other units are not waited for"
+    assert len(store.arrivals.coming) == 3
+    store.grads.norms_of(store.units[0])[store.units[0].layout.slots[0].index]
+    assert len(store.arrivals.coming) == 2, "those of other units are not waited for"
     store.close()
 
 
@@ -170,7 +170,7 @@ def test_a_norm_is_taken_again_where_somebody_has_looked(swapper: Swapper) -> No
     store.grads.show(unit).view(slot).mul_(3)
     store.grads.note_change(unit)
     changed = store.grads.show(unit).view(slot).clone()
-    assert torch.equal(store.grads.norm_of(unit, slot).cpu(), gradient_norm(changed))
+    assert torch.equal(store.grads.norms_of(unit)[slot.index].cpu(), gradient_norm(changed))
     store.close()
 
 
@@ -183,7 +183,7 @@ def test_a_gradient_that_is_set_is_what_it_was_then(swapper: Swapper) -> None:
     mine = torch.ones(slot.spec.shape, device=backend.NAME)
     store.grads.set_gradient(unit, slot, mine)
     mine.mul_(5)
-    assert torch.equal(store.grads.norm_of(unit, slot).cpu(), gradient_norm(torch.ones(slot.spec.shape)))
+    assert torch.equal(store.grads.norms_of(unit)[slot.index].cpu(), gradient_norm(torch.ones(slot.spec.shape)))
     _require_equal(store.values(unit), {slot: torch.ones(slot.spec.shape), other: came[other]})
     store.close()
 
@@ -196,7 +196,7 @@ def test_what_is_on_its_way_is_forgotten_with_the_rest(kept: tuple[tuple[int, in
     store.add(unit, came)
     store.add(other, store.draw(other))
     store.grads.clear(kept)
-    assert not store.arrivals.coming()
+    assert not store.arrivals.coming
     assert store.grads.slots_with_gradient(unit) == [slot for slot in unit.layout.slots if (0, slot.index) in kept]
     assert not store.grads.slots_with_gradient(other)
     _require_equal(store.values(unit), {slot: each for slot, each in came.items() if (0, slot.index) in kept})

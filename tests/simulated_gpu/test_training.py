@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,11 +241,11 @@ def test_clipping_takes_norms_on_the_device(
     """Of gradients that wait, and of what they are in all: no pass over host memory."""
     taken: list[str] = []
 
-    def norm_of(gradient: torch.Tensor) -> torch.Tensor:
-        taken.append(gradient.device.type)
-        return gradient_norm(gradient)
+    def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        taken.extend(gradient.device.type for gradient in gradients)
+        return [gradient_norm(gradient) for gradient in gradients]
 
-    monkeypatch.setattr(main_grads, "gradient_norm", norm_of)
+    monkeypatch.setattr(main_grads, "gradient_norms", norms_of)
     with _engine(device, tmp_path, gradient_clipping=1.0) as engine:
         engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
         engine.step()

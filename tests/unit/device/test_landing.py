@@ -83,7 +83,7 @@ def test_what_is_started_comes_in_its_order_and_stands_until_the_next_start(
     for action, numels in actions:
         if action == "time":
             device.pass_time()
-        elif action == "take" and landing.coming():
+        elif action == "take" and landing.coming:
             is_there, waits = landing.is_first_done(), device.num_waits
             take()
             assert device.num_waits == waits + (not is_there)
@@ -96,9 +96,9 @@ def test_what_is_started_comes_in_its_order_and_stands_until_the_next_start(
             if landing.fits(sources):
                 landing.start(sources, sources)
             else:
-                assert landing.coming() or sum(source.nbytes for source in sources) > 2048 - 64 * len(sources)
+                assert landing.coming or sum(source.nbytes for source in sources) > 2048 - 64 * len(sources)
             assert device.num_waits == waits
-    while landing.coming():
+    while landing.coming:
         take()
     landing.close()
 
@@ -113,7 +113,7 @@ def test_as_much_is_on_its_way_as_there_is_room_for() -> None:
         landing.start([torch.zeros(1, dtype=torch.uint8)], 4)
     assert landing.take_first().purpose == 0
     landing.start([torch.zeros(256, dtype=torch.uint8)], 4)  # where the first one was
-    assert [download.purpose for download in landing.coming()] == [1, 2, 3, 4]
+    assert [download.purpose for download in landing.coming] == [1, 2, 3, 4]
     landing.close()
 
 

@@ -118,7 +118,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "bool(pack == self._pack or (isinstance(pack, functools.partial) and "
         "pack.func in (self._pack_for, self._pack_over)))": _NO_TENSOR,
     },
-    "paging/trace.py": {"bool(self._recorded)": _NO_TENSOR},
     "telemetry/reporter.py": {
         "float(loss)": "once a step, when its report is made",
         "float(detached)": "on the CPU",

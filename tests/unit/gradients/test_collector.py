@@ -235,9 +235,11 @@ def test_a_gradient_after_its_delivery_is_an_error_and_never_happens_again() -> 
     assert [(unit, early) for unit, _, early in deliveries if unit == 0] == [(0, False)]
 
 
-def test_every_gradient_is_noticed() -> None:
+def test_each_backward_is_noticed_once() -> None:
     bench = _Bench(_linear())
     (module,) = [unit.parameters for unit in bench.units]
+    bench.backward(torch.nn.functional.linear(_X, *module).sum())
+    assert bench.num_noticed == 1
     bench.backward(torch.nn.functional.linear(_X, *module).sum())
     assert bench.num_noticed == 2
 

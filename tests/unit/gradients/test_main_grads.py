@@ -125,7 +125,7 @@ def test_accumulated_gradients_are_those_of_plain_torch(
         for unit in units:
             expected = _sum(parts[unit.index])
             for slot in unit.layout.slots:
-                assert torch.equal(store.norm_of(unit, slot), gradient_norm(expected[slot.index]))
+                assert torch.equal(store.norms_of(unit)[slot.index], gradient_norm(expected[slot.index]))
             assert store._of(unit).stays == (unit.index in in_memory)
             _require_equal(_collect(store.source(unit), unit), expected)
         assert not store.has_any
@@ -196,7 +196,7 @@ def test_gradients_that_wait_as_bf16(
         for unit in units:
             expected = add(parts[unit.index])
             for slot in unit.layout.slots:
-                assert torch.equal(store.norm_of(unit, slot), gradient_norm(expected[slot.index]))
+                assert torch.equal(store.norms_of(unit)[slot.index], gradient_norm(expected[slot.index]))
             source = store.source(unit)
             is_wide = num_parts > 1 and not waiting.rounds
             assert source.dtype == (torch.float32 if is_wide else torch.bfloat16)
@@ -313,7 +313,7 @@ def test_spilled_and_kept_gradients_have_equal_bits(swapper: Swapper) -> None:
                 store.add(unit, _draw(unit, number, torch.bfloat16, skip=[number % 2]))
     for unit in units:
         for slot in unit.layout.slots:
-            assert torch.equal(kept.norm_of(unit, slot), spilled.norm_of(unit, slot))
+            assert torch.equal(kept.norms_of(unit)[slot.index], spilled.norms_of(unit)[slot.index])
         _require_equal(_collect(spilled.source(unit), unit), _collect(kept.source(unit), unit))
     for store in (kept, spilled):
         store.close()

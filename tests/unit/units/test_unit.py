@@ -40,8 +40,7 @@ def _flat(unit: Unit) -> FlatBuffer:
 
 def _unit() -> Unit:
     unit = trainable_unit(0, [(3, 5), (7,)])
-    for parameter in unit.parameters:
-        unbind(parameter)
+    unbind(unit.parameters, [placeholder(p.dtype, p.device, p.shape) for p in unit.parameters])
     return unit
 
 

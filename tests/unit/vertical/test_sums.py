@@ -65,7 +65,7 @@ def test_a_sum_that_nobody_closed_is_whole_for_the_update(
         for value in (1.0, 2.0, float(step)):
             store.add(unit, _all(unit, value))
         for slot in unit.layout.slots if looks_at_norms else ():
-            assert torch.equal(store.norm_of(unit, slot), gradient_norm(torch.full(slot.spec.shape, 3.0 + step)))
+            assert torch.equal(store.norms_of(unit)[slot.index], gradient_norm(torch.full(slot.spec.shape, 3.0 + step)))
         source = store.source(unit)
         for chunk in unit.layout.chunks(CHUNK_GRANULE):
             scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
@@ -76,7 +76,7 @@ def test_a_sum_that_nobody_closed_is_whole_for_the_update(
                 assert set(scratch[piece.offset : piece.offset + piece.numel].tolist()) == {3.0 + step}
         source.release()
         with pytest.raises(KeyError):
-            store.norm_of(unit, unit.layout.slots[0])
+            store.norms_of(unit)[0]
     store.close()
 
 
