@@ -39,7 +39,6 @@ from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.owned_grads import OwnedGradients
 from infinity.numerics.state_format import StateFormat
-from infinity.numerics.state_window import StateWindow
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam, GpuAdam
@@ -62,6 +61,7 @@ from infinity.units.parameter import hold
 from infinity.units.partition import find_blocks
 from infinity.units.shares import Shares
 from infinity.units.unit import Unit
+from infinity.updates.chunk_updater import ChunkUpdater
 from infinity.updates.job import ParameterState
 from infinity.updates.momenta import CompressedMomenta
 from infinity.updates.step_groups import StepGroups
@@ -284,19 +284,18 @@ def build(
         open_space=storage.open_more,
         close_space=storage.close_more,
     )
+    update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
+    fused = FusedAdam.of(template, update_device, has_remainder=has_remainder)  # on the CPU
     halves_updater = None
     if has_remainder:
-        update_device = device.torch_device if request.optimizer_tier == "none" else torch.device("cpu")
-        kernel = GpuAdam if update_device.type == "cuda" else FusedAdam
-        halves_updater = RemainderUpdater(updater, kernel.of(template, update_device))
+        kernel = GpuAdam.of(template, update_device) if update_device.type == "cuda" else fused
+        halves_updater = RemainderUpdater(updater, kernel)
     stream = UpdateStream(
         storage.records,
         storage.weights,
-        updater,
+        ChunkUpdater(updater, states, halves_updater, state_format, fused),
         device,
         states,
-        halves_updater,
-        StateWindow(state_format),
         timeline,
         request.update_workers,
     )

@@ -62,10 +62,10 @@ class GradientSource:
         """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
         return None
 
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        """The gradient of one piece: 1-D; may be changed in place unless `is_kept`.
+    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+        """The gradients of ``pieces``, each where it lies in the chunk: 1-D; may be changed in place unless `is_kept`.
 
-        ``scratch`` is its part of the chunk's scratch.
+        ``scratch`` is that of the chunk, see `prepare`.
         """
         raise NotImplementedError
 
@@ -97,11 +97,16 @@ class DeviceGradients(GradientSource):
         self._device = device
         self._after = after
 
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        source = self._gradients[piece.slot.index][piece.start : piece.stop]
-        if source.device == scratch.device:
-            return scratch.copy_(source)
-        self._device.synchronize(self._device.download(scratch, source, self._after))
+    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+        fence: Fence = None
+        for piece in pieces:
+            source = self._gradients[piece.slot.index][piece.start : piece.stop]
+            target = scratch[piece.offset : piece.offset + piece.numel]
+            if source.device == scratch.device:
+                target.copy_(source)
+            else:
+                fence = self._device.download(target, source, self._after)
+        self._device.synchronize(fence)  # of one stream: with the last all are there
         return scratch
 
     def release(self) -> None:
@@ -232,11 +237,10 @@ class MemoryGradients(GradientSource):
         self.is_lent = buffer.is_lent
         self._values: torch.Tensor | None = buffer.values
 
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
         if self._values is None:
             raise RuntimeError("the gradients have been released")
-        start = piece.slot.start + piece.start
-        values = self._values[start : start + piece.numel]
+        values = self._values[chunk.start : chunk.stop]
         return values if values.device == scratch.device else scratch.copy_(values)
 
     def note_used(self, chunk: Chunk) -> None:
@@ -267,5 +271,5 @@ class SpilledGradients(GradientSource):
         scratch.copy_(landing)
         return None
 
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
+    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
         return scratch

@@ -13,6 +13,7 @@ vector, by other code: the caller leaves those to torch.
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
 import math
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from numba import types
+from numba import carray, types  # type: ignore[attr-defined]  # untyped
 from numba.extending import intrinsic
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Kernels(NamedTuple):
     Attributes:
         join: `(weight: int16, remainder: int16, main: float32)`: writes ``main``.
         split: `(main: float32, weight: int16, remainder: int16)`: writes ``weight`` and ``remainder``.
-        adam: one step of Adam or AdamW on a main weight kept in two halves, in one pass. See `_adam`.
+        adam: `(rows: int64, values: float32)`: one step of Adam or AdamW on each of the slices that a table lists. See `_adam`.
         add_squares: `(values: int16, sums: float32)`: adds the square of value i to sum i modulo `NUM_SUMS`. A multiple of
             so many values.
     """
@@ -61,14 +62,11 @@ def kernels() -> Kernels:
     The cache lies where numba finds room: in ``NUMBA_CACHE_DIR`` if that is set, beside this file, or in the user's own
     cache directory. Where none can be written, each process compiles for itself.
     """
-    halves, floats, scalar = types.int16[::1], types.float32[::1], types.float32
-    scalars = (scalar,) * 10
+    halves, floats = types.int16[::1], types.float32[::1]
     return Kernels(
         join=compiled(_join, [types.void(halves, halves, floats)]),
         split=compiled(_split, [types.void(floats, halves, halves)]),
-        adam=compiled(
-            _adam, [types.void(halves, halves, gradient, floats, floats, *scalars) for gradient in (halves, floats)]
-        ),
+        adam=compiled(_adam, [types.void(types.int64[:, ::1], types.float32[:, ::1])]),
         add_squares=compiled(_add_squares, [types.void(halves, floats)]),
     )
 
@@ -140,59 +138,103 @@ def _split(main: Any, weight: Any, remainder: Any) -> None:
         remainder[i] = np.int16(bits - np.int32(high << _SIXTEEN))
 
 
-def _adam(
-    weight: Any,
-    remainder: Any,
-    gradient: Any,
-    exp_avg: Any,
-    exp_avg_sq: Any,
-    scale: Any,
-    decay: Any,
-    l2: Any,
-    lerp_weight: Any,
-    is_lerp_from_average: Any,
-    beta2: Any,
-    square_weight: Any,
-    root_correction: Any,
-    eps: Any,
-    negative_step_size: Any,
-) -> None:
-    """One step; everything but ``gradient`` is changed in place.
+def _pointer(typing: Any, address: Any) -> Any:
+    return types.voidptr(types.int64), lambda context, builder, signature, args: builder.inttoptr(
+        args[0], context.get_value_type(types.voidptr)
+    )
 
-    Args:
-        weight, remainder: the main weight in two halves.
-        gradient: float32, or the bits of bf16.
-        exp_avg, exp_avg_sq: float32 moments.
-        scale: every gradient is multiplied with it.
-        decay: the weight is multiplied with it first: 1 - lr * weight_decay in AdamW, 1 in Adam.
-        l2: this times the weight is added to the gradient: weight_decay in Adam, 0 in AdamW.
-        lerp_weight: 1 - beta1, or -beta1 if that is smaller.
-        is_lerp_from_average: 1 if ``lerp_weight`` is 1 - beta1, else 0.
-        beta2, square_weight: the weights of the old second moment and of the gradient's square.
-        root_correction: square root of 1 - beta2 ** step.
-        eps: added to the root of the second moment.
-        negative_step_size: -lr / (1 - beta1 ** step).
-    """
+
+pointer: Any = intrinsic(_pointer)
+
+
+class Row(enum.IntEnum):
+    """Columns of a row of `Kernels.adam`: what it needs of one slice."""
+
+    MAIN = 0
+    """Address of the fp32 main weights, or of the bf16 model weights where main weights are kept in two halves."""
+    REMAINDER = 1
+    """Address of the remainders; 0 where main weights are fp32."""
+    GRADIENT = 2
+    IS_HALF = 3
+    """1 if the gradient is bf16, 0 if it is fp32."""
+    EXP_AVG = 4
+    EXP_AVG_SQ = 5
+    NUMEL = 6
+    VALUES = 7
+    """The row of the numbers."""
+
+
+_force: Any = {"nogil": True, "error_model": "numpy", "forceinline": True}
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _stepped(main: Any, slope: Any, average: Any, square: Any, v: Any) -> Any:
+    """Main weight and moments of one element after a step. ``v``: the numbers, see `_adam`."""
+    slope = slope * v[0]
+    if v[2] != np.float32(0.0):
+        slope = multiply_add(main, v[2], slope)
+    main = main * v[1]
+    base = average if v[4] != np.float32(0.0) else slope
+    average = multiply_add(v[3], slope - average, base)
+    square = multiply_add(v[6] * slope, slope, square * v[5])
+    root = np.float32(math.sqrt(square)) / v[7] + v[8]
+    return main + (v[9] * average) / root, average, square
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _step_halves(weight: Any, remainder: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, v: Any) -> None:
     for i in range(weight.size):
         main = float_of(np.int32((np.int32(weight[i]) << _SIXTEEN) + np.int32(remainder[i])))
-        slope = widened(gradient[i]) * scale
-        if l2 != np.float32(0.0):
-            slope = multiply_add(main, l2, slope)
-        main = main * decay
-        average = exp_avg[i]
-        base = average if is_lerp_from_average != np.float32(0.0) else slope
-        average = multiply_add(lerp_weight, slope - average, base)
-        square = multiply_add(square_weight * slope, slope, exp_avg_sq[i] * beta2)
-        exp_avg[i] = average
-        exp_avg_sq[i] = square
-        root = np.float32(math.sqrt(square)) / root_correction + eps
-        main = main + (negative_step_size * average) / root
+        main, exp_avg[i], exp_avg_sq[i] = _stepped(main, widened(gradient[i]), exp_avg[i], exp_avg_sq[i], v)
         bits = bits_of(main)
         if main != main:
             bits = _NAN
         high = np.int32(np.int32(bits + _HALF) >> _SIXTEEN)
         weight[i] = np.int16(high)
         remainder[i] = np.int16(bits - np.int32(high << _SIXTEEN))
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _step_whole(weight: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, v: Any) -> None:
+    for i in range(weight.size):
+        weight[i], exp_avg[i], exp_avg_sq[i] = _stepped(weight[i], widened(gradient[i]), exp_avg[i], exp_avg_sq[i], v)
+
+
+def _adam(rows: Any, values: Any) -> None:
+    """One step of each of ``rows`` (int64, see `Row`), with the numbers of that row of ``values`` (float32, 10 columns).
+
+    The numbers are:
+        0: every gradient is multiplied with it.
+        1: the weight is multiplied with it first: 1 - lr * weight_decay in AdamW, 1 in Adam.
+        2: this times the weight is added to the gradient: weight_decay in Adam, 0 in AdamW.
+        3: weight of the interpolation: 1 - beta1, or -beta1 if that is smaller.
+        4: 1 if 3 is 1 - beta1, else 0.
+        5, 6: the weights of the old second moment and of the gradient's square.
+        7: square root of 1 - beta2 ** step.
+        8: added to the root of the second moment.
+        9: -lr / (1 - beta1 ** step).
+    """
+    for i in range(rows.shape[0]):
+        numel, v = rows[i, 6], values[rows[i, 7]]
+        average = carray(pointer(rows[i, 4]), numel, np.float32)
+        square = carray(pointer(rows[i, 5]), numel, np.float32)
+        if rows[i, 1] != 0:
+            weight = carray(pointer(rows[i, 0]), numel, np.int16)
+            remainder = carray(pointer(rows[i, 1]), numel, np.int16)
+            if rows[i, 3] != 0:
+                half = carray(pointer(rows[i, 2]), numel, np.int16)
+                _step_halves(weight, remainder, half, average, square, v)
+            else:
+                slope = carray(pointer(rows[i, 2]), numel, np.float32)
+                _step_halves(weight, remainder, slope, average, square, v)
+        else:
+            main = carray(pointer(rows[i, 0]), numel, np.float32)
+            if rows[i, 3] != 0:
+                half = carray(pointer(rows[i, 2]), numel, np.int16)
+                _step_whole(main, half, average, square, v)
+            else:
+                slope = carray(pointer(rows[i, 2]), numel, np.float32)
+                _step_whole(main, slope, average, square, v)
 
 
 def _add_squares(values: Any, sums: Any) -> None:

@@ -9,7 +9,7 @@ import logging
 import math
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
 from infinity.numerics.remainder import join, split
-from infinity.optim.probe import copy_scalar
 from infinity.optim.template import Template
 from infinity.optim.worker import Worker
 from infinity.torch_internals.gpu_kernels import Launch, compiled_for
@@ -30,6 +29,7 @@ VECTOR_NUMEL = 16
 STATES = ("exp_avg", "exp_avg_sq")
 """Names of the per-element states, in the order in which torch makes them."""
 
+_NUM_VALUES = 10
 _PROBE_NUMEL = 1 << 13
 _PROBE_STEPS = (0, 1, 2, 999, 123_456)
 # Each way through the kernel: with decay and without, and both sides of torch's interpolation.
@@ -37,6 +37,35 @@ _PROBE_VARIANTS: tuple[dict[str, Any], ...] = (
     {"betas": (0.9, 0.999), "weight_decay": 0.01},
     {"betas": (0.3, 0.95), "weight_decay": 0.0},
 )
+
+
+class Slices:
+    """Slices of a chunk's tensors (1-D without gaps, on the CPU), as a table for the kernel."""
+
+    def __init__(self, main: Tensor, remainder: Tensor | None, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
+        """``main``: fp32, or bf16 if there are remainders; ``gradient``: fp32 or bf16; ``states``: fp32, by `STATES`."""
+        tensors = [main, remainder, gradient, *(states[name] for name in STATES)]
+        self._bases = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self._sizes = [0 if tensor is None else tensor.element_size() for tensor in tensors]
+        self._is_half = int(gradient.dtype == torch.bfloat16)
+        self.places: list[tuple[int, int, int]] = []
+        """Of each slice: its first element, how many it has, and what `add_values` gave for its numbers."""
+        self._values: list[tuple[np.float32, ...]] = []
+
+    def add_values(self, values: tuple[np.float32, ...]) -> int:
+        """Some slices are updated with these numbers: see ``infinity.numerics.kernels``."""
+        self._values.append(values)
+        return len(self._values) - 1
+
+    def table(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Rows and numbers, as `Kernels.adam` takes them."""
+        places = np.array(self.places, dtype=np.int64).reshape(-1, 3)
+        rows = np.empty((len(places), 8), dtype=np.int64)
+        addresses = np.array(self._bases, dtype=np.int64) + places[:, :1] * np.array(self._sizes, dtype=np.int64)
+        rows[:, [0, 1, 2, 4, 5]] = addresses
+        rows[:, 3] = self._is_half
+        rows[:, 6:] = places[:, 1:]
+        return rows, np.array(self._values, dtype=np.float32).reshape(-1, _NUM_VALUES)
 
 
 class FusedAdam:
@@ -53,8 +82,9 @@ class FusedAdam:
         """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
         self._is_decoupled = is_decoupled
         self._device = device
-        self._last: Any = (None,) * 5
-        """What `_values` was asked last, and what it gave: replaced as a whole, for any thread may come."""
+        self._last: Any = (None,) * 4
+        """The group, scale and step of which `values` was asked last, and the numbers: replaced as a whole, for any thread may
+        come."""
 
     def _prepare(self) -> bool:
         """Whether there is a kernel here."""
@@ -69,10 +99,11 @@ class FusedAdam:
         return True
 
     @classmethod
-    def of(cls, template: Template, device: torch.device) -> Self | None:
+    def of(cls, template: Template, device: torch.device, *, has_remainder: bool = True) -> Self | None:
         """The kernel for the template's optimizer, or None if there is none that gives the bits of torch's.
 
-        That is found out by running both, where updates run, with the torch that is installed.
+        That is found out by running both, where updates run, with the torch that is installed. ``has_remainder``: main weights
+        are kept in two halves; False: as fp32.
         """
         kind = type(template.optimizer)
         if kind not in (torch.optim.Adam, torch.optim.AdamW):
@@ -91,7 +122,7 @@ class FusedAdam:
         for group in _distinct(groups):
             for variant in ({}, *_PROBE_VARIANTS):
                 tried = {**group, **variant}
-                if not fused._agrees(worker, dict(tried)) and not fused._leaves_out(tried):
+                if not fused._agrees(worker, dict(tried), has_remainder=has_remainder) and not fused._leaves_out(tried):
                     logger.info("%s: torch's kernel runs, ours gives other bits on %s", kind.__name__, device)
                     return None
         return fused
@@ -105,15 +136,20 @@ class FusedAdam:
 
     def runs(self, group: Mapping[str, Any]) -> bool:
         """Whether a group with these hyperparameters can be updated here."""
-        is_plain = not any(group.get(name) for name in ("amsgrad", "maximize", "differentiable", "capturable"))
+        if not group.get("fused") or any(map(group.get, ("amsgrad", "maximize", "differentiable", "capturable"))):
+            return False
         numbers = (*group.get("betas", (None,)), group.get("eps"), group.get("weight_decay"))
-        return bool(group.get("fused")) and is_plain and all(isinstance(number, float | int) for number in numbers)
+        return {*map(type, numbers)} <= {float, int, bool}
+
+    def runs_all(self, groups: Iterable[Mapping[str, Any]]) -> bool:
+        """Whether that is so of all of these. Many of them may be one and the same."""
+        return all(map(self.runs, {id(group): group for group in groups}.values()))
 
     def update(
         self,
         group: Mapping[str, Any],
         weight: Tensor,
-        remainder: Tensor,
+        remainder: Tensor | None,
         gradient: Tensor,
         scale: Tensor | None,
         state: Mapping[str, Tensor],
@@ -123,7 +159,7 @@ class FusedAdam:
 
         Args:
             group: hyperparameters for which `runs` holds. Neither it nor ``scalars`` may be changed later.
-            weight, remainder: bf16 and int16, changed in place: see ``infinity.numerics.remainder``.
+            weight, remainder: bf16 and int16 (see ``infinity.numerics.remainder``), or fp32 and None; changed in place.
             gradient: float32 or bf16; not modified.
             scale: 0-dim float32 that the gradient is multiplied with first, or None.
             state: float32 ``exp_avg`` and ``exp_avg_sq``, changed in place; zeros before the first step.
@@ -132,27 +168,31 @@ class FusedAdam:
         Returns:
             The scalars after the step.
         """
-        values, step = self._values(group, 1.0 if scale is None else float(scale), scalars)
-        self._adam(
-            weight.view(torch.int16).numpy(),
-            remainder.numpy(),
-            (gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient).numpy(),
-            *(state[name].numpy() for name in STATES),
-            *values,
-        )
+        step = torch.as_tensor(scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
+        values = self.values(group, 1.0 if scale is None else float(scale), float(step))
+        slices = Slices(weight, remainder, gradient, state)
+        slices.places.append((0, weight.numel(), slices.add_values(values)))
+        self.update_slices(slices)
         return {"step": step}
 
-    def _values(
-        self, group: Mapping[str, Any], scale: float, scalars: Mapping[str, Any]
-    ) -> tuple[tuple[np.float32, ...], Tensor]:
-        """The kernel's numbers, and the step count after the step. Pieces of a parameter, which follow each other, share them."""
-        known_group, known_scale, known_scalars, values, step = self._last
-        if group is known_group and scalars is known_scalars and scale == known_scale:
-            return values, step
-        step = copy_scalar(scalars["step"]) + 1 if scalars else torch.ones((), dtype=torch.float32, device="cpu")
+    def update_slices(self, slices: Slices) -> None:
+        """One step on each, whose numels are multiples of `vector_numel`. Their tensors must live until this returns."""
+        self._adam(*slices.table())
+
+    def values(self, group: Mapping[str, Any], scale: float, count: float) -> tuple[np.float32, ...]:
+        """The kernel's numbers.
+
+        Args:
+            group: hyperparameters for which `runs` holds, which may not be changed later.
+            scale: every gradient is multiplied with it.
+            count: the parameter's step count after the step.
+        """
+        known_group, known_scale, known_count, values = self._last
+        if group is known_group and scale == known_scale and count == known_count:
+            found: tuple[np.float32, ...] = values
+            return found
         lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
         is_decoupled = self._is_decoupled_in(group)
-        count = float(step)
         lerp_weight = np.float32(1 - beta1)
         is_from_average = bool(lerp_weight < 0.5)
         numbers = (
@@ -168,18 +208,20 @@ class FusedAdam:
             -(lr / (1 - beta1**count)),
         )
         values = tuple(map(np.float32, numbers))
-        self._last = (group, scale, scalars, values, step)
-        return values, step
+        self._last = (group, scale, count, values)
+        return values
 
-    def _agrees(self, worker: Worker, group: dict[str, Any]) -> bool:
+    def _agrees(self, worker: Worker, group: dict[str, Any], *, has_remainder: bool = True) -> bool:
         """Whether a few steps give the same bits as torch's."""
         if float(group["lr"]) == 0:
             group["lr"] = 1e-3  # a warm-up's first step would compare nothing
         generator = torch.Generator().manual_seed(0)
         main = _draw(generator, 0).to(self._device)
-        weight = torch.empty(_PROBE_NUMEL, dtype=torch.bfloat16, device=self._device)
-        remainder = torch.empty(_PROBE_NUMEL, dtype=torch.int16, device=self._device)
-        split(main, weight, remainder)
+        weight, remainder = main.clone(), None
+        if has_remainder:
+            weight = torch.empty(_PROBE_NUMEL, dtype=torch.bfloat16, device=self._device)
+            remainder = torch.empty(_PROBE_NUMEL, dtype=torch.int16, device=self._device)
+            split(main, weight, remainder)
         ours = {name: torch.zeros(_PROBE_NUMEL, dtype=torch.float32, device=self._device) for name in STATES}
         theirs: dict[str, Any] = {name: value.clone() for name, value in ours.items()}
         for count in _PROBE_STEPS:
@@ -187,8 +229,10 @@ class FusedAdam:
             step = torch.tensor(float(count), dtype=torch.float32, device=self._device)
             scalars = self.update(group, weight, remainder, gradient, None, ours, {"step": step})
             (theirs,) = worker.run(dict(group), [main], [gradient.clone()], [{**theirs, "step": step.clone()}])
-            joined = torch.empty_like(main)
-            join(weight, remainder, joined)
+            joined = weight
+            if remainder is not None:
+                joined = torch.empty_like(main)
+                join(weight, remainder, joined)
             pairs = [(main, joined), *((theirs[name], ours[name]) for name in STATES)]
             if not all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs):
                 return False
@@ -227,9 +271,9 @@ class GpuAdam(FusedAdam):
         self._launch: Launch | None = compiled_for(self._device, ADAM, "adam_on_halves", THREADS)
         return self._launch is not None
 
-    def _agrees(self, worker: Worker, group: dict[str, Any]) -> bool:
+    def _agrees(self, worker: Worker, group: dict[str, Any], *, has_remainder: bool = True) -> bool:
         try:
-            return super()._agrees(worker, group)
+            return super()._agrees(worker, group, has_remainder=has_remainder)
         except Exception as error:
             logger.info("the GPU kernel for Adam cannot be launched: %s", error)
             return False
@@ -245,14 +289,15 @@ class GpuAdam(FusedAdam):
         self,
         group: Mapping[str, Any],
         weight: Tensor,
-        remainder: Tensor,
+        remainder: Tensor | None,
         gradient: Tensor,
         scale: Tensor | None,
         state: Mapping[str, Tensor],
         scalars: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """As `FusedAdam.update`, on any number of elements. All tensors are on the GPU; ``scale`` may be in host memory."""
-        if self._launch is None:
+        """As `FusedAdam.update`, with remainders, on any number of elements. All tensors are on the GPU; ``scale`` may be on the
+        host."""
+        if self._launch is None or remainder is None:
             raise RuntimeError("the kernel was not compiled")
         step = self._stepped(scalars)
         scale = scale if scale is None else scale.to(self._device)

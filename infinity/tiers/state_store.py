@@ -158,9 +158,9 @@ class _PagedLease(_Working):
         self._read = read
         self._store = store
         self._end = end
-        self._remaining = 0
+        self._remaining: list[None] = []
+        """One entry for each request but the last that has not ended: to take one out is a single step, in any thread."""
         self._then = _nothing
-        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
 
     def wait(self) -> None:
         if self._read is not None:
@@ -176,16 +176,15 @@ class _PagedLease(_Working):
         self._workspace = None
         if own is not None:
             handles.append(own)
-        self._remaining = len(handles) + 1
+        self._remaining += [None] * len(handles)
         for handle in handles:
             handle.add_done_callback(self._one_is_done)
         self._one_is_done(None)
 
     def _one_is_done(self, _: Handle | None) -> None:
-        with self._lock:
-            self._remaining -= 1
-            is_last = self._remaining == 0
-        if is_last:
+        try:
+            self._remaining.pop()
+        except IndexError:  # it was the last
             self._release()
             self._then()
 
@@ -313,8 +312,10 @@ class PagedStateStore:
 
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
         records, key = self._records[unit.index], (unit.index, chunk.index)
+        if chunk.index < records.num_in_memory:
+            return True
         with self._lock:
-            if key in self._ahead or not records.valid_bytes[chunk.index] or chunk.index < records.num_in_memory:
+            if key in self._ahead or not records.valid_bytes[chunk.index]:
                 return True  # there is nothing to be read
             if key in self._open or len(self._ahead) >= self._arena.num_pages - _PAGES_FOR_OTHERS:
                 return False

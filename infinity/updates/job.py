@@ -42,10 +42,6 @@ class ParameterState:
         """No update has given it any state: the optimizer makes that itself, in the first one that needs it."""
         return self.names is None
 
-    def advance(self, scalars: dict[str, Any], names: tuple[str, ...]) -> None:
-        """An update is over, after which the parameter has these; ``names`` matter while it `is_fresh`."""
-        self.load(scalars, names if self.is_fresh else self.names, self.num_updates + 1)
-
     def load(self, scalars: dict[str, Any], names: tuple[str, ...] | None, num_updates: int) -> None:
         """It is another state from now on; without ``names`` the optimizer makes it in the next update."""
         self.scalars, self.names, self.num_updates = scalars, names if names or scalars else None, num_updates
@@ -75,6 +71,16 @@ class ParameterState:
                     f"the state for '{fqn}' has '{name}' of shape {tuple(value.shape)}, for which there is no place. Give "
                     f"{', '.join(map(repr, stored)) or 'none'} per element, and scalars"
                 )
+
+
+def advance(states: Mapping[tuple[int, int], ParameterState], job: UpdateJob) -> None:
+    """An update is over: its parameters have what it gave them; the names of states matter while a parameter `is_fresh`."""
+    for index, (names, scalars) in job.advanced.items():
+        state = states[job.unit.index, index]
+        state.scalars = scalars
+        state.num_updates += 1
+        if state.names is None and (names or scalars):
+            state.names = names
 
 
 class UpdateJob:

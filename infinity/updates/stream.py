@@ -18,27 +18,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from infinity.device.compute import ComputeDevice, Fence
 from infinity.errors import EngineClosedError
-from infinity.numerics.chunk_format import ChunkBuffer
-from infinity.numerics.state_codec import Noise
-from infinity.numerics.state_format import StateFormat
-from infinity.numerics.state_window import StateWindow
-from infinity.optim.piece import PieceUpdater
-from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.telemetry.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
 from infinity.threads.openmp import release_workers, use_threads
 from infinity.tiers.state_store import Lease, StateStore
 from infinity.tiers.weight_store import LandedRead, WeightStore
-from infinity.units.layout import Chunk, Piece
+from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
+from infinity.updates.chunk_updater import ChunkUpdater
 from infinity.updates.expected import ExpectedUpdates
-from infinity.updates.job import ParameterState, UpdateJob
+from infinity.updates.job import ParameterState, UpdateJob, advance
 from swapper import Bell, Handle
 from swapper.sync.interrupts import POLL_SECONDS
 from swapper.sync.limits import start_threads
@@ -80,11 +75,9 @@ class UpdateStream:
         self,
         records: StateStore,
         weights: WeightStore | None,
-        updater: PieceUpdater,
+        updater: ChunkUpdater,
         device: ComputeDevice,
         states: Mapping[tuple[int, int], ParameterState],
-        halves_updater: RemainderUpdater | None = None,
-        window: StateWindow | None = None,
         timeline: Timeline | None = None,
         num_workers: int = 1,
     ) -> None:
@@ -92,11 +85,9 @@ class UpdateStream:
         Args:
             records: where optimizer state rests.
             weights: where model weights rest; None when they rest in the flat buffers themselves.
-            updater: the optimizer's rule.
+            updater: updates chunks.
             device: for copies to and from the device.
             states: (unit index, slot index) -> the parameter's scalars; the stream owns the values.
-            halves_updater: the optimizer's rule where main weights are kept in two halves.
-            window: opens the states of ``records``; None where those are stored as fp32.
             timeline: where updates are recorded, if anywhere.
             num_workers: threads, and so chunks that are updated at a time: see [Note: workers].
         """
@@ -105,8 +96,6 @@ class UpdateStream:
         self._updater = updater
         self._device = device
         self._states = states
-        self._halves_updater = halves_updater
-        self._states_window = window or StateWindow(StateFormat.FP32)
         self._pending: dict[UpdateJob, None] = {}
         """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
@@ -119,10 +108,10 @@ class UpdateStream:
         """What made the workers end. Under `_lock`."""
         self._error: BaseException | None = None
         """What has stopped the stream, for good. Set by the last worker."""
-        self.busy_seconds = 0.0
-        """How long any worker was updating. Under `_lock`, as the next two."""
-        self._num_busy, self._counted_at = 0, 0.0
-        """Workers that are updating, and up to when `busy_seconds` counts."""
+        self._spans: deque[tuple[float, float]] = deque()
+        """When a worker was updating, from and to, as far as it has not been counted."""
+        self._busy_seconds, self._counted_until = 0.0, 0.0
+        """Of `busy_seconds`, what has been counted, and the end of the last span of those."""
         self._timeline = timeline
         self._saver: Saver | None = None
         self._order = threading.Lock()
@@ -167,9 +156,8 @@ class UpdateStream:
 
     def release_all(self) -> None:
         """Hold no job back any longer: nobody will come to ask for the units that are left."""
-        with self._lock:
-            for job in self._pending:
-                job.release()
+        for job in sorted(tuple(self._pending), key=lambda job: job.rank):  # a worker may take one while others wait
+            job.release()
 
     def wait_for_saver(self, saver: Saver | None) -> None:
         """No unit is updated from now on before this one has saved it; None: there is none any more."""
@@ -261,26 +249,26 @@ class UpdateStream:
         item.job.await_flat(self._device)
         if not self._records.is_on_device:
             item.job.fetch_coefficient(self._device)
-        begin = self._note_busy(1)
+        begin = time.perf_counter()
         flush_denormals(item.job.flushes_denormals)
         if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
             use_threads(item.job.num_threads)
         self._update_chunk(item)
         if self._updater.mixes_elements:
             release_workers()
-        end = self._note_busy(-1)
+        end = time.perf_counter()
+        self._spans.append((begin, end))
         if self._timeline is not None:
             self._timeline.add(Row.OPTIMIZER, f"update of {item.job.unit.name}", begin, end)
 
-    def _note_busy(self, change: int) -> float:
-        """One worker more, or one less, is updating from now on; returns when that is."""
-        with self._lock:
-            now = time.perf_counter()
-            if self._num_busy:
-                self.busy_seconds += now - self._counted_at
-            self._num_busy += change
-            self._counted_at = now
-        return now
+    @property
+    def busy_seconds(self) -> float:
+        """How long any worker was updating. For the training thread."""
+        while self._spans:
+            begin, end = self._spans.popleft()  # in the order of their ends, nearly: what overlaps counts once
+            self._busy_seconds += max(0.0, end - max(begin, self._counted_until))
+            self._counted_until = max(self._counted_until, end)
+        return self._busy_seconds
 
     def _retire(self, item: _Item) -> None:
         """The chunk is updated; its job has ended if all of its chunks are."""
@@ -320,7 +308,7 @@ class UpdateStream:
                 chunk,
                 is_blocking=not self._window,
                 weight=weight,
-                needs_scratch=job.gradients.needs_scratch or self._widens(job),
+                needs_scratch=job.gradients.needs_scratch or self._updater.widens(job.gradients.dtype),
             )
             if lease is None:
                 return
@@ -339,15 +327,11 @@ class UpdateStream:
     def _weight_in_place(self, job: UpdateJob, chunk: Chunk) -> torch.Tensor | None:
         """The chunk's model weights in the flat buffer, if the update may work on them there."""
         # Gradients that land before they are widened land where the model weights of the workspace are.
-        is_taken = job.gradients.needs_scratch and self._widens(job)
+        is_taken = job.gradients.needs_scratch and self._updater.widens(job.gradients.dtype)
         is_apart = not self._device.shares_host_memory and not self._records.is_on_device
         if not job.unit.stays_resident or is_apart or is_taken:
             return None
         return job.weights_of(chunk)
-
-    def _widens(self, job: UpdateJob) -> bool:
-        """Whether gradients are copied to fp32 before they are used."""
-        return self._halves_updater is None and job.gradients.dtype != torch.float32
 
     def _take(self) -> tuple[UpdateJob, Chunk, bool] | None:
         while True:
@@ -356,10 +340,11 @@ class UpdateStream:
                 if found is not None:
                     return found
                 self._current = None
-            with self._lock:
-                waiting = [job for job in self._pending if not job.has_begun]
-                free = [job for job in waiting if not job.is_held]  # in here: `release_all` releases all, or none
-            first = min(free, key=lambda job: job.rank, default=None)
+            waiting = [job for job in tuple(self._pending) if not job.has_begun]
+            first: UpdateJob | None = None
+            for job in waiting:
+                if not job.is_held and (first is None or job.rank < first.rank):
+                    first = job
             if first is None:
                 return None
             job = next(job for job in waiting if job.unit is first.unit)  # updates of one unit keep their order
@@ -375,9 +360,7 @@ class UpdateStream:
         flat = job.weights_of(chunk)
         if workspace.needs_weight and job.flat_is_current and flat is not None and not item.is_in_place:
             self._device.synchronize(self._device.download(workspace.weight, flat, job.after))
-        for piece in chunk.pieces:
-            if piece.slot.index in job.slots:
-                self._update_piece(job, piece, workspace)
+        self._updater.update(job, chunk, workspace)
         workspace.cast_main()
         if flat is not None and not item.is_in_place:
             item.upload = self._device.upload(flat, workspace.weight, job.after)
@@ -390,79 +373,9 @@ class UpdateStream:
             if handle is not None:
                 item.writes.append(handle)
 
-    def _update_piece(self, job: UpdateJob, piece: Piece, workspace: ChunkBuffer) -> None:
-        state = self._states[job.unit.index, piece.slot.index]
-        span = slice(piece.offset, piece.offset + piece.numel)
-        gradient = job.gradients.piece(piece, workspace.landing(job.gradients.dtype)[span])
-        group = job.groups[piece.slot.index]
-        stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
-        formed = piece.slot.spec.formed if self._updater.mixes_elements else lambda values: values
-        present: tuple[str, ...] = ()
-        scalars: dict[str, Any] = {}
-
-        def noise(name: str, start: int) -> Noise:
-            return Noise.of(piece.slot.spec.fqn, name, state.num_updates + 1, piece.start + start)
-
-        for part, views in self._states_window.parts(stored, piece.numel, noise):
-            place = slice(span.start + part.start, span.start + part.stop)
-            present, scalars = self._update_part(job, group, workspace, place, gradient[part], views, state, formed)
-        job.advanced[piece.slot.index] = present, scalars  # of all pieces the same
-
-    def _update_part(
-        self,
-        job: UpdateJob,
-        group: dict[str, Any],
-        workspace: ChunkBuffer,
-        span: slice,
-        gradient: torch.Tensor,
-        views: Mapping[str, torch.Tensor],
-        state: ParameterState,
-        formed: Callable[[torch.Tensor], torch.Tensor],
-    ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        if workspace.main is None:
-            if self._halves_updater is None or workspace.remainder is None:
-                raise RuntimeError("main weights are kept in two halves, and nothing is there to update those")
-            return self._halves_updater.update(
-                group,
-                workspace.weight[span],
-                workspace.remainder[span],
-                gradient,
-                job.clip_coefficient,
-                views,
-                state.scalars,
-                is_first=state.is_fresh,
-                formed=formed,
-            )
-        if gradient.dtype != workspace.gradient.dtype:
-            gradient = workspace.gradient[span].copy_(gradient)
-        if job.clip_coefficient is not None:
-            if job.gradients.is_kept:
-                gradient = gradient * job.clip_coefficient
-            else:
-                gradient.mul_(job.clip_coefficient)
-        views = {name: formed(values) for name, values in views.items()}
-        tensors, scalars = self._updater.update(
-            group, formed(workspace.main[span]), formed(gradient), None if state.is_fresh else views, state.scalars
-        )
-        if state.is_fresh:
-            for name, tensor in tensors.items():
-                views[name].copy_(tensor)
-        return tuple(tensors), scalars
-
-    def _update_empty(self, job: UpdateJob) -> None:
-        """Parameters that have no elements, or none here, are in no chunk; their steps count all the same."""
-        for slot in job.gradients.slots():
-            if slot.index in job.slots - job.advanced.keys():
-                state = self._states[job.unit.index, slot.index]
-                empty = torch.empty(0, dtype=torch.float32, device="cpu")
-                views = None if state.is_fresh else dict.fromkeys(state.names or (), empty)
-                tensors, scalars = self._updater.update(job.groups[slot.index], empty, empty, views, state.scalars)
-                job.advanced[slot.index] = tuple(tensors), scalars
-
     def _finish(self, job: UpdateJob) -> None:
-        self._update_empty(job)
-        for index, (names, scalars) in job.advanced.items():
-            self._states[job.unit.index, index].advance(scalars, names)
+        self._updater.update_empty(job)
+        advance(self._states, job)
         self._device.synchronize(self._device.mark())  # what ran on the device still read the gradients
         job.gradients.release()
         job.finish(None)

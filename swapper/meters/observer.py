@@ -36,24 +36,22 @@ Observer = Callable[[TransferRecord], None]
 
 
 class Observers:
-    """Knows whom to tell of transfers. False while there is nobody, so that nothing is noted for nobody.
+    """Knows whom to tell of transfers.
 
     Records are put here under the scheduler's lock and told outside of it: an observer may use the swapper.
     """
 
     def __init__(self) -> None:
-        self._observers: tuple[Observer, ...] = ()
+        self.present: tuple[Observer, ...] = ()
+        """Those there are: while it is empty, nothing need be noted."""
         self._records: deque[TransferRecord] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._observers)
 
     def add(self, observer: Observer) -> Callable[[], None]:
         """Tell ``observer`` of every transfer from now on; return what ends that."""
-        self._observers = (*self._observers, observer)
+        self.present = (*self.present, observer)
 
         def remove() -> None:
-            self._observers = tuple(other for other in self._observers if other is not observer)
+            self.present = tuple(other for other in self.present if other is not observer)
 
         return remove
 
@@ -68,5 +66,5 @@ class Observers:
                 record = self._records.popleft()
             except IndexError:  # another thread has told it
                 return
-            for observer in self._observers:
+            for observer in self.present:
                 call_back(partial(observer, record), "an observer of transfers")

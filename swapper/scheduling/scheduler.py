@@ -36,9 +36,8 @@ from swapper.scheduling.pending import PendingErrors, observe
 from swapper.scheduling.retries import BackOff, delay_seconds
 from swapper.scheduling.statistics import Statistics, take_snapshot
 from swapper.scheduling.transfer_queue import TransferQueue
-from swapper.scheduling.waiting import WaitingRoom, announce
+from swapper.scheduling.waiting import WaitingRoom, announce, announce_callbacks
 from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
-from swapper.sync.callbacks import call_back
 from swapper.sync.caller import Caller
 from swapper.sync.interrupts import uninterrupted
 from swapper.sync.reentry import refuse_owned, refuse_reentry
@@ -104,6 +103,7 @@ class IOScheduler(Uncopyable):
         """
         refuse_owned(self._lock, "a read or a write")
         over: list[Operation] = []
+        taken: deque[Transfer] = deque()
         with uninterrupted():
             with self._lock:
                 ledger = self._ledgers.get(operation.extent) or Ledger(operation.extent)
@@ -114,7 +114,8 @@ class IOScheduler(Uncopyable):
                 except BaseException:
                     self._forget(operation, ledger)
                     raise
-            self._pump()
+                self._take(taken)
+            self._hand_over(taken)
             announce(over)
 
     def _check(self, operation: Operation, ledger: Ledger) -> None:
@@ -170,17 +171,16 @@ class IOScheduler(Uncopyable):
 
     def _pump(self) -> None:
         """Give the backend as much as it takes."""
-        if any(queue.has_room for queue in self.queues):  # a look without the lock may be wrong, but not for long
-            taken: deque[Transfer] = deque()
-            with self._lock:
-                self._take(taken)
-            self._hand_over(taken)
+        taken: deque[Transfer] = deque()
+        with self._lock:
+            self._take(taken)
+        self._hand_over(taken)
 
     def _take(self, taken: deque[Transfer]) -> None:
         """Take from the queues what the backend has room for."""
         for queue in self.queues:
-            while (transfer := queue.take(self._tick)) is not None:
-                taken.append(transfer)
+            if queue.num_queued:
+                queue.take(self._tick, taken)
 
     def _hand_over(self, taken: deque[Transfer]) -> None:
         """Give transfers to the backend.
@@ -222,7 +222,7 @@ class IOScheduler(Uncopyable):
                 logger.warning("a transfer of extent %r was completed twice", operation.extent.name)
                 return
             queue.give_back(request)
-            self._waiting.note_completion()
+            self._waiting.num_completions += 1
             if error is None and transferred_bytes == len(request.memory):
                 queue.count(request, transferred_bytes, is_whole=True)
             elif operation.error is None:
@@ -232,9 +232,12 @@ class IOScheduler(Uncopyable):
             if not operation.outstanding and operation.state is not OperationState.QUEUED:
                 self._finish(operation, over)
             self._take(taken)
+            if not queue.inflight:
+                queue.rest()
         self._hand_over(taken)
         announce(over)
-        self.observers.tell()
+        if self.observers.present:
+            self.observers.tell()
 
     def _on_trouble(
         self, transfer: Transfer, queue: TransferQueue, transferred_bytes: int, error: OSError | None
@@ -418,12 +421,11 @@ class IOScheduler(Uncopyable):
     def add_callback(self, operation: Operation, function: Callable[[], None]) -> None:
         """Have a function called when the operation is over."""
         self.check_process()
-        refuse_owned(self._lock, "asking to be called back")
-        with self._lock:
-            if not operation.is_finished:
-                operation.callbacks.append(function)
-                return
-        call_back(function, "a callback of a finished read or write")
+        operation.callbacks.append(function)
+        if (
+            operation.is_finished
+        ):  # whoever announces that may have come before the function: each of us takes what is there
+            announce_callbacks(operation)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class TransferQueue:
         self.num_transfers = 0
         self.num_retries = 0
         self.busy = busy
+        self._is_busy = False
         self._request_bytes = config.request_bytes
         self._boundary_bytes = boundary_bytes
         self._max_overtakes = config.max_overtakes
@@ -44,11 +45,6 @@ class TransferQueue:
         self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
         self._overtaken = [0 for _ in Priority]
         self._observers = observers
-
-    @property
-    def has_room(self) -> bool:
-        """Whether something is ready and the backend would take more."""
-        return self.num_queued > 0 and len(self.inflight) < self.limit
 
     @property
     def queued(self) -> list[Operation]:
@@ -65,7 +61,7 @@ class TransferQueue:
 
     def enqueue(self, operation: Operation) -> None:
         """Take an operation that is ready."""
-        if self._observers:
+        if self._observers.present:
             operation.ready_seconds = time.perf_counter()
         operation.move_to(OperationState.QUEUED)
         self._queues[operation.priority].append(operation)
@@ -93,37 +89,41 @@ class TransferQueue:
             operation.move_to(OperationState.RUNNING)
             self.num_queued -= 1
 
-    def take(self, tick: int) -> Transfer | None:
-        """Return the next transfer for the backend, or ``None`` if there is none or the backend has enough.
+    def take(self, tick: int, taken: deque[Transfer]) -> None:
+        """Take the next transfers, as many as the backend has room for.
 
         Args:
             tick: The watchdog's time.
+            taken: Where they are put.
         """
-        if not self.num_queued or len(self.inflight) >= self.limit:
-            return None
-        operation = self._choose()
-        if operation is None:
-            return None
-        transfer = operation.retries.pop() if operation.retries else self._cut(operation)
-        operation.outstanding += 1
-        if operation.cursor >= operation.num_bytes and not operation.retries:
-            operation.move_to(OperationState.RUNNING)
-            self._queues[operation.priority].popleft()
-            self.num_queued -= 1
-        was_idle = not self.inflight
-        if transfer.submitted_tick < 0:  # another attempt has what is left of the time of the first
-            transfer.submitted_tick = tick
-        transfer.began_seconds = time.perf_counter() if self._observers else 0.0
-        self.inflight[transfer] = None
-        if was_idle:
+        while self.num_queued and len(self.inflight) < self.limit:
+            operation = self._choose()
+            if operation is None:
+                break
+            transfer = operation.retries.pop() if operation.retries else self._cut(operation)
+            operation.outstanding += 1
+            if operation.cursor >= operation.num_bytes and not operation.retries:
+                operation.move_to(OperationState.RUNNING)
+                self._queues[operation.priority].popleft()
+                self.num_queued -= 1
+            if transfer.submitted_tick < 0:  # another attempt has what is left of the time of the first
+                transfer.submitted_tick = tick
+            transfer.began_seconds = time.perf_counter() if self._observers.present else 0.0
+            self.inflight[transfer] = None
+            taken.append(transfer)
+        if self.inflight and not self._is_busy:
+            self._is_busy = True
             self.busy.begin(self.direction)
-        return transfer
 
     def give_back(self, transfer: Transfer) -> None:
-        """Note that the backend has completed a transfer."""
+        """Note that the backend has completed a transfer. Call `rest` when the next ones have been taken."""
         del self.inflight[transfer]
         transfer.operation.outstanding -= 1
-        if not self.inflight:
+
+    def rest(self) -> None:
+        """Nothing is at the backend, for now: the time at work ends."""
+        if self._is_busy and not self.inflight:
+            self._is_busy = False
             self.busy.end(self.direction)
 
     def note_retry(self) -> None:
@@ -134,7 +134,7 @@ class TransferQueue:
         """Count what a completed transfer has moved: all of it (``is_whole``), a part, or 0 if it failed."""
         self.num_bytes += num_bytes
         self.num_transfers += is_whole
-        if self._observers and transfer.began_seconds:
+        if self._observers.present and transfer.began_seconds:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
             name = operation.extent.name

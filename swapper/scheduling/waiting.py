@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 
@@ -33,11 +34,8 @@ class WaitingRoom:
         self._pending = pending
         self._backend = backend
         self._deadline_seconds = deadline_seconds
-        self._num_completions = 0
-
-    def note_completion(self) -> None:
-        """The backend has completed a transfer. Under the scheduler's lock."""
-        self._num_completions += 1
+        self.num_completions = 0
+        """Transfers that the backend has completed. Changed under the scheduler's lock."""
 
     def wait(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
         """Block until the operation is over.
@@ -82,10 +80,10 @@ class WaitingRoom:
         # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
         num_idle = 0
         while num_idle < TICKS_PER_DEADLINE + 1:
-            num_completions = self._num_completions
+            num_completions = self.num_completions
             if waiter.acquire(timeout=tick_seconds(self._deadline_seconds)) or _is_over(operation):
                 return True
-            num_idle = num_idle + 1 if num_completions == self._num_completions else 0
+            num_idle = num_idle + 1 if num_completions == self.num_completions else 0
         return False
 
     def wait_for_all(self, operations: Iterable[Operation]) -> None:
@@ -105,6 +103,12 @@ def announce(over: Iterable[Operation]) -> None:
         for waiter in operation.waiters:
             waiter.release()
         operation.waiters.clear()
-        for callback in operation.callbacks:
-            call_back(callback, "a callback of a finished read or write")
-        operation.callbacks.clear()
+        if operation.callbacks:
+            announce_callbacks(operation)
+
+
+def announce_callbacks(operation: Operation) -> None:
+    """Call back who asked for it. From any thread, each of which takes one after the other out of the list."""
+    while operation.callbacks:
+        with contextlib.suppress(IndexError):  # another thread was faster
+            call_back(operation.callbacks.pop(0), "a callback of a finished read or write")

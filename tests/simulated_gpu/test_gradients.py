@@ -72,10 +72,11 @@ class _Store:
         scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
         if (handle := source.prepare(chunk, scratch)) is not None:
             handle.wait()
-        for piece in chunk.pieces:
-            if piece.slot in source.slots():
-                part = source.piece(piece, scratch[piece.offset : piece.offset + piece.numel])
-                found[piece.slot] = part.clone().reshape(piece.slot.spec.shape)
+        pieces = [piece for piece in chunk.pieces if piece.slot in source.slots()]
+        values = source.of_chunk(chunk, pieces, scratch)
+        for piece in pieces:
+            part = values[piece.offset : piece.offset + piece.numel]
+            found[piece.slot] = part.clone().reshape(piece.slot.spec.shape)
         source.release()
         return found
 
@@ -157,7 +158,8 @@ def test_what_goes_into_an_update_in_backward_waits_for_nothing(swapper: Swapper
     for piece in chunk.pieces:
         expected = 2 * gradients[piece.slot]
         assert torch.equal(norms[0, piece.slot.index].cpu(), gradient_norm(expected))
-        assert torch.equal(source.piece(piece, torch.empty(piece.numel)), expected.flatten())
+        values = source.of_chunk(chunk, [piece], torch.empty(chunk.numel))
+        assert torch.equal(values[piece.offset : piece.offset + piece.numel], expected.flatten())
     source.release()
     store.close()
 
@@ -226,6 +228,7 @@ def test_an_update_fetches_gradients_behind_what_made_them(swapper: Swapper) -> 
     source = store.grads.hand_over(unit, gradients, {})
     (chunk,) = unit.layout.chunks(CHUNK_GRANULE * 64)
     for piece in chunk.pieces:
-        assert torch.equal(source.piece(piece, torch.empty(piece.numel)), expected[piece.slot].flatten())
+        values = source.of_chunk(chunk, [piece], torch.empty(chunk.numel))
+        assert torch.equal(values[piece.offset : piece.offset + piece.numel], expected[piece.slot].flatten())
     source.release()
     store.close()

@@ -80,7 +80,10 @@ _LONG_TICKS = 1000
 
 def await_hand_over(scheduler: Any) -> None:
     """Return when all that was asked for is with the backend, if that takes so much."""
-    wait_until(lambda: not any(queue.has_room for queue in scheduler.queues), "the hand-over")
+    wait_until(
+        lambda: not any(queue.num_queued and len(queue.inflight) < queue.limit for queue in scheduler.queues),
+        "the hand-over",
+    )
 
 
 def stall(scheduler: Any, hangs: Callable[[Any], bool] = lambda transfer: True) -> None:

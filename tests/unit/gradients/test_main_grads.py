@@ -94,12 +94,13 @@ def _collect(source: GradientSource, unit: Unit) -> dict[int, torch.Tensor]:
         handle = source.prepare(chunk, scratch)
         if handle is not None:
             handle.wait()
-        for piece in chunk.pieces:
-            if piece.slot.index in wanted:
-                values = source.piece(piece, scratch[piece.offset : piece.offset + piece.numel])
-                assert values.dtype == source.dtype
-                found[piece.slot.index][piece.start : piece.stop] = values
-                values.zero_()  # an optimizer may overwrite what it gets
+        pieces = [piece for piece in chunk.pieces if piece.slot.index in wanted]
+        gradients = source.of_chunk(chunk, pieces, scratch)
+        for piece in pieces:
+            values = gradients[piece.offset : piece.offset + piece.numel]
+            assert values.dtype == source.dtype
+            found[piece.slot.index][piece.start : piece.stop] = values
+            values.zero_()  # an optimizer may overwrite what it gets
     source.release()
     return {index: values.view(unit.layout.slots[index].spec.shape) for index, values in found.items()}
 

@@ -120,7 +120,7 @@ def test_memory_that_an_update_has_used_up_makes_room_before_it_ends(swapper: Sw
     third = store.hand_over(units[2], _ones(units[2]), {})
     timer.join()
     assert pool.used_bytes == pool.capacity_bytes
-    rest = first.piece(chunks[3].pieces[0], torch.empty(0)).clone()
+    rest = first.of_chunk(chunks[3], chunks[3].pieces, torch.empty(0)).clone()
     assert torch.equal(rest, torch.ones(1 << 19)), "what is not used up is left alone"
     for source in (first, second, third):
         source.release()

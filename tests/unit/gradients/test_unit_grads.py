@@ -102,10 +102,11 @@ class _Twin:
             scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
             if (handle := source.prepare(chunk, scratch)) is not None:
                 handle.wait()
-            for piece in chunk.pieces:
-                if piece.slot.index in expected:
-                    values = source.piece(piece, scratch[piece.offset : piece.offset + piece.numel])
-                    assert torch.equal(values.float(), expected[piece.slot.index].flatten()[piece.start : piece.stop])
+            pieces = [piece for piece in chunk.pieces if piece.slot.index in expected]
+            gradients = source.of_chunk(chunk, pieces, scratch)
+            for piece in pieces:
+                values = gradients[piece.offset : piece.offset + piece.numel]
+                assert torch.equal(values.float(), expected[piece.slot.index].flatten()[piece.start : piece.stop])
         source.release()
         if not is_kept:
             for slot in expected:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
-from infinity.units.parameter import PagedParameter, ResidentParameter, unbind
+from infinity.units.parameter import PagedParameter, ResidentParameter, placeholder, unbind
 from infinity.units.unit import Unit
 from infinity.units.unit_state import UNIT_MOVES, UnitState
 from tests.unit.stage import trainable_unit

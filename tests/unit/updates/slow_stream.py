@@ -19,6 +19,7 @@ from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import CHUNK_GRANULE, Chunk, Piece
 from infinity.units.unit import Unit
+from infinity.updates.chunk_updater import ChunkUpdater
 from infinity.updates.job import ParameterState, UpdateJob
 from infinity.updates.stream import UpdateStream
 from swapper import StagingArena, Swapper, SwapperConfig
@@ -38,8 +39,10 @@ class Gradients(GradientSource):
         self._values = values
         self.num_released = 0
 
-    def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-        return scratch.fill_(self._values[piece.slot.index])
+    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+        for piece in pieces:
+            scratch[piece.offset : piece.offset + piece.numel] = self._values[piece.slot.index]
+        return scratch
 
     def release(self) -> None:
         self.num_released += 1
@@ -169,7 +172,8 @@ def slow_stream(
             lease.write_back([], main_only=True)
     updater = Summing()
     halves = RemainderUpdater(updater, None)
-    stream = UpdateStream(records, weights, updater, device, states, halves, num_workers=num_workers)
+    chunks = ChunkUpdater(updater, states, halves)
+    stream = UpdateStream(records, weights, chunks, device, states, num_workers=num_workers)
     yield SlowStream(stream, updater, records, weights, swapper, arena, units, states, dtype, device)
     updater.gate.set()
     stream.close()

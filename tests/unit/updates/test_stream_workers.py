@@ -81,11 +81,11 @@ def test_gradients_are_used_up_in_order_and_released_when_all_are_used() -> None
             used.append(chunk.index)
             assert not self.num_released
 
-        def piece(self, piece: Piece, scratch: torch.Tensor) -> torch.Tensor:
-            if piece.start == 0:
+        def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+            if chunk.index == 0:
                 soon(lambda: len(bench.updater.order) == 2)
                 assert used == []
-            return super().piece(piece, scratch)
+            return super().of_chunk(chunk, pieces, scratch)
 
     with slow_stream(torch.float32, num_pages=12, num_workers=3) as bench:
         job = bench.job(bench.units[0], {0: 1.0})
