@@ -343,12 +343,11 @@ class Pager:
         """The counterpart of `enter`."""
         if self._sharing is not None and self._sharing.defers(unit):
             return
-        with self.residency.lock:
-            unit.end_use()
-            if unit.num_active == 0 and not are_forbidden():
-                self.residency.close_unused([unit])
-                if self.is_computing:
-                    self.residency.pump()
+        unit.end_use()
+        if unit.num_active == 0 and not are_forbidden():
+            self.residency.close_unused([unit])
+            if self.is_computing:
+                self.residency.pump()
 
     @contextmanager
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:

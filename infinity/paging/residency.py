@@ -289,7 +289,10 @@ class Residency:
         Args:
             only: consider this one, and no other.
         """
-        if only is not None and (only.flat is not None or only.update is None):
+        is_settled = (
+            len(self.unit_at) == len(self.units) if only is None else only.flat is not None or only.update is None
+        )
+        if is_settled:
             return
         with self.lock, self._change():
             targets = self.wanted()
@@ -487,10 +490,10 @@ class Residency:
 
         What was written into them is stored (see `store_changes`), unless that can wait until they leave or are updated.
         """
-        with self.lock:
-            writer = self._writer()
-            for unit in self.units if units is None else units:
-                if unit.num_active == 0 and (unit.is_bound or unit.dirty or unit.before):
+        for unit in self.units if units is None else units:
+            if unit.num_active == 0 and (unit.is_bound or unit.dirty or unit.before):
+                with self.lock:
+                    writer = self._writer()
                     unit.unbind()
                     if not unit.dirty:
                         unit.forget_changes()

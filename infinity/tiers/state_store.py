@@ -314,6 +314,8 @@ class PagedStateStore:
         records, key = self._records[unit.index], (unit.index, chunk.index)
         if chunk.index < records.num_in_memory:
             return True
+        if key in self._open:
+            return False
         with self._lock:
             if key in self._ahead or not records.valid_bytes[chunk.index]:
                 return True  # there is nothing to be read

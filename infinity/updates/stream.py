@@ -379,8 +379,7 @@ class UpdateStream:
         self._device.synchronize(self._device.mark())  # what ran on the device still read the gradients
         job.gradients.release()
         job.finish(None)
-        with self._lock:
-            del self._pending[job]
+        del self._pending[job]
         self._progress.ring()
 
     def _end(self) -> None:

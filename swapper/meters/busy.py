@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import NamedTuple
 
 from swapper.backend import Direction
 
 _EITHER = len(Direction)
+_MOST_SPANS = 4096
 
 
 class BusySeconds(NamedTuple):
@@ -24,38 +26,35 @@ class BusyTimes:
 
     Thread safe. Give one to several swappers as ``total``, and it counts the time in which any of them is at work: for
     drives that work side by side, the sum of their own times would be more than has passed.
+
+    To begin and to end is a single step each, without a lock: what was a span of work is added up when somebody asks.
     """
 
     def __init__(self, total: BusyTimes | None = None) -> None:
         self._total = total
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        # Who is at work, by direction: sets and not numbers, so that a call cut off by a signal can be repeated.
-        self._workers: tuple[set[int], ...] = tuple(set() for _ in Direction)
-        self._since = [0.0] * (_EITHER + 1)
+        """Held while spans are added up."""
+        self._since: dict[tuple[Direction, int], float] = {}
+        """Direction and worker -> when it began, of those who are at work."""
+        self._spans: deque[tuple[Direction, float, float]] = deque()
+        """Direction, begin and end of work that is over and not added up yet."""
+        self._counted_until = 0.0
+        """Everything before that is in `_seconds`."""
         self._seconds = [0.0] * (_EITHER + 1)
 
     def begin(self, direction: Direction, worker: object = None) -> None:
         """``worker`` has begun to work in this direction; nothing happens if it has already."""
-        with self._lock:
-            now = time.perf_counter()
-            if not any(self._workers):
-                self._since[_EITHER] = now
-            if not self._workers[direction]:
-                self._since[direction] = now
-            self._workers[direction].add(id(worker))
+        self._since.setdefault((direction, id(worker)), time.perf_counter())
         if self._total is not None:
             self._total.begin(direction, self)
 
     def end(self, direction: Direction, worker: object = None) -> None:
         """``worker`` has nothing more to do in this direction."""
-        with self._lock:
-            if id(worker) in self._workers[direction]:
-                now = time.perf_counter()
-                self._workers[direction].discard(id(worker))
-                if not self._workers[direction]:
-                    self._seconds[direction] += now - self._since[direction]
-                if not any(self._workers):
-                    self._seconds[_EITHER] += now - self._since[_EITHER]
+        since = self._since.pop((direction, id(worker)), None)
+        if since is not None:
+            self._spans.append((direction, since, time.perf_counter()))
+            if len(self._spans) > _MOST_SPANS:
+                self.seconds()
         if self._total is not None:
             self._total.end(direction, self)
 
@@ -63,10 +62,12 @@ class BusyTimes:
         """Return the times until now, all of the same moment."""
         with self._lock:
             now = time.perf_counter()
-            is_busy = [*map(bool, self._workers), any(self._workers)]
-            return BusySeconds(
-                *(
-                    done + (now - since if busy else 0.0)
-                    for done, since, busy in zip(self._seconds, self._since, is_busy, strict=True)
-                )
-            )
+            spans = [(direction, since, now) for (direction, _), since in tuple(self._since.items())]
+            spans += [self._spans.popleft() for _ in range(len(self._spans))]
+            for counted in (*Direction, _EITHER):
+                until = self._counted_until
+                for begin, end in sorted((span[1], span[2]) for span in spans if counted in (span[0], _EITHER)):
+                    self._seconds[counted] += max(0.0, min(end, now) - max(begin, until))
+                    until = max(until, end)
+            self._counted_until = now
+            return BusySeconds(*self._seconds)

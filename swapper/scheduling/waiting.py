@@ -88,8 +88,9 @@ class WaitingRoom:
 
     def wait_for_all(self, operations: Iterable[Operation]) -> None:
         """Block until all of them are over; their errors are left for whoever asks next."""
-        for operation in operations:
-            self.wait(operation, observes=False)
+        for operation in reversed([*operations]):  # when the last is over, the others are, as a rule
+            if not operation.is_finished:
+                self.wait(operation, observes=False)
 
 
 def _is_over(operation: Operation) -> bool:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 
-_LOOK_UP_SECONDS = 1.0
-
 
 class Bell:
     """Wakes one waiting thread. A ring while nobody waits ends the next `wait` at once; several rings count as one."""
@@ -35,10 +33,11 @@ class Bell:
 class Latch:
     """Something that happens once, and that any number of threads may wait for: ``threading.Event`` without `clear`."""
 
-    __slots__ = ("_bell", "_is_set")
+    __slots__ = ("_bells", "_is_set")
 
     def __init__(self) -> None:
-        self._bell = Bell()
+        self._bells: list[Bell] = []
+        """Of those who wait, or have waited: one for each."""
         self._is_set = False
 
     def is_set(self) -> bool:
@@ -48,14 +47,15 @@ class Latch:
     def set(self) -> None:
         """It has happened. From any thread."""
         self._is_set = True
-        self._bell.ring()
+        for bell in tuple(self._bells):
+            bell.ring()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Sleep until it has happened; return whether it has."""
-        while not self._is_set:
-            # Now and then it looks up: whom an interrupt keeps from passing the ring on leaves the others asleep.
-            if self._bell.wait(_LOOK_UP_SECONDS if timeout_seconds is None else timeout_seconds):
-                self._bell.ring()  # for the next one
-            elif timeout_seconds is not None:
-                break
+        if not self._is_set:
+            bell = Bell()
+            self._bells.append(bell)  # before the next look: whoever sets it from now on rings
+            if not self._is_set:
+                bell.wait(timeout_seconds)
+            self._bells.remove(bell)
         return self._is_set
