@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from infinity.errors import ParameterGroupError, UnsupportedModelError
+from infinity.errors import UnsupportedModelError
 from infinity.optim.main_weights import with_main_weight, without_main_weight
 from infinity.optim.values import same_values
 from infinity.optim.worker import hyperparameters
@@ -22,39 +23,64 @@ TILES = "weight_tiles"
 """The child that holds the tiles of a module's weight."""
 
 
+class Members:
+    """Which parameter is in which group. It serves all steps until a group's list of parameters changes.
+
+    Args:
+        param_groups: the optimizer's.
+        known: ``id`` of each parameter of the model.
+    """
+
+    def __init__(self, param_groups: Sequence[Mapping[str, Any]], known: Collection[int]) -> None:
+        self._lists = [list(group["params"]) for group in param_groups]  # holds them, so no other tensor gets their ids
+        self._ids = _ids_of(param_groups)
+        self.index_of: dict[int, int] = {}
+        """``id`` of a parameter -> the index of its group."""
+        self.twice: tuple[Tensor, tuple[int, int]] | None = None
+        """A parameter that is in two groups or twice in one, and their indices. The optimizer would update it twice."""
+        for index, params in enumerate(self._lists):
+            for param in params:
+                if id(param) in self.index_of:
+                    self.twice = self.twice or (param, (self.index_of[id(param)], index))
+                self.index_of[id(param)] = index
+        self.loose = [param for param in chain(*self._lists) if id(param) not in known]
+        """Those that are no parameters of the model, in the order of the groups."""
+
+    def are_of(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the groups still hold the same parameters."""
+        return self._ids == _ids_of(param_groups)
+
+
+def _ids_of(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in param_groups]
+
+
 class Groups:
     """Hyperparameters by group, and which parameter is in which group. What happens to the optimizer later changes nothing.
 
     Args:
         param_groups: the optimizer's.
-        fqns: names of the model's parameters, for messages.
-
-    Raises:
-        ParameterGroupError: a parameter is in two groups, or twice in one: it would be updated twice.
+        members: of these groups.
     """
 
-    def __init__(self, param_groups: Sequence[Mapping[str, Any]], fqns: Mapping[Any, str]) -> None:
+    def __init__(self, param_groups: Sequence[Mapping[str, Any]], members: Members) -> None:
         self.values = [hyperparameters(group) for group in param_groups]
-        self.params: dict[int, Tensor] = {}
-        """All parameters, by ``id``, in the order of the groups."""
-        self._index_of: dict[int, int] = {}
-        for index, group in enumerate(param_groups):
-            for param in group["params"]:
-                key = id(param)
-                if key in self._index_of:
-                    name = fqns.get(param, f"a tensor of shape {tuple(param.shape)}")
-                    raise ParameterGroupError(name, group_indices=(self._index_of[key], index))
-                self._index_of[key] = index
-                self.params[key] = param
+        self.members = members
 
     def index_of(self, param: object) -> int | None:
         """The index of the parameter's group; None if it is in none."""
-        return self._index_of.get(id(param))
+        return self.members.index_of.get(id(param))
 
     def of(self, param: object) -> dict[str, Any] | None:
         """The hyperparameters for a parameter; None if it is in no group."""
-        index = self._index_of.get(id(param))
+        index = self.index_of(param)
         return None if index is None else self.values[index]
+
+    def of_each(self, params: Mapping[int, Tensor]) -> dict[int, dict[str, Any]]:
+        """The hyperparameters for each parameter that is in a group, under the parameter's key."""
+        index_of = self.members.index_of
+        indices = {key: index_of.get(id(param)) for key, param in params.items()}
+        return {key: self.values[index] for key, index in indices.items() if index is not None}
 
     def changed_since(self, earlier: Groups) -> list[str]:
         """Names of what differs: hyperparameters, or "params" where a parameter is in another group or in none."""
@@ -65,7 +91,7 @@ class Groups:
             for key in keys
             if not same_values([group.get(key) for group in before], [group.get(key) for group in now])
         )
-        return [*changed, "params"] if earlier._index_of != self._index_of else changed
+        return [*changed, "params"] if earlier.members.index_of != self.members.index_of else changed
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
 from infinity.optim.classes.muon import Muon, is_for_muon
-from infinity.optim.groups import Groups, TiledGroups
+from infinity.optim.groups import Groups, Members, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
 from infinity.optim.registry import OptimizerSection, is_known, refuse_not_pageable, refuse_wrapper, resolve
 from infinity.optim.worker import Worker, hyperparameters, one_element, refuse_common
@@ -66,6 +66,8 @@ class Template:
         }
         """States that the constructor made: what they are filled with. Each is what the parameter has until its first step."""
         self._fqns = dict(fqns)
+        self._known = frozenset(map(id, self._fqns))
+        self._members = Members(optimizer.param_groups, self._known)
         self._keeps_room: dict[Parameter, None] = {}
 
     @property
@@ -98,9 +100,24 @@ class Template:
         trainable = (parameter for parameter in self._fqns if parameter.requires_grad)
         return list(dict.fromkeys([*self.params(), *self._keeps_room, *trainable]))
 
+    def members(self) -> Members:
+        """Which parameter is in which group now."""
+        groups = self.param_groups
+        if not self._members.are_of(groups):
+            self._members = Members(groups, self._known)
+        return self._members
+
     def read(self) -> Groups:
-        """The groups as they are now, for updates that run later. Tensors are copied."""
-        return Groups(self.param_groups, self._fqns)
+        """The groups as they are now, for updates that run later. Tensors are copied.
+
+        Raises:
+            ParameterGroupError: a parameter is in two groups, or twice in one: it would be updated twice.
+        """
+        members = self.members()
+        if members.twice is not None:
+            param, indices = members.twice
+            raise ParameterGroupError(self.fqn(param), group_indices=indices)
+        return Groups(self.param_groups, members)
 
     def known(self) -> Iterator[Parameter]:
         """All parameters of the model, whether they are in a group or not."""
@@ -108,7 +125,7 @@ class Template:
 
     def __contains__(self, param: object) -> bool:
         """Whether it is a parameter of the model (others may have been added to the groups)."""
-        return param in self._fqns
+        return id(param) in self._known
 
     def fqn(self, param: Tensor) -> str:
         """The parameter's name in the model, or what it is if it is none of the model's."""

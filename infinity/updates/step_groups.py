@@ -21,7 +21,7 @@ from infinity.device.compute import gradient_norm
 from infinity.errors import ModelError, UnpreparedParameterError
 from infinity.gradients.part_norms import ParameterNorm, is_part
 from infinity.optim.facade.loose_parameters import LooseParameters
-from infinity.optim.groups import Groups
+from infinity.optim.groups import Groups, Members
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 from infinity.paging.module_hooks import ModuleHooks, callers
@@ -68,6 +68,8 @@ class StepGroups:
         self._flags: list[bool] | None = None
         self._fitting: dict[int, tuple[str, ...]] = {}
         """``id`` of a parameter -> the state names under which it was last found to fit."""
+        self._fits: tuple[Members, list[tuple[str, ...]]] | None = None
+        """Who was in which group, and the state names of each group, when all parameters were last found to fit."""
         self._known_names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         """Of each group: its hyperparameters as last seen, and the names of states under them."""
         self._strangers: set[int] = set()
@@ -95,7 +97,7 @@ class StepGroups:
 
     def described(self, groups: Groups) -> dict[str, str]:
         """Numbers, words and members of the groups, by name, and the optimizer: what has to be the same on all ranks."""
-        indices = [groups.index_of(parameter) for parameter in self._trainable]
+        indices = [*map(groups.members.index_of.get, map(id, self._trainable))]
         found = {
             "the optimizer": type(self._template.optimizer).__qualname__,
             "the number of groups": str(len(groups.values)),
@@ -140,6 +142,8 @@ class StepGroups:
 
     def _check_states(self, groups: Groups) -> None:
         names_by_group = self._names_by_group(groups)
+        if self._fits == (groups.members, names_by_group):
+            return
         for parameter in self._trainable:
             index = groups.index_of(parameter)
             if index is None or self._fitting.get(id(parameter)) == names_by_group[index]:
@@ -157,6 +161,7 @@ class StepGroups:
                     "infinity.initialize",
                 )
             self._fitting[id(parameter)] = names
+        self._fits = groups.members, names_by_group
 
     def _names_by_group(self, groups: Groups) -> list[tuple[str, ...]]:
         known, self._known_names = self._known_names, []
@@ -206,7 +211,7 @@ class StepGroups:
 
     def ungrouped(self) -> frozenset[tuple[int, int]]:
         """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
-        members = {id(parameter) for parameter in self._template.params()}
+        members = self._template.members().index_of
         return frozenset(
             (unit.index, slot.index)
             for unit in self._module_hooks.units
@@ -222,10 +227,9 @@ class StepGroups:
             updated: (unit index, slot index) of what had a gradient.
         """
         units = self._module_hooks.units
-        with_gradient = {groups.index_of(units[unit].parameters[slot]) for unit, slot in updated}
-        with_gradient |= {
-            groups.index_of(parameter) for parameter in self.loose.present() if parameter.grad is not None
-        }
+        parameters: list[torch.Tensor] = [units[unit].parameters[slot] for unit, slot in updated]
+        parameters += [parameter for parameter in self.loose.present() if parameter.grad is not None]
+        with_gradient = {*map(groups.members.index_of.get, map(id, parameters))}
         for index, (group, values) in enumerate(zip(self._template.param_groups, groups.values, strict=True)):
             group.update(self._updater.advanced(values, has_gradient=index in with_gradient))
 

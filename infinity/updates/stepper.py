@@ -177,7 +177,7 @@ class Stepper:
         if not (self.rules.updates_in_backward and self._goes_by_rank):  # else their order depends on how fast each is
             self._stream.expect_again()
         digest = 0
-        if updates_now and self._is_divided and not any(True for _ in self.step_groups.loose.present()):
+        if updates_now and self._is_divided and not self.step_groups.loose.present():
             self._groups = self.step_groups.begin()
             digest = self.gradients.digest(self.step_groups.described(self._groups))
         self._share_updates.begin(digest)
@@ -270,8 +270,8 @@ class Stepper:
         self._before_updates()
         if self._groups is None:
             self._groups = self.step_groups.begin()
-        of_slots = ((slot.index, self._groups.of(unit.parameters[slot.index])) for slot in source.slots())
-        groups = {index: group for index, group in of_slots if group is not None}  # what is in none is not updated
+        # What is in no group is not updated.
+        groups = self._groups.of_each({slot.index: unit.parameters[slot.index] for slot in source.slots()})
         if are_momenta:
             groups = {index: {**group, IS_MOMENTUM: True} for index, group in groups.items()}
         is_gathered = bool(unit.gathered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,9 @@ class LooseParameters:
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         """What the optimizer keeps for each: live, as in torch."""
 
-    def present(self) -> Iterator[Tensor]:
+    def present(self) -> Sequence[Tensor]:
         """Those that are in a group now."""
-        return (param for param in self._template.params() if param not in self._template)
+        return self._template.members().loose
 
     def update(self, groups: Groups, coefficient: Tensor | None) -> None:
         """One step for each that has a gradient.
@@ -41,11 +41,11 @@ class LooseParameters:
             groups: of this step.
             coefficient: 0-dim fp32 tensor that every gradient is multiplied with on its way into the update, or None.
         """
-        for param in groups.params.values():
+        for param in groups.members.loose:
             values = groups.of(param)
-            if param in self._template or param.grad is None or values is None:
-                continue
             gradient = param.grad
+            if gradient is None or values is None:
+                continue
             if coefficient is not None:
                 gradient = gradient.detach() * coefficient.to(gradient.device)
             self._worker = self._worker or Worker(self._template.optimizer)

@@ -288,3 +288,20 @@ def test_snapshots_hold_no_parameters_and_no_live_tensors(model: torch.nn.Module
     lr.fill_(7.0)
     assert float(snapshot["lr"]) == 0.5
     assert float(template.snapshots()[0]["lr"]) == 7.0
+
+
+def test_membership_is_found_anew_only_when_a_groups_list_changes(model: torch.nn.Module) -> None:
+    template = _build(partial(SGD, lr=1.0), model)
+    before = template.members()
+    assert template.read().members is before
+
+    newcomer = torch.nn.Parameter(torch.zeros(2))
+    template.param_groups[0]["params"].append(newcomer)
+    after = template.members()
+    assert after is not before
+    assert [id(param) for param in after.loose] == [id(newcomer)]
+    assert template.read().index_of(newcomer) == 0
+
+    template.param_groups[0]["params"].pop()
+    assert template.read().index_of(newcomer) is None
+    assert template.members().loose == []
