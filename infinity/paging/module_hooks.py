@@ -175,7 +175,7 @@ class ModuleHooks:
         self.covered: set[int] = set()
         """``id`` of the modules inside compiled ones, which have no hooks: see [Note: compiled modules] in
         ``infinity.paging.compiled_forwards``."""
-        self._places: dict[int, tuple[Unit, Slot]] = {
+        self.places: dict[int, tuple[Unit, Slot]] = {
             id(parameter): (unit, slot)
             for unit in units
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
@@ -197,7 +197,7 @@ class ModuleHooks:
         Raises:
             ModelError: it is not one of the model's.
         """
-        place = self._places.get(id(parameter))
+        place = self.places.get(id(parameter))
         if place is None:
             raise ModelError(
                 f"a tensor of shape {tuple(parameter.shape)} is no parameter of the engine's model. Pass one of "
@@ -211,7 +211,7 @@ class ModuleHooks:
 
     def holds(self, parameter: object) -> bool:
         """Whether this is a parameter of the model."""
-        return id(parameter) in self._places
+        return id(parameter) in self.places
 
     def parameters_now(self) -> dict[int, nn.Parameter]:
         """The parameters that the model's modules have now, by ``id``, in the order of ``model.parameters()``."""

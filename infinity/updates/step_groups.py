@@ -178,7 +178,7 @@ class StepGroups:
         new = {
             key: parameter
             for key, parameter in present.items()
-            if not self._module_hooks.holds(parameter)
+            if key not in self._module_hooks.places
             and isinstance(parameter, nn.Parameter)  # functional_call puts other tensors in their places for a while
             and groups.index_of(parameter) is None
             and parameter.requires_grad
@@ -233,7 +233,9 @@ class StepGroups:
         for index, (group, values) in enumerate(zip(self._template.param_groups, groups.values, strict=True)):
             group.update(self._updater.advanced(values, has_gradient=index in with_gradient))
 
-    def norms_in_order(self, norms: Mapping[tuple[int, int], torch.Tensor], factor: float) -> list[ParameterNorm]:
+    def norms_in_order(
+        self, norms: Mapping[tuple[int, int], torch.Tensor], factor: float, *, is_divided: bool
+    ) -> list[ParameterNorm]:
         """Norms of all gradients, in the order in which ``clip_grad_norm_(model.parameters(), ...)`` takes them.
 
         Those of parameters in the groups that are not the model's come last.
@@ -241,21 +243,23 @@ class StepGroups:
         Args:
             norms: of the main gradients, by (unit index, slot index).
             factor: what brings gradients that autograd adds to by itself to the scale of those.
+            is_divided: other processes may have other parts of a parameter.
         """
         found: list[ParameterNorm] = []
         loose = {id(parameter): parameter for parameter in self.loose.present()}
         for parameter in (self._module_hooks.parameters_now() | loose).values():
             fqn = f"loose parameter {len(found)}"
-            if self._module_hooks.holds(parameter):
-                unit, slot = self._module_hooks.locate(parameter)
+            place = self._module_hooks.places.get(id(parameter))
+            if place is not None:
+                unit, slot = place
                 norm = norms.get((unit.index, slot.index))
                 if norm is not None:
-                    found.append(ParameterNorm(slot.spec.fqn, is_part(parameter), norm))
+                    found.append(ParameterNorm(slot.spec.fqn, is_divided and is_part(parameter), norm))
                 if slot.spec.is_trainable:
                     continue
             gradient = plain_grad(parameter)
             if gradient is not None:
-                found.append(ParameterNorm(fqn, is_part(parameter), _norm(gradient.detach()) * factor))
+                found.append(ParameterNorm(fqn, is_divided and is_part(parameter), _norm(gradient.detach()) * factor))
         return found
 
 

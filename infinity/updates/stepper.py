@@ -349,7 +349,9 @@ class Stepper:
         scale = self._common_scale(with_gradients)
         for unit in with_gradients:
             self._let_others_update(unit)
-        norms = self.step_groups.norms_in_order(self._norms, scale / self.scaler.scale)
+        norms = self.step_groups.norms_in_order(
+            self._norms, scale / self.scaler.scale, is_divided=self._mesh.is_divided
+        )
         norm = norm_of_model(self._mesh, norms, scale * self._divisor, step)
         if self._momenta is None or momenta is None:
             self.gradients.check_same(norm, step)
