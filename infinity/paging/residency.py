@@ -18,7 +18,7 @@ import torch
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, EngineBusyError, UnsupportedModelError, format_bytes
 from infinity.paging.listener import WeightWriter
-from infinity.paging.trace import Trace, wanted
+from infinity.paging.trace import Trace
 from infinity.telemetry.clock import StepClock
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.units.layout import Slot
@@ -331,9 +331,8 @@ class Residency:
             return []
         # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
         is_around = not self._is_divided or not self.trace.has_backward
-        upcoming = tuple(self.trace.upcoming(is_around=is_around))
-        targets = wanted(upcoming, 0, self._sizes, self._moving_bytes, self._staying)
-        return [index for index in targets if index not in self.closed]
+        targets = self.trace.wanted(self._sizes, self._moving_bytes, self._staying, is_around=is_around)
+        return [index for index in targets if index not in self.closed] if self.closed else targets
 
     def pump(self) -> None:
         """Start fetching what is wanted, evicting what is not."""
@@ -404,23 +403,24 @@ class Residency:
 
     def _victim(self, wanting: Unit, *, is_demand: bool, keep: Collection[int]) -> Unit | None:
         """The unit that is needed last among those that may leave. A prefetch waits for nothing and takes nothing wanted."""
-        rank = {index: place for place, index in enumerate(self.trace.upcoming())}
-        best: Unit | None = None
-        best_key = (-1, -1)
-        for unit in self.units:
-            if unit.flat is None or unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
+        candidates: list[tuple[int, int, int]] = []
+        for unit in tuple(self.unit_at.values()):  # of those that are there: all there are may be many more
+            if unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
                 continue
-            self._collect(unit)
+            if unit.arrival is not None or unit.update is not None:
+                self._collect(unit)
             is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
-            if is_busy and not is_demand:
-                continue
-            # Without prefetch the choice has to be the predicted one, even if that means to wait for an update.
-            key = (0 if is_busy and self._prefetches else 1, rank.get(unit.index, len(rank)))
-            if key > best_key:
-                unit.unbind()
-                if is_busy or not unit.flat.has_views:
-                    best, best_key = unit, key
-        return best
+            if is_demand or not is_busy:
+                # Without prefetch the choice has to be the predicted one, even if that means to wait for an update.
+                goes_last = is_busy and self._prefetches
+                candidates.append((0 if goes_last else 1, self.trace.next_use(unit.index), -unit.index))
+        for _, _, index in sorted(candidates, reverse=True):
+            unit = self.units[-index]
+            unit.unbind()
+            is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
+            if unit.flat is not None and (is_busy or not unit.flat.has_views):
+                return unit
+        return None
 
     def evict(self, unit: Unit) -> None:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""

@@ -29,7 +29,8 @@ settled beforehand, by ``infinity.planning.placement`` (``staying`` here), and t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -48,6 +49,8 @@ class Trace:
         self._position = 0
         self._recorded: list[int] = []
         self._recorded_backward_start: int | None = None
+        self._placed: tuple[int, ...] | None = None
+        """The forecast of which `next_use` knows the places."""
         self.present = -1
         """The unit in use, of which a `touch` would change nothing; -1 if the next one changes something in any case."""
 
@@ -93,15 +96,27 @@ class Trace:
                 break
         return True
 
-    def upcoming(self, *, is_around: bool = True) -> Iterator[int]:
-        """Distinct units from the one in use on, in the order of need: one cycle around, or up to the end of this one."""
-        return distinct(self.order, self._position) if is_around else iter(dict.fromkeys(self.order[self._position :]))
+    def next_use(self, unit: int) -> int:
+        """In how many places the unit is needed; more than there are places if it is nowhere."""
+        if self._placed is not self.order:  # it is another one than the last time
+            self._placed = self.order
+            self._places: dict[int, list[int]] = {}
+            for place, each in enumerate(self.order):
+                self._places.setdefault(each, []).append(place)
+        places = self._places.get(unit)
+        if places is None:
+            return len(self.order) + 1
+        found = bisect_left(places, self._position)
+        return (places[found] if found < len(places) else places[0] + len(self.order)) - self._position
 
-
-def distinct(order: Sequence[int], position: int) -> Iterator[int]:
-    """Distinct entries of the cyclic sequence ``order`` from ``position`` on, each at its first occurrence."""
-    begin = position % max(len(order), 1)
-    return iter(dict.fromkeys((*order[begin:], *order[:begin])))
+    def wanted(
+        self, num_bytes: Sequence[int], capacity_bytes: int, staying: Collection[int] = (), *, is_around: bool = True
+    ) -> list[int]:
+        """As `wanted`, from the unit in use on; not ``is_around``: up to the end of this micro-batch."""
+        order, position = self.order, self._position
+        if is_around:
+            return wanted(order, position, num_bytes, capacity_bytes, staying)
+        return wanted(order[position:], 0, num_bytes, capacity_bytes, staying)
 
 
 def wanted(
@@ -113,18 +128,20 @@ def wanted(
 ) -> list[int]:
     """The units to hold at ``position``: the next ones in the order of need, as many as fit into ``capacity_bytes``.
 
-    Those in ``staying`` are always there, in memory of their own.
+    Those in ``staying`` are always there, in memory of their own. It looks no further than there is room, for it is asked with
+    every touch of a unit, of which there may be thousands.
     """
-    result: list[int] = []
-    used = 0
-    for unit in distinct(order, position):
-        if unit in staying:
+    found: dict[int, None] = {}
+    used, length = 0, len(order)
+    for place in range(position, position + length):
+        unit = order[place % length]
+        if unit in found or unit in staying:
             continue
-        if used + num_bytes[unit] > capacity_bytes:
-            break
         used += num_bytes[unit]
-        result.append(unit)
-    return result
+        if used > capacity_bytes:
+            break
+        found[unit] = None
+    return list(found)
 
 
 @dataclass(frozen=True)

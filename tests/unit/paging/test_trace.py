@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.device.compute import Fence, FlatBuffer
-from infinity.paging.trace import Trace, distinct, simulate, wanted
+from infinity.paging.trace import Trace, simulate, wanted
 from tests.unit.stage import TensorSource, frozen_unit, make_pager
 
 
@@ -31,9 +31,9 @@ def test_a_record_becomes_the_forecast() -> None:
     trace.commit()
     assert trace.order == (2, 0, 1, 1, 0)
     assert trace.backward_start == 3
-    assert list(trace.upcoming()) == [2, 0, 1]
+    assert _upcoming(trace) == [2, 0, 1]
     _record(trace, [2, 0, 1], [1, 0])
-    assert list(trace.upcoming()) == [0, 2, 1], "it was followed to its end"
+    assert _upcoming(trace) == [0, 2, 1], "it was followed to its end"
     trace.commit()
     assert trace.order == (2, 0, 1, 1, 0) and trace.backward_start == 3, "the same again changes nothing"
 
@@ -66,7 +66,7 @@ def test_skipped_units_move_the_forecast_on() -> None:
     trace.begin()
     trace.touch(0)
     trace.touch(3)
-    assert list(trace.upcoming()) == [3, 4, 0, 1, 2]
+    assert _upcoming(trace) == [3, 4, 0, 1, 2]
 
 
 def test_an_unknown_unit_leaves_the_forecast_in_place() -> None:
@@ -74,9 +74,9 @@ def test_an_unknown_unit_leaves_the_forecast_in_place() -> None:
     trace.begin()
     trace.touch(0)
     trace.touch(9)
-    assert list(trace.upcoming()) == [0, 1, 2]
+    assert _upcoming(trace) == [0, 1, 2]
     trace.touch(1)
-    assert list(trace.upcoming()) == [1, 2, 0]
+    assert _upcoming(trace) == [1, 2, 0]
 
 
 def test_far_ahead_is_no_skip() -> None:
@@ -84,9 +84,9 @@ def test_far_ahead_is_no_skip() -> None:
     trace.begin()
     trace.touch(0)
     trace.touch(60)
-    assert next(trace.upcoming()) == 0
+    assert _upcoming(trace)[0] == 0
     trace.touch(20)
-    assert next(trace.upcoming()) == 20
+    assert _upcoming(trace)[0] == 20
 
 
 def test_backward_continues_where_the_recorded_one_began() -> None:
@@ -96,14 +96,30 @@ def test_backward_continues_where_the_recorded_one_began() -> None:
     trace.begin()
     trace.touch(0)  # the rest of this forward is skipped
     trace.begin_backward()
-    assert list(trace.upcoming()) == [3, 2, 1, 0]
+    assert _upcoming(trace) == [3, 2, 1, 0]
 
 
 def test_a_trace_without_any_forecast_gives_none() -> None:
     trace = Trace([])
     trace.begin()
     assert trace.touch(5)
-    assert list(trace.upcoming()) == []
+    assert _upcoming(trace) == []
+
+
+def _upcoming(trace: Trace, *, is_around: bool = True) -> list[int]:
+    """All units in the order of need."""
+    return trace.wanted([0] * 256, 0, is_around=is_around)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=14), st.integers(0, 13))
+@settings(max_examples=80, deadline=None)
+def test_the_next_use_of_a_unit_is_counted_from_the_one_in_use(order: list[int], num_touches: int) -> None:
+    trace = Trace(order)
+    for unit in order[: num_touches % len(order)]:
+        trace.touch(unit)
+    upcoming = _upcoming(trace)
+    assert sorted(upcoming, key=trace.next_use) == upcoming
+    assert all(trace.next_use(unit) < trace.next_use(6) for unit in upcoming), "what is nowhere is needed last"
 
 
 _orders = st.lists(st.integers(0, 5), min_size=1, max_size=14)
@@ -111,8 +127,8 @@ _orders = st.lists(st.integers(0, 5), min_size=1, max_size=14)
 
 @given(_orders, st.integers(0, 40))
 @settings(max_examples=80, deadline=None)
-def test_distinct_gives_each_unit_at_its_next_need(order: list[int], position: int) -> None:
-    found = list(distinct(order, position))
+def test_each_unit_is_wanted_at_its_next_need(order: list[int], position: int) -> None:
+    found = wanted(order, position, [0] * 6, 0)
     assert sorted(found) == sorted(set(order))
     next_need = {unit: _distance(order, position, unit) for unit in found}
     assert found == sorted(found, key=next_need.__getitem__)
@@ -122,7 +138,7 @@ def test_distinct_gives_each_unit_at_its_next_need(order: list[int], position: i
 @settings(max_examples=80, deadline=None)
 def test_wanted_is_the_longest_prefix_that_fits(order: list[int], sizes: list[int], room: int, position: int) -> None:
     found = wanted(order, position, sizes, room)
-    upcoming = list(distinct(order, position))
+    upcoming = wanted(order, position, [0] * 6, 0)
     assert found == upcoming[: len(found)]
     assert sum(sizes[unit] for unit in found) <= room
     if len(found) < len(upcoming):
@@ -293,8 +309,8 @@ def test_what_does_not_outlast_a_step() -> None:
     trace = Trace([0, 1, 2, 1])
     trace.begin()
     trace.touch(2)
-    assert list(trace.upcoming()) == [2, 1, 0]
-    assert list(trace.upcoming(is_around=False)) == [2, 1]
+    assert _upcoming(trace) == [2, 1, 0]
+    assert _upcoming(trace, is_around=False) == [2, 1]
     sizes = [5, 5, 5]
     assert simulate([0, 1, 2, 1], sizes, 15, prefetches=True, lasting_until=3).fetches == [(0, 0), (0, 1), (0, 2)]
     assert simulate([0, 1, 2, 1], sizes, 15, prefetches=False, lasting_until=3).fetches == [(0, 0), (1, 1), (2, 2)]
