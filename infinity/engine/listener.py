@@ -51,6 +51,9 @@ class EngineListener(PagerListener):
     def note_use(self, unit: Unit, slots: Sequence[Slot]) -> None:
         self._backwards.collector.note_call(unit, slots)
 
+    def note_parts(self, unit: Unit, *, by_script: bool) -> None:
+        self._backwards.collector.note_parts(unit, by_script=by_script)
+
     def note_backward_use(self, unit: Unit, *, is_saved: bool) -> None:
         self._backwards.note_use(unit, is_saved=is_saved)
 

@@ -76,6 +76,8 @@ class GradientCollector:
         self._never_early: set[Key] = set()
         self._expected: dict[int, frozenset[int] | None] = {}
         self._used_late: set[int] = set()
+        self._in_parts: set[int] = set()
+        """Units of which `note_parts` was told."""
         self._noticed = -1
         """The number of the backward of which `notice` was told last."""
         self._has_warned_of_sparse = False
@@ -172,6 +174,19 @@ class GradientCollector:
             self._complete_units.add(unit.index)
             self._complete_outside(unit)
 
+    def note_parts(self, unit: Unit, *, by_script: bool) -> None:
+        """Weights of the unit are used outside of the modules whose calls are counted, so a gradient may come in parts.
+
+        Args:
+            unit: which.
+            by_script: a script has called a module inside a block, and may do so at any time: from now on the unit is complete
+                when backward ends. Otherwise a checkpoint inside a block computes anew, one of several around the same layer
+                maybe: so it is until a micro-batch has shown how often a gradient comes.
+        """
+        (self._used_late if by_script else self._in_parts).add(unit.index)
+        if by_script or self._history is None:
+            self._expected[unit.index] = None
+
     @outside_modes
     def _hand_in(self, unit: Unit, slot: Slot) -> None:
         self.hand_in(unit, slot)
@@ -195,7 +210,7 @@ class GradientCollector:
 
     def _expect(self, unit: Unit) -> frozenset[int] | None:
         """The slots that will fire, each once; None if one of them may fire more often."""
-        if unit.index in self._used_late:
+        if unit.index in self._used_late or (self._history is None and unit.index in self._in_parts):
             return None
         expected: list[int] = []
         for slot in unit.layout.slots:

@@ -62,6 +62,9 @@ class PagerListener:
     def note_use(self, unit: Unit, slots: Sequence[Slot]) -> None:
         """A training forward uses parameters: their own module is called, or an operation gets them."""
 
+    def note_parts(self, unit: Unit, *, by_script: bool) -> None:
+        """Weights are used outside of the modules that enter their unit."""
+
     def note_backward_use(self, unit: Unit, *, is_saved: bool) -> None:
         """Backward uses a unit's weights. ``is_saved``: forward had saved them for that."""
 

@@ -41,12 +41,17 @@ class _HooksOfModule:
     _keep_alive: object
     _abandon: Callable[[], None] | None
     """For the model itself: forget the calls that were cut off."""
+    _is_inside: bool
+    """Of a block."""
     _entered: dict[int, list[int | None]] = field(default_factory=dict)
     """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
 
     def before(self, module: nn.Module, args: Any) -> None:
         if self._abandon is not None:
             self._before_root(module, self._abandon)
+        if self._is_inside and not self._pager.is_computing and torch.is_grad_enabled():
+            for unit in self._units:
+                self._pager.note_parts(unit, by_script=True)
         self._pager.begin_forward(is_root=self._abandon is not None)
         entered = self._entered.setdefault(get_ident(), [])
         entered.append(0)
@@ -292,29 +297,35 @@ class ModuleHooks:
             else:
                 rest += children
             if not (is_root and self._hooks):  # the model itself may be in the midst of a call
-                self._hook(module, pager, keep_alive, is_root=is_root, counts=True)
+                self._hook(module, pager, keep_alive, is_root=is_root)
 
-    def _hook(self, module: nn.Module, pager: Pager, keep_alive: object, *, is_root: bool, counts: bool) -> None:
-        """Hook a module. ``counts``: a call of it counts as a use of its parameters; inside a block, the block's does."""
-        own = self._own_slots(module) if counts else []
+    def _hook(
+        self, module: nn.Module, pager: Pager, keep_alive: object, *, is_root: bool, is_inside: bool = False
+    ) -> None:
+        """Hook a module. ``is_inside``: of a block, whose calls are those that count as uses of its parameters."""
+        own = [] if is_inside else self._own_slots(module)
         first = self._units_in(_with_fast_path(module))
         abandon = functools.partial(self._abandon_calls, pager) if is_root else None
-        hooks = _HooksOfModule(pager, self._entered_by(module), own, first, keep_alive, abandon)
+        hooks = _HooksOfModule(pager, self._entered_by(module), own, first, keep_alive, abandon, is_inside)
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
 
-    def hook_inside(self, unit: Unit, pager: Pager) -> None:
+    def hook_inside(self, unit: Unit, pager: Pager) -> bool:
         """An operation needs the unit that no module has entered: if a module inside a block is called by itself, as by a
-        checkpoint in the block's forward, such modules enter the unit from now on. Else each operation would bring it anew."""
+        checkpoint in the block's forward, such modules enter the unit from now on. Else each operation would bring it anew.
+
+        Returns whether that has begun now.
+        """
         if unit.index not in self._inside_of or not self.are_running():
-            return
+            return False
         for child in self._inside_of.pop(unit.index):
             for module in child.modules():
                 if self._entered_by(module) and id(module) not in self.covered:
-                    self._hook(module, pager, None, is_root=False, counts=False)
+                    self._hook(module, pager, None, is_root=False, is_inside=True)
+        return True
 
     def follow_compilation(self) -> None:
         """The model is about to be called: if blocks were compiled since the last time, their hooks have to go elsewhere.

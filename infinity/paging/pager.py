@@ -391,6 +391,10 @@ class Pager:
         """Between two pieces of a step."""
         self._listener().pause()
 
+    def note_parts(self, unit: Unit, *, by_script: bool) -> None:
+        """Weights are used outside of the modules that enter their unit: by a recomputation, or by the script."""
+        self._listener().note_parts(unit, by_script=by_script)
+
     def note_use(self, unit: Unit, slots: Sequence[Slot]) -> None:
         """A training forward uses parameters."""
         self._listener().note_use(unit, slots)

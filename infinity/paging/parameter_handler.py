@@ -99,7 +99,10 @@ class ParameterHandler:
     ) -> Any:
         mine = [tensor for tensor in tensors if host_of(tensor) is self]
         if not self._pager.is_inside_modules:
-            self._module_hooks.hook_inside(self._module_hooks.locate_any(mine[0])[0], self._pager)
+            unit, _ = self._module_hooks.locate_any(mine[0])
+            is_called = self._module_hooks.hook_inside(unit, self._pager)
+            if is_called and not in_backward() and torch.is_grad_enabled():
+                self._pager.note_parts(unit, by_script=True)
         return self._operations.run(function, args, kwargs, mine, self._module_hooks.locate_any, self._outlasting)
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:

@@ -80,6 +80,8 @@ class ParameterOperations:
             raise ParameterNotResidentError(fqn, operation=name)
         if in_backward():
             pager.note_backward()
+            for unit in units:
+                pager.note_parts(unit, by_script=False)
         pager.lock.acquire(f"{name} of '{fqn}'")
         try:
             with contextlib.nullcontext() if is_inside() else pager.lock.joined():  # else autograd's thread
