@@ -13,7 +13,9 @@ CompletionCallback = Callable[["IORequest", int, OSError | None], None]
 """Called once for each request with the bytes that were transferred and the error, if any."""
 
 
-_NO_MEMORY = memoryview(b"")
+NO_MEMORY = memoryview(b"")
+"""What a request that is over looks at: the backend may keep it for a moment more, and with it what counts as a view of the
+memory."""
 
 
 class Direction(IntEnum):
@@ -57,11 +59,6 @@ class IORequest:
     address: int
     on_complete: CompletionCallback
     may_pad: bool = False
-
-    def let_go(self) -> None:
-        """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over: the backend may keep the
-        request for a moment more, and with it what counts as a view of the memory."""
-        self.memory = _NO_MEMORY
 
     def complete(self, transferred_bytes: int, error: OSError | None = None) -> None:
         """Tell whoever submitted the request that it is over."""
@@ -115,6 +112,15 @@ class IOBackend(Protocol):
         Returns whether all of that was done within the time; if not, what a hung transfer uses is left alone.
         Idempotent.
         """
+
+
+@runtime_checkable
+class RunsTransfers(Protocol):
+    """A backend that carries out long transfers request by request, by itself: a long operation then has few of them."""
+
+    @property
+    def run_bytes(self) -> int:
+        """The most bytes of such a transfer; 0 where it takes none that is longer than a request."""
 
 
 @runtime_checkable

@@ -23,10 +23,18 @@ class FileTransfer:
     first fetches the blocks at its two ends (unless it may destroy what else lies in them), copies its bytes in and
     writes whole blocks. The scheduler treats such blocks as touched by the request, so nobody else changes them
     meanwhile.
+
+    [Note: runs] A request may be longer than what is asked of the kernel at a time. It is then carried out piece by piece, in
+    one loop of this thread: for a piece, all that Python does is a system call and a view.
+
+    Args:
+        volume: Where the bytes go.
+        piece_bytes: The most that is asked of the kernel at a time; a multiple of 4096. None: whole requests.
     """
 
-    def __init__(self, volume: Volume) -> None:
+    def __init__(self, volume: Volume, piece_bytes: int | None = None) -> None:
         self._volume = volume
+        self._piece_bytes = piece_bytes
         self._needs_alignment = any(file.is_direct for file in volume.files)
         self._bounce = threading.local()
         self._bounce_lock = threading.Lock()
@@ -34,18 +42,30 @@ class FileTransfer:
 
     def __call__(self, request: IORequest) -> int:
         file, offset = self._volume.locate(request.offset)
-        memory = request.memory
-        if self._needs_alignment and (offset | request.address | len(memory)) % ALIGNMENT:
-            return self._through_bounce(request, file.fd, offset)
-        if request.direction is Direction.READ:
-            return os.preadv(file.fd, (memory,), offset)
-        return os.pwritev(file.fd, (memory,), offset)
+        fd, memory, address, done = file.fd, request.memory, request.address, 0
+        move = os.preadv if request.direction is Direction.READ else os.pwritev
+        num_bytes = len(memory)
+        step = min(self._piece_bytes or num_bytes, num_bytes)
+        while True:
+            piece = memory if step == num_bytes else memory[done : done + step]
+            try:
+                if self._needs_alignment and ((offset + done) | (address + done) | len(piece)) % ALIGNMENT:
+                    moved = self._through_bounce(request, piece, fd, offset + done)
+                else:
+                    moved = move(fd, (piece,), offset + done)
+            except OSError:
+                if not done:
+                    raise
+                return done  # the next attempt begins here, and tells why
+            done += moved
+            if done >= num_bytes or moved < len(piece):
+                return done
 
-    def _through_bounce(self, request: IORequest, fd: int, offset: int) -> int:
-        """See [Note: bounced transfers]."""
+    def _through_bounce(self, request: IORequest, memory: memoryview, fd: int, offset: int) -> int:
+        """A piece of a request. See [Note: bounced transfers]."""
         with self._bounce_lock:
             self.num_bounced += 1
-        num_bytes = len(request.memory)
+        num_bytes = len(memory)
         start = offset // ALIGNMENT * ALIGNMENT
         head = offset - start
         whole = round_up(head + num_bytes)
@@ -53,7 +73,7 @@ class FileTransfer:
         if request.direction is Direction.READ:
             usable = min(num_bytes, os.preadv(fd, (blocks,), start) - head)
             if usable > 0:
-                request.memory[:usable] = blocks[head : head + usable]
+                memory[:usable] = blocks[head : head + usable]
             return max(0, usable)
         if not request.may_pad:
             edges = {0} if head else set()
@@ -63,7 +83,7 @@ class FileTransfer:
                 block = blocks[edge : edge + ALIGNMENT]
                 if os.preadv(fd, (block,), start + edge) != ALIGNMENT:
                     return 0
-        blocks[head : head + num_bytes] = request.memory
+        blocks[head : head + num_bytes] = memory
         return max(0, min(num_bytes, os.pwritev(fd, (blocks,), start) - head))
 
     def _bounce_memory(self, num_bytes: int) -> memoryview:

@@ -26,7 +26,7 @@ def open_by_name(volume: Volume, config: SwapperConfig) -> IOBackend:
     """
     match config.backend:
         case "threads":
-            return ThreadsBackend(volume, config.num_threads)
+            return ThreadsBackend(volume, config.num_threads, config.request_bytes)
         case "aiofiles":
             return AiofilesBackend(volume, config.num_threads)
         case "uring":

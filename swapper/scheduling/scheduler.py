@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from swapper.backend import Direction, IOBackend, IORequest
+from swapper.backend import NO_MEMORY, Direction, IOBackend, IORequest, RunsTransfers
 from swapper.config import Priority, SwapperConfig, bounded_seconds
 from swapper.errors import ExtentError, SwapperClosedError, SwapperError
 from swapper.extents.extent import Extent, ExtentState
@@ -70,7 +70,8 @@ class IOScheduler(Uncopyable):
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         limit = min(config.max_inflight, backend.concurrency)
         self.observers = Observers()
-        shared = (limit, backend.boundary_bytes, self._on_complete, BusyTimes(busy), self.observers)
+        run_bytes = backend.run_bytes if isinstance(backend, RunsTransfers) else 0
+        shared = (limit, backend.boundary_bytes, run_bytes, self._on_complete, BusyTimes(busy), self.observers)
         self.queues = tuple(TransferQueue(direction, config, *shared) for direction in Direction)
         self._ledgers: dict[Extent, Ledger] = {}
         self._active: dict[Operation, Ledger] = {}  # unfinished or stalled, in submission order
@@ -221,21 +222,24 @@ class IOScheduler(Uncopyable):
             if request not in queue.inflight:
                 logger.warning("a transfer of extent %r was completed twice", operation.extent.name)
                 return
-            queue.give_back(request)
+            del queue.inflight[request]
+            operation.outstanding -= 1
             self._waiting.num_completions += 1
             if error is None and transferred_bytes == len(request.memory):
                 queue.count(request, transferred_bytes, is_whole=True)
             elif operation.error is None:
                 is_over = not self._on_trouble(request, queue, transferred_bytes, error)
             if is_over:
-                request.let_go()
+                request.memory = NO_MEMORY
             if not operation.outstanding and operation.state is not OperationState.QUEUED:
                 self._finish(operation, over)
             self._take(taken)
             if not queue.inflight:
                 queue.rest()
-        self._hand_over(taken)
-        announce(over)
+        if taken:
+            self._hand_over(taken)
+        if over:
+            announce(over)
         if self.observers.present:
             self.observers.tell()
 

@@ -25,6 +25,7 @@ class TransferQueue:
         config: SwapperConfig,
         limit: int,
         boundary_bytes: int,
+        run_bytes: int,
         on_complete: CompletionCallback,
         busy: BusyTimes,
         observers: Observers,
@@ -40,6 +41,8 @@ class TransferQueue:
         self._is_busy = False
         self._request_bytes = config.request_bytes
         self._boundary_bytes = boundary_bytes
+        self._run_bytes = max(run_bytes, config.request_bytes)
+        """The longest transfer."""
         self._max_overtakes = config.max_overtakes
         self._on_complete = on_complete
         self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
@@ -115,11 +118,6 @@ class TransferQueue:
             self._is_busy = True
             self.busy.begin(self.direction)
 
-    def give_back(self, transfer: Transfer) -> None:
-        """Note that the backend has completed a transfer. Call `rest` when the next ones have been taken."""
-        del self.inflight[transfer]
-        transfer.operation.outstanding -= 1
-
     def rest(self) -> None:
         """Nothing is at the backend, for now: the time at work ends."""
         if self._is_busy and not self.inflight:
@@ -161,13 +159,16 @@ class TransferQueue:
         return self._queues[chosen][0]
 
     def _cut(self, operation: Operation) -> Transfer:
-        """Return the next piece of an operation: to the end, the next boundary, or ``request_bytes`` further.
+        """Return the next piece of an operation: to the end, the next boundary, or so far that all that the backend takes at
+        once have one.
 
         The first piece ends on a block, so that only the two ends of an operation can be unaligned.
         """
         cursor = operation.cursor
         start = operation.start + cursor
         length = self._request_bytes
+        if self._run_bytes > length and operation.num_bytes > length * self.limit:
+            length = min(-(-operation.num_bytes // (length * self.limit)) * length, self._run_bytes)
         if cursor == 0:
             length -= start % ALIGNMENT
         if self._boundary_bytes:
