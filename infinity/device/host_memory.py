@@ -7,7 +7,6 @@ import logging
 import mmap
 import resource
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,19 +156,12 @@ class HeapTrimmer:
 
     _GROWTH_BYTES = 32 << 20
     """The process has to have grown by so much since the last trim: to fill that takes longer than the trim."""
-    _PAUSE_SECONDS = 0.002
-    """Between two looks: in less time no process touches so much fresh memory, and a look costs 20 us."""
 
     def __init__(self) -> None:
         self._least_bytes: int | None = None
-        self._looked_seconds = 0.0
 
     def trim(self) -> None:
         """A good moment to trim."""
-        seconds = time.monotonic()
-        if seconds - self._looked_seconds < self._PAUSE_SECONDS:
-            return
-        self._looked_seconds = seconds
         now = _anonymous_bytes()
         if now is None:
             return
