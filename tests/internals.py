@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.bench.cgroup import Cgroup, MemoryGroup, block_device, set_bandwidth, why_unavailable
 from infinity.checkpoint import arrays, checkpoint_loading, foreign_arrays, manifest, saved, training_checkpoint
 from infinity.checkpoint.saved import Checkpoint, seal, tags, writing
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
@@ -55,6 +54,7 @@ from swapper.volumes import publish, scratch_file
 from swapper.volumes.block_files import BlockFile
 from swapper.volumes.scratch_file import ScratchFile
 from swapper.wrappers.faults import DelayLine
+from tools.bench.cgroup import Cgroup, MemoryGroup, block_device, set_bandwidth, why_unavailable
 
 
 def main(words: Sequence[str]) -> int:

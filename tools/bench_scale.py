@@ -1,14 +1,221 @@
 #!/usr/bin/env python3
-"""Finds the largest model that trains within a memory limit: `infinity bench scale`, from a checkout; --help says what there is.
+"""Finds the largest model that trains within a memory limit: by plain torch, by offload to RAM, to the drive, and by a peer.
 
-python tools/bench_scale.py --limit 4GiB --nvme-path /mnt/nvme --png scale.png
-python tools/bench_scale.py --limit 1GiB --model 100m
+    python tools/bench_scale.py --limit 4GiB --nvme-path /mnt/nvme --png scale.png
+    python tools/bench_scale.py --limit 1GiB --model 100m --most-layers 64
+    python tools/bench_scale.py --peer deepspeed --peer-python DS/bin/python --json scale.json
+
+Models differ by their number of layers, which is doubled and then halved towards the largest. Each try is a process of its
+own in a memory control group (needs root, or a delegated group of version 2), which the kernel ends if it needs more. No group
+and no file is left.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
+import functools
 import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-if __name__ == "__main__":  # as it starts itself: Ctrl-C has its one line from the first moment
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "infinity", "bench", "scale", *sys.argv[1:]])
+from bench.case import peers
+from bench.machine import describe_machine
+from bench.measured.models import MODEL_SIZES, Workload
+from bench.options import add_common, at_least_one, problem_of, size
+from bench.participant import Participant, ParticipantFailed, ParticipantSpec
+from rich.table import Table
+
+from infinity.cli.output import STDOUT, write_json
+from infinity.console import Console
+
+_BESIDE_BYTES, _LEAST_RAM_SHARE = 800 << 20, 0.5
+"""Libraries, activations and what torch allocates for a while take so much of the limit where states stay in RAM."""
+_DRIVE_SHARE = 0.2
+"""Of the limit, what is ours to manage with states on a drive. The page cache needs some, too."""
+_LINE_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class Try:
+    """One model, trained or not."""
+
+    num_layers: int
+    num_parameters: int | None = None
+    seconds_per_step: float | None = None
+    peak_bytes: int | None = None
+    """Of the control group: with the libraries, and with building the model."""
+    problem: str | None = None
+    """Why it did not train, in a line."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """What came out for one way."""
+
+    name: str
+    best: Try | None
+    next: Try | None
+    """The smallest that did not train; None if all that were asked for did."""
+
+
+def ways(limit_bytes: int, peers: Sequence[ParticipantSpec]) -> dict[str, ParticipantSpec]:
+    """By name: plain torch, ours with states in RAM, ours with everything on the drive, and others."""
+
+    def ours(device: str, budget_bytes: float) -> ParticipantSpec:
+        settings = {"budget": int(budget_bytes), "device": device, "builds_on_drive": device == "nvme"}
+        return ParticipantSpec(f"offload_{device}", "ours", settings)
+
+    found = {
+        "plain torch": ParticipantSpec("in_memory", "in_memory"),
+        "offload to RAM": ours("cpu", max(limit_bytes - _BESIDE_BYTES, _LEAST_RAM_SHARE * limit_bytes)),
+        "offload to the drive": ours("nvme", _DRIVE_SHARE * limit_bytes),
+        **{spec.kind: spec for spec in peers},
+    }
+    return {name: replace(spec, memory_limit_bytes=limit_bytes) for name, spec in found.items()}
+
+
+def attempt(spec: ParticipantSpec, workload: Workload, directory: Path, num_steps: int) -> Try:
+    """Train the model for a step to warm up and so many more, in a process of its own."""
+    layers = workload.size.num_layers
+    try:
+        with Participant(spec, workload, directory, controllers=("memory",)) as participant:
+            participant.run_turn(1, counts=False)
+            turn = participant.run_turn(num_steps, counts=True)
+            num_parameters = turn["description"]["num_parameters"]
+            return Try(layers, num_parameters, turn["total_seconds"] / num_steps, participant.peak_bytes)
+    except ParticipantFailed as error:
+        return Try(layers, problem=textwrap.shorten(str(error).splitlines()[0], _LINE_CHARACTERS))
+
+
+def largest(name: str, most_layers: int, attempt_with: Callable[[int], Try], tell: Callable[[Try], None]) -> Largest:
+    """Double the layers until a model does not train, then halve the distance until neighbours are found.
+
+    Args:
+        name: of the way.
+        most_layers: no model is larger.
+        attempt_with: trains a model with so many layers.
+        tell: is told of each try.
+    """
+    best: Try | None = None
+    failed: Try | None = None
+    layers = 1
+    while True:
+        made = attempt_with(layers)
+        tell(made)
+        if made.problem is None:
+            best = made
+        else:
+            failed = made
+        low = 0 if best is None else best.num_layers
+        if failed is None:
+            if low >= most_layers:
+                return Largest(name, best, None)
+            layers = min(2 * low, most_layers)
+        elif failed.num_layers - low <= 1:
+            return Largest(name, best, failed)
+        else:
+            layers = (low + failed.num_layers) // 2
+
+
+def scale_table(results: list[Largest], limit_bytes: int) -> Table:
+    """One row per way. Why a model did not train is told when it is tried."""
+    made = Table(title=f"the largest model in {limit_bytes / 2**30:.2f} GiB", title_justify="left")
+    for heading in ("", "layers", "parameters", "step", "peak", "layers that did not train"):
+        made.add_column(heading, justify="left" if heading == "" else "right")
+    for result in results:
+        best, failed = result.best, result.next
+        told = "" if failed is None else str(failed.num_layers)
+        if best is None:
+            made.add_row(result.name, "none", "", "", "", told)
+            continue
+        made.add_row(
+            result.name,
+            str(best.num_layers),
+            f"{(best.num_parameters or 0) / 1e6:,.0f}M",
+            f"{best.seconds_per_step or 0:.2f} s",
+            f"{(best.peak_bytes or 0) / 1e9:.2f} GB",
+            told,
+        )
+    return made
+
+
+def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
+    """Bars: parameters, seconds of a step and peak of each way. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    panels: list[tuple[str, Callable[[Try], float]]] = [
+        ("million parameters", lambda best: (best.num_parameters or 0) / 1e6),
+        ("seconds per step", lambda best: best.seconds_per_step or 0.0),
+        ("peak host memory, GB", lambda best: (best.peak_bytes or 0) / 1e9),
+    ]
+    figure = Figure(figsize=(13, 1.2 + 0.6 * len(results)), layout="tight")
+    all_axes = figure.subplots(1, 3, sharey=True)
+    for axes, (title, value) in zip(all_axes, panels, strict=True):
+        values = [0.0 if each.best is None else value(each.best) for each in results]
+        told = [f"{found:,.0f}" if found >= 100 else f"{found:.3g}" for found in values]
+        if axes is all_axes[0]:  # nothing larger was asked for, or none trained
+            told = [f"{text} or more" if each.next is None else text for each, text in zip(results, told, strict=True)]
+        axes.bar_label(axes.barh([each.name for each in results], values), told, padding=3)
+        axes.set_title(title)
+        axes.margins(x=0.35)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].invert_yaxis()
+    figure.suptitle(f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory")
+    figure.savefig(path, dpi=130)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; what cannot be measured here is refused before anything runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--limit", type=size, default=size("4GiB"), metavar="SIZE", help="of host memory (default: 4GiB)")
+    add("--model", choices=MODEL_SIZES, default="374m", help="whose layers are repeated (default: 374m)")
+    add("--most-layers", type=at_least_one, default=256, help="no model is larger (default: 256)")
+    add("--seq-len", type=at_least_one, default=64, help="tokens of a sequence (default: 64)")
+    add("--steps", type=at_least_one, default=1, help="of each try, behind one to warm up (default: 1)")
+    add("--png", type=Path, help="draw it; needs matplotlib")
+    add_common(parser)
+    given = parser.parse_args(arguments)
+    if (problem := problem_of(given, memory=(True, "--limit", "use a machine that has them"))) is not None:
+        parser.error(problem)
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Try every way, and print, write and draw what was found."""
+    asked = parse(sys.argv[1:] if arguments is None else arguments)
+    console = Console(highlight=False, stderr=asked.json_file == Path(STDOUT))
+    asked.peer_build_dir.mkdir(parents=True, exist_ok=True)
+    specs = peers(asked.peer_build_dir, asked.peer_python, ["small"]) if asked.peer else []
+    results = []
+    with tempfile.TemporaryDirectory(prefix="bench_scale_", dir=asked.nvme_path) as directory:
+
+        def try_layers(spec: ParticipantSpec, layers: int) -> Try:
+            workload = Workload(asked.model, layers, asked.dtype, seq_len=asked.seq_len, checkpointing="non-reentrant")
+            return attempt(spec, workload, Path(directory), asked.steps)
+
+        for spec in specs:
+            # Compilers need more memory than a model with one layer: once without the limit, what it compiles is there.
+            if (problem := try_layers(spec, 1).problem) is not None:
+                sys.exit(f"--peer does not train a model with one layer, without a limit: {problem}.")
+        for way, spec in ways(asked.limit, specs).items():
+
+            def tell(made: Try, way: str = way) -> None:
+                peak = f"peak {(made.peak_bytes or 0) / 1e9:.2f} GB"
+                what = made.problem or f"{made.seconds_per_step:.2f} s per step, {peak}"
+                console.print(f"{way}, {made.num_layers} layers: {what}", markup=False, soft_wrap=True)
+
+            results.append(largest(way, asked.most_layers, functools.partial(try_layers, spec), tell))
+    console.print(scale_table(results, asked.limit))
+    if asked.json_file is not None:
+        machine, tried = describe_machine(asked.nvme_path), [asdict(each) for each in results]
+        write_json({"limit_bytes": asked.limit, "machine": machine, "ways": tried}, asked.json_file)
+    if asked.png is not None:
+        draw(results, asked.limit, asked.png)
+
+
+if __name__ == "__main__":
+    main()

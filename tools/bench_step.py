@@ -1,14 +1,253 @@
 #!/usr/bin/env python3
-"""Measures the training step: `infinity bench step`, from a checkout; --help says what there is.
+"""Measures the training step: its time against the bound, its bytes against the prediction, host memory, and peers.
 
-python tools/bench_step.py --nvme-path /mnt/nvme --throttle 300,600,1200,none
-python tools/bench_step.py --throttle 600 --peer deepspeed --peer-python /path/to/venv/bin/python
+    python tools/bench_step.py --nvme-path /mnt/nvme --throttle 300,600,1200,none
+    python tools/bench_step.py --throttle 600 --peer deepspeed --peer-python DS/bin/python
+    python tools/bench_step.py --throttle none --memory-limit 1.5GB --checkpointing non-reentrant --micro-batches 1,3
+
+Lists (1,2,3) are combined: every combination is a case. Each program runs in a process of its own, and all programs of a case
+take turns. With control groups (root, or a delegated group of version 2) each has its own memory limit, drive speed and peak;
+without them only times at full speed are measured. Nothing is left behind, also after Ctrl-C, but the results: in
+bench_step.json, if --json names no other file. Exit status 1 if a program failed.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import os
+import shutil
+import signal
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-if __name__ == "__main__":  # as it starts itself: Ctrl-C has its one line from the first moment
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "infinity", "bench", "step", *sys.argv[1:]])
+from bench.case import Case, CaseResult, Schedule, available_controllers, peers, run_case
+from bench.drive import is_available
+from bench.machine import describe_machine, version_in
+from bench.measured.models import MODEL_SIZES, Workload
+from bench.options import add_common, at_least_one, problem_of, several, size
+from bench.participant import ParticipantSpec
+from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, case_table, find_alone, machine_table, remarks
+
+from infinity.cli.output import STDOUT, write_json
+from infinity.config.schema.quantities import parse_bytes
+from infinity.console import Console
+from swapper.volumes.publish import is_marked, mark
+
+_SCRATCH = "bench_step_"
+_INTERRUPTED = 130
+_WIDTH = 140
+_CHECKPOINTING = ("none", "reentrant", "non-reentrant")
+
+
+def _norm(text: str) -> float:
+    if not 0 <= (number := float(text)) < float("inf"):
+        raise ValueError
+    return number
+
+
+def _speed(text: str) -> int | None:
+    return None if text == "none" else at_least_one(text)
+
+
+def _budget(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+def _checkpointing(text: str) -> str:
+    if text not in _CHECKPOINTING:
+        raise ValueError
+    return text
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, has_value, value = text.partition("=")
+    if not key or not has_value:
+        raise argparse.ArgumentTypeError(f"{text!r} is no setting; give a key and a value, such as update=deferred")
+    return key, value
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; what cannot be measured here is refused before anything runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    counts = several(at_least_one, "1,3")
+    add("--model", choices=MODEL_SIZES, default="374m", help="its size (default: 374m)")
+    add("--layers", type=counts, default=(None,), help="so many instead of the model's own, e.g. 12,24")
+    add("--seq-len", type=int, default=256, help="tokens of a sequence (default: 256)")
+    add("--batch-size", type=int, default=1, help="sequences of a micro-batch (default: 1)")
+    add("--micro-batches", type=counts, default=(1,), help="of a step, e.g. 1,3 (default: 1)")
+    add("--clip", type=several(_norm, "0,1"), default=(0.0,), help="norms, e.g. 0,1; 0, the default, is off")
+    add(
+        "--checkpointing",
+        type=several(_checkpointing, ",".join(_CHECKPOINTING)),
+        default=("none",),
+        help=f"of the model's blocks: {', '.join(_CHECKPOINTING)} (default: none)",
+    )
+    add("--budget", type=several(_budget, "384MB,2GB"), default=("384MB",), help="of host memory (default: 384MB)")
+    add("--set", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="of our block `infinity`")
+    add("--memory-limit", type=size, metavar="SIZE", help="of ours, by a control group, e.g. 1.5GB")
+    add(
+        "--throttle",
+        type=several(_speed, "300,600,none"),
+        default=(600, None),
+        help="MB/s each way, e.g. 300,none (default: 600,none)",
+    )
+    add("--without-ours", action="store_true", help="measure only the others")
+    add("--without-compute-alone", action="store_true", help="leave out plain torch in memory: no bound then")
+    add("--turns", type=int, default=5, help="of each, that count (default: 5)")
+    add("--steps-per-turn", type=int, default=2, help="a turn ends with a flush (default: 2)")
+    add("--warmup-steps", type=int, default=3, help="first writes into reserved space are slower (default: 3)")
+    add("--timeline", type=Path, help="trace of ours for ui.perfetto.dev; with several cases FILE-2, ...")
+    add_common(parser)
+    given = parser.parse_args(arguments)
+    given.json_file = given.json_file or Path("bench_step.json")
+    problem = problem_of(
+        given,
+        blkio=(any(given.throttle), "--throttle", "pass --throttle none"),
+        memory=(given.memory_limit is not None, "--memory-limit", "leave it out"),
+    )
+    if problem is None and given.timeline is not None and not given.timeline.absolute().parent.is_dir():
+        folder = given.timeline.absolute().parent
+        problem = f"--timeline {given.timeline}: there is no directory {folder}; create it first"
+    if problem is not None:
+        parser.error(problem)
+    return given
+
+
+def make_cases(asked: argparse.Namespace) -> Iterator[Case]:
+    """Every workload at every speed of the drive, with compute alone in turns beside it; with peers once, before."""
+    numbers = itertools.count(1)
+    settings = itertools.product(asked.layers, asked.checkpointing, asked.clip, asked.micro_batches)
+    for layers, checkpointing, clip, micro_batches in settings:
+        workload = Workload(
+            asked.model, layers, asked.dtype, asked.batch_size, asked.seq_len, micro_batches, clip, checkpointing
+        )
+        alone = [] if asked.without_compute_alone else _compute_alone(workload)
+        if alone and (asked.peer or asked.without_ours):  # with peers, all at once would take too much memory
+            yield Case(workload, None, tuple(alone))
+            alone = []
+        for limit, budget in itertools.product(asked.throttle, asked.budget):
+            specs = []
+            if not asked.without_ours:
+                ours: dict[str, Any] = {"budget": budget, "infinity": dict(asked.set)}
+                if asked.timeline is not None:
+                    ours["timeline"] = str(numbered(asked.timeline.absolute(), next(numbers)))
+                specs.append(ParticipantSpec("ours", "ours", ours, memory_limit_bytes=asked.memory_limit))
+            if asked.peer:
+                specs += peers(asked.peer_build_dir, asked.peer_python)
+            specs += alone
+            if specs:
+                yield Case(workload, limit, tuple(specs))
+
+
+def _compute_alone(workload: Workload) -> list[ParticipantSpec]:
+    """Plain torch in memory; with several micro-batches also as a vertical step computes: each block once more."""
+    alone = [ParticipantSpec(IN_MEMORY, "in_memory")]
+    if workload.num_micro_batches > 1 and workload.checkpointing == "none":
+        alone.append(ParticipantSpec(RECOMPUTING, "in_memory", {"checkpointing": "non-reentrant"}))
+    return alone
+
+
+def numbered(path: Path, number: int) -> Path:
+    """`trace.json`, `trace-2.json`, `trace-3.json`, ..."""
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def _remove_stale(directory: Path) -> None:
+    """Removes what a benchmark that was killed outright could not: a peer's swap files among it."""
+    for path in directory.glob(f"{_SCRATCH}*"):
+        pid = path.name.removeprefix(_SCRATCH).split("_")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and is_marked(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _build_peer(asked: argparse.Namespace, directory: Path, console: Console) -> None:
+    """Lets the peer compile its extensions in a run that is not measured: the compiler's memory is not the peer's."""
+    console.print("the peer compiles its extensions: some minutes, this first time only")
+    tiny = Case(Workload(model="tiny"), None, tuple(peers(asked.peer_build_dir, asked.peer_python)[:1]))
+    try:
+        run_case(CaseResult(tiny), directory, Schedule(1, 1, 1), lambda _: None, measure_drive=False)
+    except BaseException:
+        # Half a build holds locks for which the next one would wait for ever.
+        for path in asked.peer_build_dir.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _report(result: CaseResult, results: list[CaseResult], console: Console) -> None:
+    alone = find_alone(results, result)
+    console.print(case_table(result, alone))
+    for line in remarks(result, alone):
+        console.print("  " + line, markup=False, soft_wrap=True)
+
+
+def _as_json(facts: dict[str, Any], results: list[CaseResult]) -> dict[str, Any]:
+    """Machine, command and every turn of every case; also what a table does not show."""
+    cases = []
+    for result in results:
+        alone, ours = find_alone(results, result), result.outcome("ours")
+        bound = bound_seconds(result, ours, alone) if ours is not None else None
+        ratio = None if ours is None or bound is None else ours.median_seconds / bound
+        cases.append(result.as_json() | {"bound_seconds": bound, "step_over_bound": ratio})
+    return {"machine": facts, "command": sys.argv, "cases": cases}
+
+
+def _run_cases(asked: argparse.Namespace, directory: Path, results: list[CaseResult], console: Console) -> int:
+    schedule = Schedule(asked.warmup_steps, asked.turns, asked.steps_per_turn)
+    code = 0
+    try:
+        if asked.peer and not any(asked.peer_build_dir.iterdir()):
+            _build_peer(asked, directory, console)
+        for case in make_cases(asked):
+            result = CaseResult(case)
+            results.append(result)
+            is_offloading = any(spec.kind != "in_memory" for spec in case.specs)
+            run_case(result, directory, schedule, console.print, measure_drive=is_offloading and is_available())
+            if is_offloading:
+                _report(result, results, console)
+            code = max(code, int(any(outcome.error for outcome in result.outcomes)))
+    except KeyboardInterrupt:
+        console.print("interrupted; what was measured so far:" if results else "interrupted before the first case")
+        if results:
+            _report(results[-1], results, console)
+        return _INTERRUPTED
+    return code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 if a program failed, 130 after Ctrl-C or SIGTERM; results are written in any case."""
+    asked = parse(sys.argv[1:] if arguments is None else arguments)
+    is_printed = asked.json_file == Path(STDOUT)
+    console = Console(highlight=False, stderr=is_printed, width=max(Console().width, _WIDTH))
+    facts = describe_machine(asked.nvme_path)
+    if asked.peer:
+        facts[asked.peer] = version_in(asked.peer_python, asked.peer)
+        asked.peer_build_dir.mkdir(parents=True, exist_ok=True)
+    facts["control groups"] = ", ".join(available_controllers()) or "none: no limits, no peaks"
+    console.print(machine_table(facts))
+    if facts["load_average"] > facts["num_cores"] / 2:
+        console.print("[yellow]The machine is busy with other work: times will be long and vary.[/yellow]")
+    results: list[CaseResult] = []
+    _remove_stale(asked.nvme_path)
+    # Ctrl-C and SIGTERM are one thing. A process that was started in the background ignores the first by default.
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}_", dir=asked.nvme_path) as directory:
+            os.close(mark(Path(directory)))
+            code = _run_cases(asked, Path(directory), results, console)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        write_json(_as_json(facts, results), asked.json_file)
+    if not is_printed:
+        console.print(f"results: {asked.json_file}", markup=False)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.cgroup import throttled
 from torch import nn
 
 import infinity
-from infinity.bench.cgroup import throttled
 from infinity.checkpoint.saved import Checkpoint
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.cgroup import throttled
+from bench.measured.child import drive_bytes
 from torch import nn
 
 import infinity
-from infinity.bench.cgroup import throttled
-from infinity.bench.measured.child import drive_bytes
 
 
 class Block(nn.Module):

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from train import SIZES, RandomWindows, Size, build_model, read_text, reset_high_water, resident_bytes
 
 import infinity
-from infinity.demo.arguments import SIZES, Size
-from infinity.demo.train import RandomWindows, build_model, read_text, reset_high_water, resident_bytes
 
 _SIZES = SIZES | {"8b": Size(4096, 32, 14336, 32, 8, vocabulary=128256, seq_len=1024, batch_size=1, learning_rate=6e-5)}
 _SIMULATED_SIZE = dataclasses.replace(SIZES["tiny"], batch_size=2)

@@ -6,7 +6,7 @@
 # Each slot ends within ten minutes and can be run alone; without a name all of them run. A slot that fails does not keep the
 # others from running; the exit code then is 1. OUT/report.md gathers what all slots so far have printed.
 #
-#   machine           the machine and its drive, copies to and from the GPU, updates on 1 and more cores
+#   machine           the machine and its drive, copies to and from the GPU
 #   tests             tests/gpu, with all kernels loaded before, but for the grid
 #   grid              the exactness grid and all models, with the least device memory
 #   blocking          the exactness rows again, where each launch waits for its kernel
@@ -70,7 +70,7 @@ slot() {
     case $1 in
         machine)
             "$python" -m infinity doctor --nvme-path "$nvme_path" # what it advises against is no failure of this slot
-            "${day[@]}" machine && "$python" tools/bench_update.py "${updates[@]}"
+            "${day[@]}" machine
             ;;
         tests) CUDA_MODULE_LOADING=EAGER "${pytest[@]}" "$tests" --ignore tests/gpu/test_grid.py ;;
         grid)
@@ -104,8 +104,6 @@ slot() {
     esac
 }
 
-updates=(--workers 1,2,4,8)
-[ -z "$simulated" ] || updates=(--workers 1,2 --parameters 2e6 --turns 3)
 failed=()
 for name in "${slots[@]}"; do
     printf '\n== %s\n' "$name"

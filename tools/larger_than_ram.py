@@ -31,14 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.cgroup import Cgroup, why_unavailable
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from train import SIZES, build_model, console, read_text, resident_bytes
 from transformers import LlamaForCausalLM
 
 import infinity
-from infinity.bench.cgroup import Cgroup, why_unavailable
-from infinity.demo.arguments import SIZES
-from infinity.demo.train import build_model, console, read_text, resident_bytes
 
 SIZE = SIZES["3b"]
 STEPS_BEFORE, STEPS_AFTER = 3, 2

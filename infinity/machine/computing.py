@@ -23,7 +23,7 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _CPU_LIMIT_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 _EXTRAS = {
-    "transformers": ("hf", "models of Hugging Face, `infinity train` and plans of their configs"),
+    "transformers": ("hf", "models of Hugging Face, and plans of their configs"),
     "liburing": ("uring", "io_uring, which needs less CPU time for the same bytes"),
 }
 

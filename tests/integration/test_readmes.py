@@ -153,7 +153,7 @@ def _problem(command: list[str]) -> str:
         case [_, "-m", "pytest", *rest]:
             known_options = _help("pytest")
             exists = all((_ROOT / word).exists() for word in rest if word.startswith("tests/"))
-        case ["infinity", ("config" | "checkpoint" | "bench") as group, command, *rest]:
+        case ["infinity", ("config" | "checkpoint") as group, command, *rest]:
             exists, known_options = True, _help(f"-m infinity {group} {command}")
         case ["infinity", command, *rest] | [_, "-m", "infinity", command, *rest]:
             exists, known_options = True, _help(f"-m infinity {command}")

@@ -118,7 +118,10 @@ def test_train_names_the_cure_of_a_bad_option(nvme_dir: Path) -> None:
 @pytest.mark.deep
 def test_bench_step_measures_a_small_model_and_leaves_nothing(nvme_dir: Path) -> None:
     options = ["--model", "tiny", "--throttle", "none", "--turns", "1", "--steps-per-turn", "2", "--budget", "5.2MB"]
-    options += ["--main-weights", "fp32"]  # with remainders the model weights are rounded otherwise than in plain torch
+    options += [
+        "--set",
+        "main_weights=fp32",
+    ]  # with remainders the model weights are rounded otherwise than in plain torch
     code, output = finish(start(nvme_dir, "bench_step.py", *options, "--timeline", "trace.json"))
     assert code == 0, output
     assert sorted(path.name for path in nvme_dir.iterdir()) == ["bench_step.json", "trace.json"]

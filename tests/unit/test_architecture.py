@@ -152,7 +152,7 @@ _LOCKS_IN_PYTHON = frozenset(
 
 def no_locks_in_python(module: Module) -> Iterator[str]:
     """An interrupt inside of them leaves their lock taken: see [Note: bells] in swapper.sync.bell."""
-    if module.path.startswith(("swapper/testing/", "infinity/bench/")):
+    if module.path.startswith("swapper/testing/"):
         return
     conditions = {
         ast.unparse(node.targets[0])

@@ -113,7 +113,6 @@ def test_the_command_line_answers_without_torch(answers: Any, question: str, tol
 
 
 def test_each_commands_help_comes_without_torch(answers: Any) -> None:
-    """`infinity train --help` is the help of a script, which needs its libraries."""
     found = answers["COMMAND --help"]
     assert len(found["answer"]) > 10 and set(found["answer"].values()) == {0}
     assert not {"torch", "numpy", "rich", "pydantic"} & {*found["modules"]}

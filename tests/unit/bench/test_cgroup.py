@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-
-from infinity.bench import cgroup
-from infinity.bench.cgroup import Cgroup, MemoryGroup, set_bandwidth, why_unavailable
+from bench import cgroup
+from bench.cgroup import Cgroup, MemoryGroup, set_bandwidth, why_unavailable
 
 _FILES = {
     "memory": {

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from infinity.bench.cgroup import why_unavailable
-from infinity.bench.measured.models import Workload
-from infinity.bench.scale import Try, attempt, draw, largest, scale_table, ways
+from bench.cgroup import why_unavailable
+from bench.measured.models import Workload
+from bench_scale import Try, attempt, draw, largest, scale_table, ways
 
 
 def _search(fits: int, most: int = 64) -> tuple[int | None, int | None, list[int]]:

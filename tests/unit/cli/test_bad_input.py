@@ -5,14 +5,12 @@ from __future__ import annotations
 import io
 import json
 import os
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
 
-from infinity.bench import command as bench
 from infinity.cli.main import COMMANDS, commands, main
 from infinity.cli.output import check_output, check_picture, print_json
 
@@ -49,16 +47,12 @@ _WITH_A_PATH: dict[tuple[str, ...], list[str]] = {
     ("launch",): ["--hostfile", "PATH", "train.py"],
     ("plan",): ["PATH", "--no-measure"],
     ("profile",): ["PATH"],
-    ("train",): ["--config", "PATH", "--steps", "1"],
     ("clean",): ["PATH", "--yes"],
-    ("bench", "step"): ["--nvme-path", "PATH"],
-    ("bench", "scale"): ["--nvme-path", "PATH"],
-    ("bench", "ranks"): ["--nvme-path", "PATH"],
 }
 """Each command that reads something, and where the path of it stands."""
-_TAKES_ANY_DIRECTORY = {("profile",), ("clean",), ("bench", "step"), ("bench", "scale"), ("bench", "ranks")}
-_PATHS_ARE_TEXTS = {("launch",), ("plan",), ("profile",), ("train",)}
-_WITHOUT = {("completion",), ("bench", "update"), ("config", "schema")}
+_TAKES_ANY_DIRECTORY = {("profile",), ("clean",)}
+_PATHS_ARE_TEXTS = {("launch",), ("plan",), ("profile",)}
+_WITHOUT = {("completion",), ("config", "schema")}
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +97,7 @@ def test_help_has_an_example(command: tuple[str, ...], capsys: pytest.CaptureFix
     assert main([*command, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.lower().startswith(f"usage: infinity {' '.join(command)}")
-    if command != ("train",):  # its help is argparse's
-        assert f"infinity {' '.join(command[-2:])}".split()[-1] in out.split("Examples:")[1]
+    assert f"infinity {' '.join(command[-2:])}".split()[-1] in out.split("Examples:")[1]
 
 
 @pytest.mark.parametrize("command", _ALL, ids=" ".join)
@@ -196,17 +189,6 @@ def test_an_optimizer_that_initialize_refuses(
     assert told in _told(capsys)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"), [(["--plot", "missing/a.png"], "make it first"), (["--plot", "a.foo"], ".png")], ids=str
-)
-def test_a_picture_that_cannot_be_drawn_at_the_end(
-    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *options]) == _MISUSED
-    assert told in _told(capsys)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_file_that_cannot_be_written_at_the_end(tmp_path: Path) -> None:
     check_output(tmp_path / "a.json")
     check_picture(tmp_path / "a.PNG", "--png", [".png"])
@@ -222,21 +204,6 @@ def test_json_has_names_that_are_no_text(capsys: pytest.CaptureFixture[str]) -> 
     print_json({"path": Path(name)})
     out = capsys.readouterr().out
     assert json.loads(out) == {"path": name} and out.isascii()
-
-
-def test_an_empty_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.txt").touch()
-    assert main(["train", "--text", "empty.txt"]) == _FAILED
-    assert "the text has 0 bytes" in _told(capsys)
-
-
-def test_a_home_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(_: int) -> None:
-        raise KeyError
-
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert runpy.run_path(bench.__file__)["bench"].name == "bench"
 
 
 def test_a_log_with_numbers_that_no_step_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

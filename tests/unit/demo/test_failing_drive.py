@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import train
 
-from infinity.cli.main import main
-from infinity.demo import train
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.exactness.faulty_drives import faulty_drives
 
@@ -39,7 +38,7 @@ def test_train_prints_what_it_has_when_a_drive_fails(
 
         monkeypatch.setattr(train, "History", Failing)
         arguments = ["--model", "tiny", "--steps", "4", "--host-memory-budget", "3MB", "--json"]
-        assert main(["train", *arguments]) == 1
+        assert train.main(arguments) == 1
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert len(found["steps"]) == 1 and "EIO" in found["problem"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import os
 import subprocess
 import sys
@@ -12,16 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from infinity.cli.main import main
-from infinity.demo.arguments import SIZES, parse_arguments
-from infinity.demo.train import DEFAULT_CONFIG, make_config, warm_up
+from train import SIZES, main, make_config, parse_arguments, warm_up
 
 _ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_the_config_is_the_one_that_stands_in_configs() -> None:
-    assert json.loads((_ROOT / "configs" / "zero3_nvme.json").read_text()) == DEFAULT_CONFIG
 
 
 def test_larger_models_learn_at_lower_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,17 +20,38 @@ def test_larger_models_learn_at_lower_rates(tmp_path: Path, monkeypatch: pytest.
     rates = [size.learning_rate for size in sorted(SIZES.values(), key=lambda size: size.hidden * size.num_layers)]
     assert rates == sorted(rates, reverse=True)
     for name, size in SIZES.items():
-        config = make_config(parse_arguments(["--model", name], "train"), size)
+        config = make_config(parse_arguments(["--model", name]), size)
         assert config.optimizer is not None and config.optimizer.params["lr"] == size.learning_rate
 
 
-def test_a_reader_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--plot", "missing/a.png"], "make it first"),
+        (["--plot", "a.foo"], ".png"),
+        (["--config", "missing"], "no such file"),
+        (["--no-such-option"], "unrecognized"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option(
+    options: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
-    reading, writing = os.pipe()
-    os.close(reading)
-    with io.TextIOWrapper(os.fdopen(writing, "wb")) as stdout:
-        monkeypatch.setattr("sys.stdout", stdout)
-        assert main(["train", "--model", "tiny", "--steps", "1"]) == 141
+    with pytest.raises(SystemExit, match="2"):
+        main(options)
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").touch()
+    assert main(["--text", str(tmp_path / "empty.txt"), "--nvme-path", str(tmp_path)]) == 1
+    assert "the text has 0 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -61,7 +73,7 @@ def test_threads_sleep_while_they_wait(wanted: str | None, spins: bool, tmp_path
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({"OMP_WAIT_POLICY": wanted} if wanted else {})
     (tmp_path / "short").write_text("too short to train on")
-    command = [sys.executable, "-m", "infinity", "train", "--model", "tiny", "--text", "short"]
+    command = [sys.executable, str(_ROOT / "tools" / "train.py"), "--model", "tiny", "--text", "short"]
     told = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, cwd=tmp_path).stderr
     assert "Lower --seq-len" in told
     assert "GOMP_SPINCOUNT" in told and ("GOMP_SPINCOUNT = '0'" not in told) == spins

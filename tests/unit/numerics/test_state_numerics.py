@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from train import RandomWindows, Size, build_model, read_text
 
 import infinity
-from infinity.demo.arguments import Size
-from infinity.demo.train import RandomWindows, build_model, read_text
 from tests.exactness.lockstep import everything_on_nvme
 
 _STEPS, _BATCH, _SEQ_LEN, _WARM_UP = 600, 8, 32, 20

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from infinity.bench.participant import ENVIRONMENT
+from bench.participant import ENVIRONMENT
 from infinity.io_profile import machine
 
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infinity.bench.cgroup import Cgroup
-from infinity.bench.measured.models import Workload
+from bench.cgroup import Cgroup
+from bench.measured.models import Workload
 
 _LOG_LINES = 25
 """Of what a process and its libraries have printed, so many are told where it fails."""

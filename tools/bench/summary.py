@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from infinity.bench.case import CaseResult, Outcome
+from bench.case import CaseResult, Outcome
 
 IN_MEMORY = "in_memory"
 RECOMPUTING = "in_memory_recomputing"

@@ -19,11 +19,8 @@ def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "infinity": {
             "host_memory_budget": settings["budget"],
-            "update": settings.get("update", "auto"),
-            "schedule": settings.get("schedule", "auto"),
-            "main_weights": settings.get("main_weights", "auto"),
-            "state_dtype": settings.get("state_dtype", "fp32"),
             "timeline": settings.get("timeline"),
+            **settings.get("infinity", {}),
         },
     }
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infinity.bench.cgroup import why_unavailable
-from infinity.bench.drive import DriveSample, mixed_rate
-from infinity.bench.measured.models import Workload
-from infinity.bench.participant import Participant, ParticipantFailed, ParticipantSpec
+from bench.cgroup import why_unavailable
+from bench.drive import DriveSample, mixed_rate
+from bench.measured.models import Workload
+from bench.participant import Participant, ParticipantFailed, ParticipantSpec
 
 Progress = Callable[[str], None]
 

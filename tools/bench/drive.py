@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.bench.cgroup import Cgroup
+from bench.cgroup import Cgroup
 
 _COMMON = ("--name=mix", "--direct=1", "--bs=1M", "--ioengine=libaio", "--iodepth=32", "--output-format=json")
 

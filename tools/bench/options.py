@@ -1,0 +1,88 @@
+"""Options that several benchmarks share, and what they refuse before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.cgroup import block_device, why_unavailable
+from bench.machine import version_in
+from infinity.config.schema.quantities import parse_bytes
+
+_BUILD_DIR = Path("~/.cache/infinity-offload/peer_extensions")
+
+
+def several(convert: Callable[[str], Any], example: str) -> Callable[[str], tuple[Any, ...]]:
+    """``1,2,3``: each of them is measured."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        try:
+            return tuple(convert(part.strip()) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} cannot be measured; give one or several, such as {example}"
+            ) from None
+
+    return parse
+
+
+def at_least_one(text: str) -> int:
+    """A whole number above 0."""
+    if (number := int(text)) < 1:
+        raise ValueError(f"{text} is below 1")
+    return number
+
+
+def size(text: str) -> int:
+    """``1.5GB``, in bytes."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The processor's dtype, the peer, the drive, and where results go."""
+    add = parser.add_argument
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="some processors are faster in float32")
+    add("--peer", choices=["deepspeed"], help="takes turns with us")
+    add("--peer-python", default=sys.executable, help="Python of the environment that holds the peer")
+    add("--peer-build-dir", type=Path, default=_BUILD_DIR.expanduser(), help="keeps what the peer compiles")
+    add("--nvme-path", type=Path, default=Path(), help="on the drive (default: the present directory)")
+    add("--json", type=Path, dest="json_file", metavar="FILE", help="write the results there; - is stdout")
+
+
+def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) -> str | None:
+    """Why this cannot be measured here, with the cure; None if it can.
+
+    Args:
+        given: the options of `add_common`.
+        controllers: by the name of a control group's controller, whether it is needed, which option asks for it, and
+            what to do without.
+    """
+    path, python = given.nvme_path, given.peer_python
+    if not path.is_dir():
+        return f"--nvme-path {path}: no such directory; name one on the drive"
+    if not os.access(path, os.W_OK):
+        return f"--nvme-path {path} cannot be written to; change its permissions, or name another one"
+    if block_device(path) is None:
+        return (
+            f"--nvme-path {path} lies on no block device, so its bytes could not be counted; "
+            "name a directory on a drive"
+        )
+    folder = None if given.json_file is None else given.json_file.absolute().parent
+    if folder is not None and not folder.is_dir():
+        return f"--json {given.json_file}: there is no directory {folder}; create it first"
+    for controller, (is_needed, option, cure) in controllers.items():
+        if is_needed and (reason := why_unavailable(controller)) is not None:
+            return f"{option} cannot be used: {reason}; {cure}"
+    if given.peer and shutil.which(python) is None:
+        return f"--peer-python {python}: no such program; name the Python of the peer's environment"
+    if given.peer and version_in(python, given.peer) is None:
+        return f"{given.peer} is not installed for {python}; name another with --peer-python"
+    return None
