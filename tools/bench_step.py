@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.case import Case, CaseResult, Schedule, available_controllers, peers, run_case
-from bench.drive import is_available
 from bench.machine import describe_machine, version_in
 from bench.measured.models import MODEL_SIZES, Workload
 from bench.options import add_common, at_least_one, problem_of, several, size
 from bench.participant import ParticipantSpec
 from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, case_table, find_alone, machine_table, remarks
+from fio import is_available
 
 from infinity.cli.output import STDOUT, write_json
 from infinity.config.schema.quantities import parse_bytes

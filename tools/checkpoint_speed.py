@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import resource
 import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -20,21 +18,11 @@ from typing import Any
 
 import torch
 from bench.cgroup import throttled
+from fio import same_moment
 from torch import nn
 
 import infinity
 from infinity.checkpoint.saved import Checkpoint
-
-
-def fio(directory: Path, num_bytes: int, *directions: str) -> float:
-    """Bytes per second of fio's direct, sequential I/O: 1 MiB blocks, 16 under way; of several directions at once, the slower."""
-    command = ["fio", "--bs=1M", f"--size={num_bytes}", "--direct=1", "--ioengine=libaio", "--iodepth=16"]
-    command += ["--end_fsync=1", "--output-format=json"]
-    for direction in directions:
-        command += [f"--name={direction}", f"--filename={directory / direction}", f"--rw={direction}"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=True)
-    jobs = json.loads(answer.stdout)["jobs"]
-    return min(float(job[direction]["bw_bytes"]) for job, direction in zip(jobs, directions, strict=True))
 
 
 def make_engine(directory: Path, num_layers: int, width: int, budget: str) -> Any:
@@ -76,15 +64,15 @@ def main() -> None:
             rows: dict[str, list[float]] = {"write": [], "both": [], "save": [], "read": [], "load": []}
             for turn in range(3):
                 print("measuring ...", flush=True)
-                rows["write"].append(fio(directory, 1 << 30, "write"))
+                rows["write"].append(same_moment(directory, 1 << 30, "write"))
                 shutil.rmtree(directory / "saved", ignore_errors=True)  # giving space back takes time of its own
                 start = time.perf_counter()
                 engine.save_checkpoint(directory / "saved", tag=str(turn))
                 seconds = time.perf_counter() - start
                 num_bytes = sum(tensor.num_bytes for tensor in Checkpoint.open(directory / "saved").tensors)
                 rows["save"].append(num_bytes / seconds)
-                rows["read"].append(fio(directory, 1 << 30, "read"))
-                rows["both"].append(fio(directory, 1 << 30, "read", "write"))
+                rows["read"].append(same_moment(directory, 1 << 30, "read"))
+                rows["both"].append(same_moment(directory, 1 << 30, "read", "write"))
                 start = time.perf_counter()
                 engine.load_checkpoint(directory / "saved")
                 engine.flush()

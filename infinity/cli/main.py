@@ -102,12 +102,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: those after ``infinity``; None: this process's.
     """
-    _let_streams_take_all()
     if instruction := os.environ.get(COMPLETE):
         return shell_complete(commands, {}, PROGRAM, COMPLETE, instruction)
+    return run(commands, PROGRAM, sys.argv[1:] if arguments is None else arguments)
+
+
+def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
+    """Run a command; what was wrong is printed in one line, and the exit status returned."""
+    _let_streams_take_all()
     try:
-        with commands.make_context(PROGRAM, list(sys.argv[1:] if arguments is None else arguments)) as context:
-            status = commands.invoke(context)
+        with command.make_context(name, list(arguments)) as context:
+            status = command.invoke(context)
         sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
@@ -115,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx is not None else PROGRAM
+        where = error.ctx.command_path if error.ctx is not None else name
         what = first_line(error.format_message()).removesuffix(".")
         return _told(f"{where}: {what}. See `{where} --help`.", MISUSED)
     except click.ClickException as error:

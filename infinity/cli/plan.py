@@ -94,14 +94,14 @@ def plan(
         raise click.UsageError(f"--params {params}: it is a path. Give it without --params.")
     from infinity.forecast.ladder import MOST_LAYERS, Ladder
     from infinity.forecast.machine import Machine, glance
-    from infinity.io_profile.machine import measure_flops_per_second
-    from infinity.io_profile.model import ModelRefused, read_model
+    from infinity.machine.description import measure_flops_per_second
     from infinity.planning.bandwidth_cache import Bandwidth, now
+    from infinity.planning.model_shapes import ModelRefused, read_model
 
     try:
         name, shapes = read_model(params or str(model))
     except ModelRefused as error:
-        raise click.ClickException(str(error).replace("--model ", "", 1)) from error
+        raise click.ClickException(str(error)) from error
     config = None if file is None else _config(file, directories)
     written = None if config is None else dict(config)
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]

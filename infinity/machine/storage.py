@@ -38,7 +38,7 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
     drives: dict[Path, Drive] = {}
     for path in directories:
         try:
-            drives[path] = _writable(path)
+            drives[path] = writable_drive(path)
         except VolumeError as error:
             cure = "Name another one with --nvme-path, or make it"
             yield Finding("directory", Verdict.BAD, str(error), cure, directory=str(path))
@@ -58,7 +58,12 @@ def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
     yield _speed(drive)
 
 
-def _writable(path: Path) -> Drive:
+def writable_drive(path: Path) -> Drive:
+    """What is under a directory.
+
+    Raises:
+        VolumeError: it is none that can be written to.
+    """
     drive = describe_drive(path)
     if not path.is_dir():
         raise VolumeError(path, f"{path} is not a directory")

@@ -78,9 +78,8 @@ def tune_io(config: InfinityConfig, limits: Limits | None = None) -> InfinityCon
         logger.info("infinity.autotune_io: no states rest on NVMe, so there is nothing to measure")
         return config
     try:
-        memory = _most_inflight(config, len(directories))
-        paths = [directory.path for directory in directories]
-        key = cache_key(paths, __version__, f"{_asked(io)}; memory={memory}")
+        memory = _most_inflight(config.infinity.host_memory_budget, len(directories))
+        key = _key(directories, io, memory)
         measured = load(key) if io.autotune == "once" else None
         if measured is not None and _still_works(measured.setting, directories, io):
             logger.info(
@@ -147,8 +146,22 @@ def _asked(io: IOSection) -> str:
     return f"given: {given}; direct={io.direct}; uring={has_uring}"
 
 
-def _most_inflight(config: InfinityConfig, num_drives: int) -> int:
-    budget = config.infinity.host_memory_budget
+def keep(measured: BandwidthCache, directories: Sequence[Directory], io: IOSection) -> None:
+    """Store what a longer measurement has found, for configs with these I/O settings and no memory budget that limits it."""
+    store(_key(directories, io, _most_inflight(None, len(directories))), measured)
+
+
+def _key(directories: Sequence[Directory], io: IOSection, memory: int) -> str:
+    return cache_key([directory.path for directory in directories], __version__, f"{_asked(io)}; memory={memory}")
+
+
+def suitable_backends(directories: Sequence[Directory]) -> tuple[BackendName, ...]:
+    """What may be able to move bytes there."""
+    is_network = any(describe_drive(directory.path).is_network for directory in directories)
+    return ("aiofiles", "threads") if is_network else ("threads", "uring")
+
+
+def _most_inflight(budget: int | None, num_drives: int) -> int:
     most = _MAX_BYTES_INFLIGHT * num_drives
     return most if budget is None else min(most, budget // _BUDGET_SHARE)
 
@@ -178,7 +191,7 @@ def _measure(
         SwapperError: the drives fail.
     """
     started = time.monotonic()
-    test_directories, file_bytes = _test_space(directories, limits)
+    test_directories, file_bytes = test_space(directories, limits)
     names = ", ".join(str(directory.path) for directory in directories)
     logger.info(
         "infinity.autotune_io: measuring %s for about %.0f seconds, with up to %d MB in each directory",
@@ -186,14 +199,12 @@ def _measure(
         limits.seconds,
         file_bytes // 10**6,  # on average
     )
-    is_network = any(describe_drive(directory.path).is_network for directory in directories)
-    backends: tuple[BackendName, ...] = ("aiofiles", "threads") if is_network else ("threads", "uring")
     test_directories = with_speeds(test_directories, file_bytes * len(directories), direct=io.direct)
     with DriveTest(test_directories, file_bytes, direct=io.direct, deadline_seconds=io.deadline_seconds) as test:
         test.prepare(max_seconds=limits.fill_seconds)
         logger.info("infinity.autotune_io: %d MB written", test.num_bytes // 10**6)
         memory = min(most_bytes_inflight, free_bytes() // _BUDGET_SHARE)
-        tried = candidates(io, backends, memory, len(directories))
+        tried = candidates(io, suitable_backends(directories), memory, len(directories))
         trial = _Trial(test, started, limits)
         samples = trial.try_all(tried)
         logger.info("infinity.autotune_io: %d settings tried in %.1f s", len(samples), time.monotonic() - started)
@@ -213,7 +224,7 @@ def _measure(
     return measured
 
 
-def _test_space(directories: Sequence[Directory], limits: Limits) -> tuple[list[Directory], int]:
+def test_space(directories: Sequence[Directory], limits: Limits) -> tuple[list[Directory], int]:
     """The directories with what a test may take of each, and the size of the files.
 
     Raises:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +18,7 @@ import infinity
 from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SHORT = ["--size", "96MiB", "--request-sizes", "1MiB,4MiB", "--in-flight", "4,8", "--seconds", "0.02"]
-_SHORTEST = [*_SHORT, "--repetitions", "1", "--backends", "threads"]
+_SHORT = ["--size", "96MiB", "--seconds", "0.02", "--backends", "threads"]
 _has_fio = shutil.which("fio") is not None
 
 
@@ -69,99 +65,52 @@ def outputs(tmp_path: Path) -> Path:
 def test_a_whole_run(nvme_dir: Path, outputs: Path) -> None:
     config = outputs / "config.json"
     config.write_bytes((_ROOT / "configs" / "zero3_nvme.json").read_bytes())
-    options = ["--quick", "--repetitions", "2", "--json", outputs / "io.json", "--png", outputs / "io.png"]
-    code, output = finish(
-        start(
-            nvme_dir,
-            *_SHORT,
-            *options,
-            "--apply",
-            config,
-            "--model",
-            "374M",
-            "--tbw",
-            "600",
-            "--tokens-per-second",
-            "99",
-        )
-    )
+    options = ["--size", "160MiB", "--seconds", "0.02", "--rounds", "2", "--pairs", "3"]
+    files = ["--json", outputs / "io.json", "--png", outputs / "io.png", "--apply", config]
+    cache = {"INFINITY_CACHE_DIR": str(outputs / "cache")}
+    code, output = finish(start(nvme_dir, *options, *files, environment=cache))
     assert code == 0, output
     assert list(nvme_dir.iterdir()) == []
-    assert max(map(len, output.split("Settings for the config")[0].split("What the drive does")[1].splitlines())) <= 100
 
     result: dict[str, Any] = json.loads((outputs / "io.json").read_text())
     assert result["partial"] is False
     assert "threads" in result["verified"]
-    settings = {json.dumps(each["setting"]) for each in result["ours"]}
-    backends = [name for name, state in result["backends"].items() if state == "available"]
-    assert {json.loads(each)["backend"] for each in settings} == set(backends)
-    for each in result["ours"]:
-        assert len(each["samples"]) == 2 or "rounds of the sweep, to keep it short" in output
-        assert each["least"] <= each["median"] <= each["most"]
-    assert result["cores_at_2_gb_per_second"]["threads"]["read"] > 0
+    for each in result["samples"]:
+        assert len(each["rates"]) == 2 and min(each["rates"]) <= each["median"] <= max(each["rates"])
     assert (outputs / "io.png").read_bytes().startswith(b"\x89PNG")
-
     if _has_fio:
         for workload in ("read", "write", "mixed"):
-            share = result["share_of_fio"][workload]
-            low, high, level = result["share_of_fio_interval"][workload]
-            assert low <= share <= high
-            assert level > 0.95
-            assert len(result["comparison"][workload]["pairs"]) == 7
-        assert all(each["share_of_fio"] for each in result["ours"])
-        assert "7 pairs" in output
+            low, high, level = result["share_of_fio"][workload]["interval"]
+            assert low <= result["share_of_fio"][workload]["share"] <= high and level == 0.75
     else:
-        assert result["share_of_fio"] == {"read": None, "write": None, "mixed": None}
+        assert "share_of_fio" not in result and "fio is not installed" in output
 
     # The printed block, the block in the JSON, and the file that was changed say the same.
     printed = json.loads(output[output.index("\n{\n") : output.index("\n}\n") + 2])
     assert printed == result["config"]
-    assert set(result["reasons"]) == {f"{block}.{key}" for block in printed for key in printed[block]}
-    measured = {
-        (e["setting"]["backend"], e["setting"]["request_bytes"], e["setting"]["max_inflight"]) for e in result["ours"]
-    }
+    measured = [each["setting"] for each in result["samples"]]
     io = infinity.load_config(config, check_storage=False).io
-    assert (io.backend, io.request_bytes, io.max_inflight) in measured
-    assert (
-        json.loads(config.read_text())["optimizer"]
-        == json.loads((_ROOT / "configs/zero3_nvme.json").read_text())["optimizer"]
-    )
-
-    training = result["training"]
-    moved = training["step_bytes"]["read"] + training["step_bytes"]["write"]
-    assert training["io_seconds_per_step"] == pytest.approx(moved / training["bytes_per_second"])
-    assert training["tokens_per_step_that_hide_io"] == pytest.approx(99 * training["io_seconds_per_step"])
-    assert training["life_steps"] == pytest.approx(600e12 / training["step_bytes"]["write"])
-    assert "Training 374M parameters" in output
+    found = {"backend": io.backend, "request_bytes": io.request_bytes, "num_threads": io.num_threads}
+    assert {**found, "max_inflight": io.max_inflight} in measured
+    before = json.loads((_ROOT / "configs/zero3_nvme.json").read_text())
+    assert json.loads(config.read_text())["optimizer"] == before["optimizer"]
+    assert (outputs / "cache" / "io.json").is_file(), "plans know the drive's speed"
 
 
 @pytest.mark.deep
 def test_an_interruption_gives_what_was_measured(nvme_dir: Path, outputs: Path) -> None:
-    options = [
-        "--json",
-        outputs / "io.json",
-        "--apply",
-        outputs / "config.json",
-        "--seconds",
-        "0.1",
-        "--repetitions",
-        "999",
-    ]
+    options = ["--json", outputs / "io.json", "--apply", outputs / "config.json", "--rounds", "9999"]
     (outputs / "config.json").write_text('{"train_batch_size": 1}')
-    process = start(nvme_dir, *_SHORT, "--backends", "threads", "--no-fio", *options)
-    wait_for(process, "sweep, round 2 of 999")
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.05)
-    process.send_signal(signal.SIGINT)  # impatience changes nothing
+    process = start(nvme_dir, *_SHORT, "--no-fio", *options)
+    wait_for(process, "round 2 of 9999")
+    process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code == 130, output
     assert "Traceback" not in output
     assert "Not finished: interrupted" in output
-    assert "fio is not installed" not in output, "nobody asked for it"
-    assert "What the drive does" in output
     result = json.loads((outputs / "io.json").read_text())
     assert result["partial"] is True
-    assert result["ours"]
+    assert result["samples"]
     assert (outputs / "config.json").read_text() == '{"train_batch_size": 1}', "half a measurement changes no config"
     assert list(nvme_dir.iterdir()) == []
     assert sorted(path.name for path in outputs.iterdir()) == ["config.json", "io.json"]
@@ -170,7 +119,7 @@ def test_an_interruption_gives_what_was_measured(nvme_dir: Path, outputs: Path) 
 @pytest.mark.deep
 def test_an_interruption_before_anything_was_measured(nvme_dir: Path) -> None:
     process = start(nvme_dir, "--no-fio")
-    wait_for(process, "This takes about")
+    wait_for(process, "GB free")
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
     assert code in (130, -signal.SIGINT), output
@@ -187,8 +136,8 @@ def free_bytes(directory: Path) -> int:
 def test_kill_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
     directory = small_tmpfs(200 << 20)
     before = free_bytes(directory)
-    process = start(directory, *_SHORT, "--repetitions", "999")
-    wait_for(process, "sweep, round 1")
+    process = start(directory, *_SHORT, "--rounds", "9999")
+    wait_for(process, "round 1")
     assert free_bytes(directory) < before - (90 << 20)
     process.kill()
     finish(process)
@@ -202,35 +151,6 @@ def test_bad_input_is_refused_in_words(nvme_dir: Path) -> None:
     assert code == 2, output
     assert "--help" in output
     assert "Traceback" not in output
-
-
-@pytest.mark.deep
-def test_results_are_alone_on_stdout_and_a_terminal_sees_the_time_left(nvme_dir: Path, tmp_path: Path) -> None:
-    pty = pytest.importorskip("pty", reason="needs a pseudo terminal")
-    leader, follower = pty.openpty()
-    terminal = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "PATH": str(tmp_path), **terminal}
-    with (tmp_path / "stdout").open("w") as stdout:
-        process = subprocess.Popen(
-            [sys.executable, str(_ROOT / "tools" / "profile_io.py"), str(nvme_dir), *_SHORTEST, "--json"],
-            stdin=follower,
-            stdout=stdout,
-            stderr=follower,
-            env=environment,
-        )
-    os.close(follower)
-    seen = b""
-    with contextlib.suppress(OSError):  # EIO: the other end is closed
-        while chunk := os.read(leader, 65536):
-            seen += chunk
-    os.close(leader)
-    assert process.wait(timeout=560) == 0
-    text = seen.decode(errors="replace")
-    assert re.search(r"\d+ s left", text)
-    assert "sweep, round 1" in text
-    assert "fio is not installed" in text
-    assert "Settings for the config" in text
-    assert json.loads((tmp_path / "stdout").read_text())["partial"] is False
 
 
 @pytest.mark.deep

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import fio
+
 from bench.cgroup import Cgroup
 
-_COMMON = ("--name=mix", "--direct=1", "--bs=1M", "--ioengine=libaio", "--iodepth=32", "--output-format=json")
+_COMMON = ("--name=mix", "--direct=1", "--bs=1M", "--ioengine=libaio", "--iodepth=32")
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,6 @@ class DriveSample:
         return self.read_bytes_per_second + self.write_bytes_per_second
 
 
-def is_available() -> bool:
-    """Whether fio is installed."""
-    return shutil.which("fio") is not None
-
-
 @contextlib.contextmanager
 def mixed_rate(
     directory: Path, *, bytes_per_second: int | None, num_bytes: int = 2 << 30, run_seconds: int = 5
@@ -45,11 +39,7 @@ def mixed_rate(
     path = directory / "fio.bin"
 
     def run(*options: str) -> dict[str, dict[str, float]]:
-        command = group.command("fio", f"--filename={path}", f"--size={num_bytes}", *_COMMON, *options)
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-        if answer.returncode != 0:
-            raise RuntimeError(f"fio failed ({answer.returncode}): {answer.stderr.strip() or answer.stdout.strip()}")
-        job: dict[str, dict[str, float]] = json.loads(answer.stdout[answer.stdout.index("{") :])["jobs"][0]
+        (job,) = fio.run(f"--filename={path}", f"--size={num_bytes}", *_COMMON, *options, wrap=group.command)
         return job
 
     with contextlib.ExitStack() as stack:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.participant import ENVIRONMENT
-from infinity.io_profile import machine
+from infinity.machine import description
 
 
 def describe_machine(directory: Path) -> dict[str, Any]:
     """Processor, memory, drive, accelerator and versions, as plain values for the table and the JSON."""
     environment = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in ENVIRONMENT.items())
-    return machine.describe_machine(directory) | {"revision": _revision(), "environment": environment}
+    return description.describe_machine(directory) | {"revision": _revision(), "environment": environment}
 
 
 def version_in(python: str, distribution: str) -> str | None:

@@ -13,12 +13,13 @@ from typing import cast
 import pytest
 from bench.case import Case, CaseResult, Outcome
 from bench.cgroup import Cgroup, block_device
-from bench.drive import DriveSample, is_available, mixed_rate
+from bench.drive import DriveSample, mixed_rate
 from bench.measured.child import run_turn
 from bench.measured.models import MODEL_SIZES, Program, Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
 from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone, remarks
 from bench_step import numbered
+from fio import is_available
 
 _TINY = Workload(model="tiny", seq_len=16)
 _REFUSING = "import sys; sys.modules.update(infinity=None, swapper=None, rich=None, zarr=None)"

@@ -21,8 +21,8 @@ from infinity.forecast import ladder as ladder_module
 from infinity.forecast.experts import active_share
 from infinity.forecast.ladder import Ladder
 from infinity.forecast.machine import Machine
-from infinity.io_profile.model import ModelRefused, read_model
 from infinity.planning.bandwidth_cache import Bandwidth
+from infinity.planning.model_shapes import ModelRefused, read_model
 from swapper.volumes.left_runs import bytes_of_run
 
 _SMALL = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=10**12, device_free_bytes=None)

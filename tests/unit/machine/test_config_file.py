@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinity.config import load_config
-from infinity.io_profile import config_file
+from infinity.machine import config_file
 
 _BLOCK = {
     "aio": {"block_size": 4194304, "queue_depth": 2, "intra_op_parallelism": 8},

@@ -1,13 +1,8 @@
-"""The model that is to be trained: how many parameters it has, and how many bytes a step of it moves.
-
-The bytes come from the engine's own planner (`infinity.planning`), for a model that has shapes
-and no data.
-"""
+"""A model as far as a plan needs it: shapes without data, from a number of parameters or from a Hugging Face config."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import inspect
@@ -17,25 +12,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.config import load_config
-from infinity.device.host_memory import free_share
-from infinity.errors import BudgetTooSmallError
-from infinity.numerics.state_format import StateFormat
-from infinity.planning.cost_model import best_placement, predict
-from infinity.planning.inputs import Request, UnitSize, guessed_order, make_units
-from infinity.planning.placement import place
-
 _COUNT = re.compile(r"([0-9][0-9_]*\.?[0-9]*(?:e[+]?[0-9]+)?)\s*([kmbt]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _DTYPE = torch.bfloat16
-_ADAM_STATES = 2
 _NUM_BLOCKS, _OF_NUMBER, _DEPTH = 32, 7e9, 0.4
 """Models of 7e9 parameters have about 32 blocks, and depth grows with so much of a power of size: 16 for 1e9, 80 for 70e9."""
 _MOST_PARAMETERS = 10**14
@@ -43,35 +28,6 @@ _MOST_PARAMETERS = 10**14
 
 class ModelRefused(ValueError):
     """No model can be made of what was given; the message says why."""
-
-
-@dataclass(frozen=True)
-class StepBytes:
-    """What one optimizer step reads from the drives and writes to them, and the host memory that is given for it."""
-
-    read: int
-    write: int
-    budget_bytes: int
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """A model as far as its I/O goes: bf16 with AdamW, parameters and optimizer state on NVMe, one micro-batch per step,
-    no clipping.
-
-    Attributes:
-        name: for sentences.
-        num_parameters: all of them.
-        least: bytes with as little host memory as works.
-        roomy: bytes with as much memory as the engine takes here of its own accord; None if that is too little.
-        states: how optimizer states are stored.
-    """
-
-    name: str
-    num_parameters: int
-    least: StepBytes
-    roomy: StepBytes | None
-    states: StateFormat = StateFormat.FP32
 
 
 def read_model(text: str) -> tuple[str, nn.Module]:
@@ -85,44 +41,13 @@ def read_model(text: str) -> tuple[str, nn.Module]:
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         raise ModelRefused(
-            f"--model {text}: neither a number of parameters (7B, 374M, 1.2e9) nor the path of a Hugging Face config; "
+            f"{text}: neither a number of parameters (7B, 374M, 1.2e9) nor the path of a Hugging Face config; "
             "names on the hub are not looked up"
         )
     value = float(match[1].replace("_", "")) * _FACTORS[match[2].lower()]
     if not 1 <= value <= _MOST_PARAMETERS:
-        raise ModelRefused(f"--model {text}: a model has between 1 and {_MOST_PARAMETERS:.0e} parameters")
+        raise ModelRefused(f"{text}: a model has between 1 and {_MOST_PARAMETERS:.0e} parameters")
     return _count_words(round(value)), _of_equal_blocks(round(value))
-
-
-def facts_of(name: str, model: nn.Module, states: StateFormat = StateFormat.FP32) -> ModelFacts:
-    """What the engine's planner says of a model whose optimizer states are stored as ``states``."""
-    drives = {"device": "nvme", "nvme_path": "/"}
-    config = load_config(
-        {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "gradient_clipping": 0,
-            "zero_optimization": {"stage": 3, "offload_param": drives, "offload_optimizer": drives},
-            "infinity": {"state_dtype": states.value},
-        },
-        check_storage=False,
-    )
-    units = make_units(model, config)
-    sizes = [UnitSize.of(unit, _ADAM_STATES) for unit in units]
-    request = Request.of(config, model, units, budget_bytes=1 << 62, shares_host_memory=True)
-
-    def step_bytes(budget_bytes: int) -> StepBytes:
-        given, order = dataclasses.replace(request, budget_bytes=budget_bytes), guessed_order(len(sizes))
-        placement = best_placement(sizes, given, order, len(sizes))
-        prediction = predict(sizes, given, placement, order, len(sizes))
-        return StepBytes(prediction.read_bytes, prediction.write_bytes, budget_bytes)
-
-    try:
-        roomy = step_bytes(free_share(holds_activations=True).budget_bytes)
-    except BudgetTooSmallError:
-        roomy = None
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return ModelFacts(name, num_parameters, step_bytes(place(sizes, request).minimum_bytes), roomy, states)
 
 
 def _of_equal_blocks(num_parameters: int) -> nn.Module:
@@ -144,13 +69,13 @@ def _from_config(path: Path) -> nn.Module:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the config is here: nothing is looked up
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise ModelRefused(f"--model {path}: there is no config.json in this directory")
+        raise ModelRefused(f"{path}: there is no config.json in this directory")
     _check_json(path, file)
     with _without_collections():
         model = _built(path, file)
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
         raise ModelRefused(
-            f"--model {path}: a model has at most {_MOST_PARAMETERS:.0e} parameters: look at the sizes in {file.name}"
+            f"{path}: a model has at most {_MOST_PARAMETERS:.0e} parameters: look at the sizes in {file.name}"
         )
     return model
 
@@ -164,7 +89,7 @@ def _check_json(path: Path, file: Path) -> None:
     if not isinstance(found, dict):
         what = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}.get(type(found), "a number")
         raise ModelRefused(
-            f"--model {path}: {file.name} is {what}, and a model's config is an object of keys and values: name the "
+            f"{path}: {file.name} is {what}, and a model's config is an object of keys and values: name the "
             "config.json that lies beside a model's weights"
         )
 
@@ -190,8 +115,8 @@ def _built(path: Path, file: Path) -> nn.Module:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == "transformers"
         why = "" if is_missing else f", which cannot be imported here: {_one_line(error)}"
         raise ModelRefused(
-            f"--model {path}: a Hugging Face config needs transformers (pip install 'infinity-offload[hf]'){why}; a number "
-            "such as --model 7B does not"
+            f"{path}: a Hugging Face config needs transformers (pip install 'infinity-offload[hf]'){why}; a number "
+            "such as 7B does not"
         ) from None
     refused: Exception | None = None
     try:
@@ -205,7 +130,7 @@ def _built(path: Path, file: Path) -> nn.Module:
                 refused = error
     except Exception as error:  # whatever an unusual config makes the library raise
         refused = error
-    raise ModelRefused(f"--model {path}: no model can be made of this config: {_one_line(refused)}") from refused
+    raise ModelRefused(f"{path}: no model can be made of this config: {_one_line(refused)}") from refused
 
 
 def _one_line(error: Exception | None) -> str:

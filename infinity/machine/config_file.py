@@ -16,10 +16,10 @@ from infinity.config.schema.blocks import InfinityBlock
 from infinity.config.schema.offload_blocks import AioBlock
 from infinity.config.text import blank_comments, read_text
 from infinity.errors import BatchSizeError, ConfigError
-from infinity.io_profile.advice import Block
+from infinity.machine.drive_profile import Block
 from swapper.volumes.publish import replacing
 
-NOTE_KEY = "// profile_io"
+NOTE_KEY = "// infinity profile"
 """Keys like this one are comments to the engine."""
 _OTHER_NAMES = {"aio": AioBlock.renamed, "infinity": InfinityBlock.renamed}
 _DECODER = json.JSONDecoder()

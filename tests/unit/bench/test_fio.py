@@ -1,0 +1,115 @@
+"""fio's answers and how it is run; fio itself is played here."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import fio
+import pytest
+from profile_io import Peer, median_interval
+
+from swapper.measure.io_setting import Workload
+from swapper.measure.measurement import DriveTest
+
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def played_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that makes a `fio` out of the given Python source."""
+
+    def make(source: str) -> None:
+        program = tmp_path / "fio"
+        program.write_text(f"#!{sys.executable}\nimport json, os, sys, time\n{source}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return make
+
+
+def answer(read: float = 1e9, write: float = 0.0, error: int = 0) -> str:
+    """Source of a program that prints what fio would, with a warning in front as fio does."""
+    direction = "{'bw_bytes': %r, 'io_bytes': int(%r)}"
+    return (
+        "print('note: both iodepth >= 1 and synchronous I/O engine are selected')\n"
+        f"print(json.dumps({{'jobs': [{{'error': {error}, 'read': {direction % (read, read)}, "
+        f"'write': {direction % (write, write)}}}]}}))"
+    )
+
+
+def test_fio_is_read(played_fio: Callable[[str], None]) -> None:
+    played_fio(answer(2e9, 1e9))
+    (job,) = fio.run("--name=x")
+    assert fio.bytes_per_second(job) == 3e9
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("print('fio: engine libaio not loadable', file=sys.stderr); sys.exit(1)", "engine libaio not loadable"),
+        (answer(error=1), "Operation not permitted"),
+        ("print('no JSON')", "cannot be read"),
+        ("sys.exit(7)", "exit code 7"),
+    ],
+)
+def test_what_fio_cannot_do_is_said_in_its_words(played_fio: Callable[[str], None], source: str, words: str) -> None:
+    played_fio(source)
+    with pytest.raises(fio.FioFailed, match=words):
+        fio.run("--name=x")
+
+
+def test_a_fio_that_hangs_is_ended(played_fio: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fio, "_PATIENCE_SECONDS", 0.1)
+    started: list[subprocess.Popen[str]] = []
+
+    class Noted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    played_fio("time.sleep(1000)")
+    with pytest.raises(fio.FioFailed, match="no answer"):
+        fio.run("--name=x")
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Peer:
+    """On one file of 64 MiB, all of it written."""
+    file = tmp_path / "file"
+    with file.open("wb") as handle:
+        handle.truncate(64 * _MIB)
+    test = SimpleNamespace(paths=[str(file)], is_direct=True, num_bytes=64 * _MIB)
+    return Peer(cast(DriveTest, test), huge_pages=False)
+
+
+def test_fio_goes_on_where_it_ended(played_fio: Callable[[str], None], tmp_path: Path, peer: Peer) -> None:
+    seen = tmp_path / "seen"
+    told = "[a for a in sys.argv if a.startswith('--offset=')][0] + ' '"
+    played_fio(f"open({str(seen)!r}, 'a').write({told})\n" + answer(read=20 * _MIB))
+    for _ in range(3):
+        peer.measure("libaio", (_MIB, 8), Workload.READ, 0.1)
+    # The third run would have less than half of the file left.
+    assert seen.read_text().split() == ["--offset=0", f"--offset={20 * _MIB}", "--offset=0"]
+
+
+def test_an_engine_that_is_missing_is_told_and_tried_no_more(played_fio: Callable[[str], None], peer: Peer) -> None:
+    played_fio("sys.exit('no engine') if '--ioengine=libaio' in sys.argv else None\n" + answer())
+    problems: dict[str, str] = {}
+    found = peer.fastest(Workload.READ, 0.1, problems)
+    assert found is not None and found[0] != "libaio"
+    assert list(problems) == ["libaio"]
+
+
+def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:
+    assert median_interval([7, 1, 5, 3, 2, 6, 4]) == (1, 7, 1 - 2 / 2**7)
+    low, high, level = median_interval(range(20))
+    assert (low, high) == (5, 14) and level > 0.95
+    assert median_interval([1.0, 2.0, 3.0])[2] == 0.75

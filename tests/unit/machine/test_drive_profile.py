@@ -1,0 +1,144 @@
+"""What `infinity profile` measures, and which settings follow; the drive is played here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infinity.config import load_config
+from infinity.machine.drive_profile import (
+    QUICK,
+    WORKLOADS,
+    DriveProfile,
+    default_setting,
+    directories_of,
+    io_of,
+    reproduces,
+    store,
+    sweep,
+)
+from infinity.planning.autotune import candidates, tune_io
+from infinity.planning.bandwidth_cache import measured_bandwidth
+from swapper.errors import ArgumentError, VolumeError, WrongDataError
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import Sample
+
+_MIB = 1 << 20
+_URING, _THREADS = IOSetting("uring", 4 * _MIB, 4, 8), IOSetting("threads", 2 * _MIB, 8, 8)
+
+
+class PlayedDrive:
+    """Answers like a `DriveTest`, at once."""
+
+    num_bytes = 1 << 30
+
+    def __init__(self, errors: dict[str, Exception] | None = None, speed: Callable[[IOSetting], float] | None = None):
+        self._errors, self._speed = errors or {}, speed or (lambda _: 1e9)
+        self.num_samples = 0
+
+    def prepare(self, *, max_seconds: float) -> None:
+        assert max_seconds > 0
+
+    def verify(self, setting: IOSetting) -> None:
+        if error := self._errors.get(f"verify {setting.backend}"):
+            raise error
+
+    def measure(self, setting: IOSetting, workload: Workload, seconds: float, **_: object) -> Sample:
+        if error := self._errors.get(setting.backend):
+            raise error
+        self.num_samples += 1
+        return sample(setting, workload, self._speed(setting))
+
+
+def sample(setting: IOSetting, workload: Workload, rate: float, cpu_seconds: float = 0.1) -> Sample:
+    """One second at `rate` bytes per second."""
+    return Sample(setting, workload, int(rate), 0, 1.0, cpu_seconds)
+
+
+def measured(path: Path, drive: PlayedDrive) -> DriveProfile:
+    found = DriveProfile(directories_of([path]), is_direct=True)
+    sweep(drive, found, QUICK, lambda what, share: None)  # type: ignore[arg-type]
+    return found
+
+
+def test_every_setting_is_measured_in_every_way(tmp_path: Path) -> None:
+    found = measured(tmp_path, PlayedDrive())
+    assert found.verified == ["threads", "uring"] and found.unusable == {}
+    assert default_setting() in found.settings
+    assert {len(found.rates(setting, each)) for setting in found.settings for each in WORKLOADS} == {QUICK.num_rounds}
+
+
+def test_a_backend_that_is_missing_is_told_with_its_reason(tmp_path: Path) -> None:
+    found = measured(tmp_path, PlayedDrive({"uring": ArgumentError("the kernel forbids io_uring")}))
+    assert found.unusable == {"uring": "the kernel forbids io_uring"}
+    assert {setting.backend for setting in found.settings} == {"threads"}
+
+
+def test_no_backend_at_all_is_an_error_with_the_reasons(tmp_path: Path) -> None:
+    errors: dict[str, Exception] = {name: ArgumentError(f"no {name}") for name in ("threads", "uring")}
+    with pytest.raises(ArgumentError, match=r"threads: no threads; uring: no uring"):
+        measured(tmp_path, PlayedDrive(errors))
+
+
+def test_other_bytes_than_were_written_end_it(tmp_path: Path) -> None:
+    error = WrongDataError.__new__(WrongDataError)
+    Exception.__init__(error, "byte 4096 of the scratch file")
+    with pytest.raises(WrongDataError, match="4096"):
+        measured(tmp_path, PlayedDrive({"verify uring": error}))
+
+
+@pytest.mark.parametrize("backend", ["threads", "uring", "aiofiles"])
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_settings_that_are_measured_can_be_put_into_a_config(backend: str, num_drives: int) -> None:
+    found = DriveProfile([])
+    for setting in candidates(io_of({}), [backend], 64 * _MIB * num_drives, num_drives):  # type: ignore[list-item]
+        assert reproduces(found.block(setting), setting), setting
+
+
+def test_the_advice_is_a_config_that_works_like_what_was_fastest(tmp_path: Path) -> None:
+    found = measured(tmp_path, PlayedDrive(speed=lambda setting: 2e9 if setting == _URING else 1e9))
+    advice = found.advice()
+    assert advice is not None and advice.setting == _URING
+    assert advice.bandwidth.mixed_bytes_per_second == 2e9
+    block = json.loads(json.dumps(found.block(advice.setting)))
+    io = load_config(block | {"train_micro_batch_size_per_gpu": 1}, check_storage=False).io
+    assert (io.backend, io.request_bytes, io.num_threads, io.max_inflight) == ("uring", 4 * _MIB, 4, 8)
+    assert io.direct
+
+
+def test_half_a_measurement_gives_no_advice(tmp_path: Path) -> None:
+    found = measured(tmp_path, PlayedDrive())
+    found.stopped_by = "interrupted"
+    assert found.advice() is None
+    assert DriveProfile(directories_of([tmp_path])).advice() is None
+
+
+def test_plans_and_autotune_take_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_CACHE_DIR", str(tmp_path / "cache"))
+    found = measured(tmp_path, PlayedDrive(speed=lambda setting: 2e9 if setting == _THREADS else 1e9))
+    advice = found.advice()
+    assert advice is not None
+    store(found, advice)
+    known = measured_bandwidth([tmp_path])
+    assert known == advice.bandwidth
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = load_config(
+        {
+            "train_batch_size": 1,
+            "zero_optimization": {"stage": 3, "offload_optimizer": offload},
+            "infinity": {"autotune_io": "auto"},
+        }
+    )
+    tuned = tune_io(config).io
+    assert (tuned.backend, tuned.request_bytes, tuned.num_threads) == ("threads", 2 * _MIB, 8)
+
+
+def test_a_directory_that_is_given_twice(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(VolumeError, match="twice"):
+        directories_of([tmp_path, tmp_path])
+    with pytest.raises(VolumeError, match="same directory"):
+        directories_of([tmp_path, tmp_path / "link"])
