@@ -51,7 +51,13 @@ def _files(*patterns: str) -> set[str]:
 
 @pytest.mark.deep
 def test_both_hold_every_file(built: Path) -> None:
-    data = ("infinity/**/METADATA", "infinity/config/ready/*.json", "infinity/reporting/*.j2", "*/py.typed")
+    data = (
+        "infinity/**/METADATA",
+        "infinity/config/ready/*.json",
+        "infinity/config/schema/inert.toml",
+        "infinity/reporting/*.j2",
+        "*/py.typed",
+    )
     expected = _files(*(f"{name}/**/*.py" for name in _PACKAGES), *data)
     (wheel,) = built.glob("*.whl")
     held = set(zipfile.ZipFile(wheel).namelist())

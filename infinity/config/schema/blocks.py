@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from infinity.config.schema.block import Block, Count, Flag, Keys, NoEffect, NotNull, Number, Refused, Untyped
+from infinity.config.schema.block import Block, Count, Flag, NoEffect, NotNull, Number, Refused, Untyped
 from infinity.config.schema.directories import NamedDirectory, parse_directories
+from infinity.config.schema.inert import with_inert_keys
 from infinity.config.schema.offload_blocks import EXACT_EXCHANGE, AioBlock, ZeroBlock
 from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block, float_type
 from infinity.config.schema.quantities import (
@@ -38,11 +39,6 @@ _TORCH_CHECKPOINT = (
     "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
 )
 _CHECKPOINTS = "no effect: it concerns checkpoints in DeepSpeed's format"
-_PROFILING = "no effect: there is no such profiler here; engine.report and torch.profiler tell where time goes"
-_COMET = "no effect: nothing is sent to Comet"
-_LOGGING = "no effect: use Python's logging, e.g. logging.getLogger('infinity').setLevel(...)"
-_EAGER = "no effect: the model runs as it is, uncompiled"
-_ANY_OPTIMIZER = "no effect: every optimizer that treats each element by itself is accepted, and checked at start"
 
 
 def _steps_per_print(value: object) -> object:
@@ -67,6 +63,7 @@ def _strictness(value: object) -> object:
     return False if value == "warn" else value
 
 
+@with_inert_keys
 class OptimizerBlock(Block):
     """`optimizer`."""
 
@@ -75,7 +72,6 @@ class OptimizerBlock(Block):
     params: Untyped = None
     """Its arguments, by the names that torch gives them; a wrong name is an error. As in DeepSpeed, `"Adam"` is AdamW unless
     `"adam_w_mode": false`, and its `weight_decay` is 0 unless given (`"torch_adam": true`: torch's default)."""
-    legacy_fusion: Annotated[Flag, NoEffect(_ANY_OPTIMIZER, silent=(False,))] = False
 
 
 class SchedulerBlock(Block):
@@ -205,48 +201,29 @@ class ActivationCheckpointingBlock(Block):
 _OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
 
 
+@with_inert_keys
 class TensorParallelSizeBlock(Block):
     """`tensor_parallel.tp`."""
 
-    tp_size: _OneRank = 1
-    tp_grain_size: Annotated[Count, NoEffect(_PROCESSES, silent=(1,))] = 1
 
-
+@with_inert_keys
 class TensorParallelBlock(Block):
     """`tensor_parallel`."""
 
-    autotp_size: _OneRank = 1
-    tp_size: _OneRank = 1
     tp: TensorParallelSizeBlock = TensorParallelSizeBlock()
-    dtype: Annotated[Any, NoEffect(_PROCESSES)] = None
-    tp_overlap_comm: Annotated[Flag, NoEffect(_PROCESSES)] = False
-    vocab_parallel_lm_head: Annotated[Flag, NoEffect(_PROCESSES)] = False
-    vocab_parallel_ce_backend: Annotated[Any, NoEffect(_PROCESSES)] = None
-    partition_config: Annotated[Any, NoEffect(_PROCESSES)] = None
-    preset_model: Annotated[Any, NoEffect(_PROCESSES)] = None
-    keep_module_on_host: Annotated[Flag, NoEffect(_PROCESSES)] = False
 
 
+@with_inert_keys
 class PipelineBlock(Block):
     """`pipeline`."""
 
-    stages: Annotated[
-        Count, Refused("pipeline parallelism is not implemented", 'Set it to 1 or "auto"', allowed=(0, 1))
-    ] = 1
-    partition: Annotated[Any, NoEffect(_PROCESSES)] = None
-    seed_layers: Annotated[Flag, Refused("layers are initialised by the model itself", "Set it to false")] = False
-    activation_checkpoint_interval: Annotated[Count, NoEffect(_TORCH_CHECKPOINT, silent=(0,))] = 0
-    pipe_partitioned: Annotated[Flag, NoEffect(_PROCESSES)] = True
-    grad_partitioned: Annotated[Flag, NoEffect(_PROCESSES)] = True
-    use_reentrant: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT)] = True
 
-
+@with_inert_keys
 class ParallelWriteBlock(Block):
     """`checkpoint.parallel_write`."""
 
-    pipeline_stage: Annotated[Flag, NoEffect(_CHECKPOINTS, silent=(False,))] = False
 
-
+@with_inert_keys
 class CheckpointBlock(Block):
     """`checkpoint`: how DeepSpeed writes its own checkpoints."""
 
@@ -255,12 +232,7 @@ class CheckpointBlock(Block):
         BeforeValidator(parse_choice),
         NoEffect(_CHECKPOINTS, silent=("warn", "ignore")),
     ] = "warn"
-    load_universal: Annotated[Flag, NoEffect(_CHECKPOINTS, silent=(False,))] = False
-    use_node_local_storage: Annotated[Flag, NoEffect(_CHECKPOINTS, silent=(False,))] = False
     parallel_write: ParallelWriteBlock = ParallelWriteBlock()
-    checkpoint_serialization: Annotated[Flag, NoEffect(_CHECKPOINTS)] = False
-    writer: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
-    async_io: Annotated[Any, NoEffect(_CHECKPOINTS)] = None
 
 
 class TensorBoardBlock(Block):
@@ -320,21 +292,15 @@ class WandbBlock(Block):
     """Name of the project."""
 
 
+@with_inert_keys
 class CometBlock(Block):
     """`comet`. Nothing is sent there, so a block that is switched on is an error."""
 
     enabled: Flag = False
     """Only `false`."""
-    samples_log_interval: Annotated[Any, NoEffect(_COMET)] = 100
-    project: Annotated[Any, NoEffect(_COMET)] = None
-    workspace: Annotated[Any, NoEffect(_COMET)] = None
-    api_key: Annotated[Any, NoEffect(_COMET)] = None
-    experiment_name: Annotated[Any, NoEffect(_COMET)] = None
-    experiment_key: Annotated[Any, NoEffect(_COMET)] = None
-    online: Annotated[Any, NoEffect(_COMET)] = None
-    mode: Annotated[Any, NoEffect(_COMET)] = None
 
 
+@with_inert_keys
 class RootBlock(Block):
     """The top level."""
 
@@ -381,74 +347,18 @@ class RootBlock(Block):
 
     # ---- what would change the numbers
 
-    amp: Annotated[
-        Untyped,
-        Refused("Apex mixed precision does not work with paged parameters", 'Use "bf16": {"enabled": true}'),
-    ] = None
-    sequence_parallel_size: Annotated[
-        Count, Refused("sequence parallelism is not implemented", "Set it to 1", allowed=(0, 1))
-    ] = 1
     tensor_parallel: TensorParallelBlock = TensorParallelBlock()
     pipeline: PipelineBlock = PipelineBlock()
-    expert_parallel: Annotated[Untyped, Refused("expert parallelism is not implemented", "Remove it")] = None
-    compression_training: Annotated[Untyped, Refused("compression is not implemented", "Remove it")] = None
-    weight_quantization: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
-    quantize_training: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
-    progressive_layer_drop: Annotated[
-        Untyped, Keys(("enabled", "theta", "gamma")), Refused("layers are never dropped", "Remove it")
-    ] = None
-    curriculum_learning: Annotated[
-        Untyped, Refused("the data comes as the loader gives it", "Order the data in the data set")
-    ] = None
     data_efficiency: Annotated[
         Untyped,
         Refused("the data comes as the loader gives it", "Order the data in the data set", is_by_parts=True),
     ] = None
-    eigenvalue: Annotated[Untyped, Refused("quantization is not implemented", "Remove it")] = None
-    elasticity: Annotated[Untyped, Refused("it would choose the batch size", "Remove it, and set train_batch_size")] = (
-        None
-    )
 
     # ---- speed, memory, logging
 
     activation_checkpointing: ActivationCheckpointingBlock = ActivationCheckpointingBlock()
     checkpoint: CheckpointBlock = CheckpointBlock()
-    nebula: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
-    datastates_ckpt: Annotated[Untyped, NoEffect(_CHECKPOINTS)] = None
-    zero_allow_untested_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = True
-    zero_force_ds_cpu_optimizer: Annotated[Flag, NoEffect(_ANY_OPTIMIZER)] = False
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], NoEffect(EXACT_EXCHANGE, silent=("mean",))] = "mean"
-    sparse_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    cuda_visible_devices: Annotated[
-        Any, NoEffect("no effect: set the environment variable CUDA_VISIBLE_DEVICES before Python starts")
-    ] = None
-    sparse_attention: Annotated[
-        Untyped,
-        NoEffect("no effect: the model's own attention is used; DeepSpeed leaves it to the model's script, too"),
-    ] = None
-    hybrid_engine: Annotated[Untyped, NoEffect("no effect: generate() is the model's own, during training as well")] = (
-        None
-    )
-    prescale_gradients: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    gradient_predivide_factor: Annotated[Number, NoEffect(_PROCESSES, silent=(1.0,))] = 1.0
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(float_type)] = "fp32"
     """Data type in which gradients are exchanged between processes: "fp16" and "bf16" halve those bytes, and round each
     process's part of the mean, and the mean. The parts are added in fp32."""
-    seq_parallel_communication_data_type: Annotated[str, NoEffect(_PROCESSES)] = "fp32"
-    fp32_allreduce: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    disable_allgather: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    use_data_before_expert_parallelism: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    comms_logger: Annotated[
-        Untyped, Keys(("enabled", "verbose", "prof_all", "debug", "prof_ops")), NoEffect(_PROCESSES)
-    ] = None
-    compile: Annotated[Untyped, NoEffect(_EAGER)] = None
-    graph_harvesting: Annotated[Flag, NoEffect(_EAGER, silent=(False,))] = False
-    autotuning: Annotated[Untyped, NoEffect("no effect: nothing is tuned by trial runs")] = None
-    timers: Annotated[Untyped, Keys(("throughput",)), NoEffect(_PROFILING)] = None
-    memory_breakdown: Annotated[Flag, NoEffect(_PROFILING, silent=(False,))] = False
-    dump_state: Annotated[Flag, NoEffect(_LOGGING, silent=(False,))] = False
-    log_level: Annotated[str, NoEffect(_LOGGING)] = ""
-    disable_python_gc: Annotated[
-        Flag, NoEffect("no effect: Python's garbage collector is left alone", silent=(False,))
-    ] = False
-    vocabulary_size: Annotated[Count, NoEffect("no effect: DeepSpeed uses it for a hint about alignment")] = 0

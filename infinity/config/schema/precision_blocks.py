@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from infinity.config.schema.block import Block, Count, Flag, NoEffect, Number, Refused, Untyped
+from infinity.config.schema.inert import with_inert_keys
 from infinity.config.schema.quantities import parse_names
 
-_SCALING = "no effect: bf16 has the range of fp32, so no loss scaling is needed"
 _FLOAT_TYPES = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -21,7 +21,6 @@ _FLOAT_TYPES = {
     "bf16": "bf16",
     "bfloat16": "bf16",
 }
-_WIDE = "no effect: main weights and sums of gradients are fp32, which loses nothing; what that takes is in the plan"
 
 
 def float_type(value: object) -> str:
@@ -39,6 +38,7 @@ def _half_type(value: object) -> str:
     return name
 
 
+@with_inert_keys
 class Fp16Block(Block):
     """`fp16`, with its loss scaling."""
 
@@ -58,9 +58,9 @@ class Fp16Block(Block):
     """The least loss scale. Gradients that overflow with it are an error."""
     auto_cast: Flag = False
     """Floating-point inputs of the model are cast to fp16."""
-    fp16_master_weights_and_grads: Annotated[Flag, NoEffect(_WIDE, silent=(False,))] = False
 
 
+@with_inert_keys
 class Bf16Block(Block):
     """`bf16`. Also takes the loss scaling keys of `fp16`, which many files repeat here."""
 
@@ -71,26 +71,8 @@ class Bf16Block(Block):
     check_grad_overflow: Flag | None = None
     """A step whose gradients are not finite is skipped. `"auto"`: with `gradient_clipping` in ZeRO's stages 1 and 2, as
     DeepSpeed does by default; its stage 3 never looks, and without clipping no update waits for all gradients."""
-    immediate_grad_update: Annotated[
-        Flag, NoEffect("no effect: main gradients are always accumulated in fp32 as they arrive")
-    ] = True
-    bf16_master_weights_and_grads: Annotated[Flag, NoEffect(_WIDE, silent=(False,))] = False
-    bf16_optimizer_states: Annotated[
-        Flag,
-        NoEffect(
-            "no effect: rounded to the nearest bf16, second moments would stand still, so states are fp32; "
-            '"infinity": {"state_dtype": "bf16"} rounds stochastically',
-            silent=(False,),
-        ),
-    ] = False
     auto_cast: Flag = False
     """Floating-point inputs of the model are cast to bf16."""
-    loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
-    initial_scale_power: Annotated[Number, NoEffect(_SCALING)] = 0
-    loss_scale_window: Annotated[Number, NoEffect(_SCALING)] = 0
-    hysteresis: Annotated[Number, NoEffect(_SCALING)] = 0
-    consecutive_hysteresis: Annotated[Flag, NoEffect(_SCALING)] = False
-    min_loss_scale: Annotated[Number, NoEffect(_SCALING)] = 0
 
 
 class AutocastBlock(Block):

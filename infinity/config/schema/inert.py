@@ -1,0 +1,47 @@
+"""Keys whose values nobody reads, from the table `inert.toml`: they are part of the models without a line of code each."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, create_model
+
+from infinity.config.schema.block import Block, Count, Elements, Flag, Keys, NoEffect, Number, Refused, Untyped
+
+_GROUPS: dict[str, list[dict[str, str]]] = tomllib.loads(Path(__file__).with_name("inert.toml").read_text("utf-8"))
+_KINDS: dict[str, Any] = {
+    "flag": Flag,
+    "count": Count,
+    "elements": Elements,
+    "number": Number,
+    "share": Annotated[Number, Field(ge=0, le=1)],
+    "text": str,
+    "object": Untyped,
+    "any": Any,
+}
+_B = TypeVar("_B", bound=Block)
+
+
+def with_inert_keys(block: type[_B]) -> type[_B]:
+    """The model with the keys that the table has for it."""
+    fields: dict[str, Any] = {}
+    for group in _GROUPS[block.__name__]:
+        for line in group["keys"].strip().splitlines():
+            name, kind, *words = line.split()
+            fields[name] = _field(kind, words, group["reason"], group.get("cure"))
+    return create_model(block.__name__, __base__=block, __module__=block.__module__, __doc__=block.__doc__, **fields)
+
+
+def _field(kind: str, words: list[str], reason: str, cure: str | None) -> tuple[Any, Any]:
+    """Annotation and default of a key."""
+    if kind == "object":
+        default, known = None, [Keys(tuple(words))] if words else []
+    else:
+        default, known = json.loads(words[0]) if words else None, []
+    rule: NoEffect | Refused = NoEffect(reason, silent=(default,) if words[1:] == ["silent"] else ())
+    if cure is not None:
+        rule = Refused(reason, cure, allowed=(0, 1) if kind == "count" else (False,))
+    return Annotated[_KINDS[kind], *known, rule], default
