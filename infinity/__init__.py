@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from infinity.loading.load_pretrained import load_pretrained
     from infinity.optim import lr_schedules as schedules
     from infinity.paging.gathered_parameters import GatheredParameters
-    from infinity.planning.memory_needs import (
+    from infinity.plan.memory_needs import (
         estimate_zero2_model_states_mem_needs_all_cold,
         estimate_zero2_model_states_mem_needs_all_live,
         estimate_zero3_model_states_mem_needs_all_cold,
         estimate_zero3_model_states_mem_needs_all_live,
     )
-    from infinity.planning.plan import Plan
+    from infinity.plan.plan import Plan
     from infinity.profiling.flops_profiler import get_model_profile
     from infinity.telemetry import StepReport
 
@@ -64,14 +64,14 @@ _lazy_name, __dir__ = lazy_names(
         "GatheredParameters": "infinity.paging.gathered_parameters",
         "InfinityConfig": "infinity.config",
         "Init": "infinity.loading.init",
-        "Plan": "infinity.planning.plan",
+        "Plan": "infinity.plan.plan",
         "StepReport": "infinity.telemetry",
         "add_config_arguments": "infinity.config.arguments",
         "engine_of": "infinity.entry",
-        "estimate_zero2_model_states_mem_needs_all_cold": "infinity.planning.memory_needs",
-        "estimate_zero2_model_states_mem_needs_all_live": "infinity.planning.memory_needs",
-        "estimate_zero3_model_states_mem_needs_all_cold": "infinity.planning.memory_needs",
-        "estimate_zero3_model_states_mem_needs_all_live": "infinity.planning.memory_needs",
+        "estimate_zero2_model_states_mem_needs_all_cold": "infinity.plan.memory_needs",
+        "estimate_zero2_model_states_mem_needs_all_live": "infinity.plan.memory_needs",
+        "estimate_zero3_model_states_mem_needs_all_cold": "infinity.plan.memory_needs",
+        "estimate_zero3_model_states_mem_needs_all_live": "infinity.plan.memory_needs",
         "get_accelerator": "infinity.accelerator",
         "get_model_profile": "infinity.profiling.flops_profiler",
         "init_distributed": "infinity.distributed.process_groups",

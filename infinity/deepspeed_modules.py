@@ -33,7 +33,7 @@ from infinity.loop.loader import RepeatingLoader
 from infinity.monitors.monitors import MonitorMaster
 from infinity.optim import lr_schedules
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
-from infinity.planning import memory_needs
+from infinity.plan import memory_needs
 from infinity.profiling import flops_profiler
 
 

@@ -30,6 +30,7 @@ from infinity.distributed.world import world
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, ConfigValueError, UnsupportedModelError
+from infinity.machine.autotune import tune_io
 from infinity.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer, begin_anew
@@ -38,8 +39,7 @@ from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
 from infinity.optim.template import Template, absent_template, build_template
 from infinity.paging.parameter_handler import ParameterHandler
-from infinity.planning.autotune import tune_io
-from infinity.planning.placement import DEVICE_KEY
+from infinity.plan.placement import DEVICE_KEY
 from infinity.run_log.notes import RunNotes
 from infinity.torch_internals.module_tensors import announce_nothing
 from infinity.units.model_check import check_model, warn_of_gaps, warn_of_other_dtypes

@@ -38,8 +38,8 @@ from infinity.gradients.arrivals import Arrivals
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.optim.registry import BY_NAME
-from infinity.planning import cost_model, placement
-from infinity.planning.cost_model import predict
+from infinity.plan import cost_model, placement
+from infinity.plan.cost_model import predict
 from infinity.telemetry.clock import StepClock
 from infinity.tiers import user_copies
 from infinity.tiers.divided_weights import DividedWeights

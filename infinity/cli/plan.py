@@ -18,8 +18,8 @@ from infinity.machine.finding import size
 
 if TYPE_CHECKING:
     from infinity.config import InfinityConfig
-    from infinity.forecast.ladder import Outcome
-    from infinity.forecast.machine import Machine
+    from infinity.plan.ladder import Outcome
+    from infinity.plan.machine import Machine
 
 _TOKENS = 2048
 
@@ -92,11 +92,12 @@ def plan(
         raise click.UsageError(f"{model}: no such file or directory; names on the hub are not looked up.")
     if params is not None and Path(params).exists():
         raise click.UsageError(f"--params {params}: it is a path. Give it without --params.")
-    from infinity.forecast.ladder import MOST_LAYERS, Ladder
-    from infinity.forecast.machine import Machine, glance
+    from infinity.machine.bandwidth_cache import now
     from infinity.machine.description import measure_flops_per_second
-    from infinity.planning.bandwidth_cache import Bandwidth, now
-    from infinity.planning.model_shapes import ModelRefused, read_model
+    from infinity.machine.here import glance, room_bytes, this_machine
+    from infinity.plan.ladder import MOST_LAYERS, Ladder
+    from infinity.plan.machine import Bandwidth
+    from infinity.plan.model_shapes import ModelRefused, read_model
 
     try:
         name, shapes = read_model(params or str(model))
@@ -109,7 +110,7 @@ def plan(
     speed = tflops * 1e12 if tflops else None
     source = "as given" if tflops else ""
     try:
-        machine = Machine.here(paths, asks_gpu=ram is None and gpu is None)
+        machine = this_machine(paths, asks_gpu=ram is None and gpu is None)
         if speed is None and is_here and not no_measure:
             speed, device = measure_flops_per_second()
             source = f"measured: {device}"
@@ -131,9 +132,8 @@ def plan(
         bandwidth=bandwidth,
         flops_per_second=speed,
         drive_tbw=tbw,
-        has_its_drives=disk is None,
     )
-    ladder = Ladder(shapes, written, machine, [str(path) for path in paths], tokens)
+    ladder = Ladder(shapes, written, machine, [str(path) for path in paths], tokens, None if disk else room_bytes)
     rungs = list(ladder.rungs())
     given = ladder.given() if config is not None else next((each for each in rungs if each.fits), rungs[-1])
     change = None if given.fits else ladder.smallest_change(given)

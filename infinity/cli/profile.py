@@ -18,8 +18,8 @@ from swapper.config import BackendName
 
 if TYPE_CHECKING:
     from infinity.console import Console
+    from infinity.machine.bandwidth_cache import BandwidthCache
     from infinity.machine.drive_profile import DriveProfile, Effort, Progress
-    from infinity.planning.bandwidth_cache import BandwidthCache
 
 _BACKENDS = [name for name in get_args(BackendName) if name != "auto"]
 _FAILED, _MISUSED, _INTERRUPTED = 1, 2, 130

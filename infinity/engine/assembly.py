@@ -33,11 +33,11 @@ from infinity.engine.parts import Parts, UpperParts
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
 from infinity.errors import BudgetTooSmallError, ConfigValueError
-from infinity.forecast.draft import Draft
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.owned_grads import OwnedGradients
+from infinity.machine.here import bandwidth_of, room_bytes
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.classes.one_bit_adam import OneBitAdam
 from infinity.optim.facade.loose_parameters import LooseParameters
@@ -49,8 +49,8 @@ from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.paging.residency import Residency
-from infinity.planning.drive_room import room_bytes
-from infinity.planning.placement import DEVICE_KEY, Placement
+from infinity.plan.inputs import PlanInputs
+from infinity.plan.placement import DEVICE_KEY, Placement
 from infinity.telemetry import Recording, Reporter, Sources, StepClock
 from infinity.telemetry.progress import Note, progress
 from infinity.tiers.user_copies import UserCopies
@@ -119,8 +119,8 @@ def build(
     free_bytes = device.free_bytes(model)
     if divides and free_bytes is not None:  # or some ranks would keep units whole there that others do not
         free_bytes = min(free for (free,) in ranks.meet("planning the memory of devices", [free_bytes]))
-    draft_of = functools.partial(
-        Draft.of,
+    inputs_of = functools.partial(
+        PlanInputs.of,
         model,
         template=template,
         share=share,
@@ -131,12 +131,12 @@ def build(
         device_free_bytes=free_bytes,
     )
     fills_devices = divides and config.offload_param.device == "none" and not device.shares_host_memory
-    draft, placement, reason_against = (
-        _placed_on_devices(ranks, draft_of, config) if fills_devices else _placed(draft_of, config)
+    inputs, placement, reason_against = (
+        _placed_on_devices(ranks, inputs_of, config) if fills_devices else _placed(inputs_of, config)
     )
-    config = draft.config
-    units, updater, sizes, request, guess = draft.units, draft.updater, draft.sizes, draft.request, draft.guess
-    names, with_room, spans = draft.names, draft.with_room, draft.spans
+    config = inputs.config
+    units, updater, sizes, request, guess = inputs.units, inputs.updater, inputs.sizes, inputs.request, inputs.guess
+    names, with_room, spans = inputs.names, inputs.with_room, inputs.spans
     has_remainder = config.infinity.main_weights == "remainder"
     state_format = StateFormat(config.infinity.state_dtype)
     waiting = MainGradDtype(
@@ -271,7 +271,7 @@ def build(
     )
     if placement.spills:
         gradients.reserve()
-    plan_tracker = draft.tracker(placement, reason_against, room_bytes)
+    plan_tracker = inputs.tracker(placement, reason_against, room_bytes, bandwidth_of(config))
     # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
     spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
     trimmer = HeapTrimmer() if device.shares_host_memory and spills else None
@@ -373,7 +373,7 @@ def build(
             space=SpillSpace(storage.open_more),
             activation_bytes=placement.activation_bytes if device.shares_host_memory else None,
             blocks=blocks,
-            suitability=Suitability(draft.config.infinity.schedule, reason_against),
+            suitability=Suitability(inputs.config.infinity.schedule, reason_against),
         ),
         trimmer=trimmer,
         upper=upper,
@@ -397,18 +397,20 @@ def _zeros(directories: Sequence[Path], numel: int) -> torch.Tensor:
     return DriveTensors(directories).empty((numel,), torch.float32).zero_()
 
 
-def _placed(draft_of: Callable[[InfinityConfig], Draft], config: InfinityConfig) -> tuple[Draft, Placement, str | None]:
-    draft = draft_of(config)
-    return draft, *draft.place()
+def _placed(
+    inputs_of: Callable[[InfinityConfig], PlanInputs], config: InfinityConfig
+) -> tuple[PlanInputs, Placement, str | None]:
+    inputs = inputs_of(config)
+    return inputs, *inputs.place()
 
 
 def _placed_on_devices(
-    ranks: Ranks, draft_of: Callable[[InfinityConfig], Draft], config: InfinityConfig
-) -> tuple[Draft, Placement, str | None]:
+    ranks: Ranks, inputs_of: Callable[[InfinityConfig], PlanInputs], config: InfinityConfig
+) -> tuple[PlanInputs, Placement, str | None]:
     """All weights on each rank's device, if all of them have the room."""
     found = None
     try:
-        found = _placed(draft_of, config)
+        found = _placed(inputs_of, config)
     except BudgetTooSmallError as error:
         if error.key != DEVICE_KEY:
             raise
@@ -419,7 +421,7 @@ def _placed_on_devices(
         "the devices have no room for all weights, so each process keeps its share of them in host memory, as with "
         '"offload_param": {"device": "cpu"}'
     )
-    return _placed(draft_of, replace(config, offload_param=replace(config.offload_param, device="cpu")))
+    return _placed(inputs_of, replace(config, offload_param=replace(config.offload_param, device="cpu")))
 
 
 def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:

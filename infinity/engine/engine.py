@@ -43,8 +43,7 @@ from infinity.loop.style import LoopStyle
 from infinity.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
-from infinity.planning.plan import Plan
-from infinity.planning.workload import Workload
+from infinity.plan.plan import Plan, Workload
 from infinity.profiling.profiled_step import ProfiledStep
 from infinity.run_log.notes import RunNotes
 from infinity.threads.engine_lock import locked, refuse_in_between

@@ -18,7 +18,7 @@ from infinity.paging.listener import PagerListener, WeightWriter
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
 from infinity.paging.parameter_handler import Gatherer, GradientHost, ParameterHandler
-from infinity.planning.plan_tracker import PlanTracker
+from infinity.plan.tracker import PlanTracker
 from infinity.telemetry import Recording, Reporter, StepClock
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.updates.step_groups import StepGroups

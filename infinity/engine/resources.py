@@ -17,10 +17,9 @@ from infinity.distributed.collectives import Ranks
 from infinity.distributed.pulls import pulls_of
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.gradients.arrivals import Arrivals
-from infinity.planning.inputs import Request, UnitSize
-from infinity.planning.placement import HOST_KEY, Placement
-from infinity.planning.resting import resting_bytes, spilled_bytes
-from infinity.planning.volumes import TierKey, Volumes
+from infinity.plan.placement import HOST_KEY, Placement
+from infinity.plan.sizes import Request, UnitSize
+from infinity.plan.volumes import TierKey, Volumes, resting_bytes, spilled_bytes
 from infinity.telemetry.reporter import DriveCounters
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore

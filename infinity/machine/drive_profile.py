@@ -11,8 +11,9 @@ from typing import Any
 
 from infinity.config import IOSection, load_config
 from infinity.errors import ConfigError
-from infinity.planning.autotune import Limits, candidates, choose, keep, suitable_backends, test_space
-from infinity.planning.bandwidth_cache import Bandwidth, BandwidthCache, now
+from infinity.machine.autotune import Limits, candidates, choose, keep, suitable_backends, test_space
+from infinity.machine.bandwidth_cache import BandwidthCache, now
+from infinity.plan.machine import Bandwidth
 from swapper.config import BackendName
 from swapper.errors import ArgumentError, SwapperError, TransferError, VolumeError, WrongDataError
 from swapper.measure.io_setting import IOSetting, Workload

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from infinity.machine.bandwidth_cache import measured_bandwidth
 from infinity.machine.finding import Finding, Verdict, size
-from infinity.planning.bandwidth_cache import measured_bandwidth
 from swapper.config import SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError, UnwritableDirectoryError, VolumeError
 from swapper.measure.by_name import open_by_name

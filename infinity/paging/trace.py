@@ -24,7 +24,7 @@ with. ``simulate`` tells the same without a model; with that, a plan predicts th
   * The first forecast is a guess, from the order of registration.
 A window that slides along remembers nothing. In evaluation, 0 1 2 3 in a circle, one with room for 3 units reads all 4 each
 time, as would letting the longest unused go. One with room for 2, and one unit that stays, reads 3. So which units stay is
-settled beforehand, by ``infinity.planning.placement`` (``staying`` here), and the window gets what it takes to be in time.
+settled beforehand, by ``infinity.plan.placement`` (``staying`` here), and the window gets what it takes to be in time.
 """
 
 from __future__ import annotations

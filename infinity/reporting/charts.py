@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.errors import LibraryVersionError
-from infinity.planning.plan import Plan
+from infinity.plan.plan import Plan
 from infinity.reporting.trace import StepTrace
 from infinity.run_log import Mark
 from infinity.telemetry.report import StepReport

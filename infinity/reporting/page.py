@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from infinity.planning.plan import Plan
+from infinity.plan.plan import Plan
 from infinity.reporting import charts
 from infinity.reporting.trace import last_step
 from infinity.reporting.verdict import Verdict, judge, known_plan, steady_steps

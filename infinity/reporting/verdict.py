@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from infinity.errors import BudgetTooSmallError, ConfigValueError
 from infinity.numerics.plain_data import UNREADABLE
-from infinity.planning.cost_model import place_for_schedule
-from infinity.planning.plan import Plan
-from infinity.planning.workload import Workload, of_record
+from infinity.plan.cost_model import place_for_schedule
+from infinity.plan.plan import Plan, Workload, of_record
 from infinity.run_log import Run
 from infinity.telemetry.report import StepReport
 

@@ -15,8 +15,7 @@ import psutil
 import torch
 
 from infinity.config import InfinityConfig
-from infinity.planning.plan import Plan
-from infinity.planning.workload import Workload, as_record
+from infinity.plan.plan import Plan, Workload, as_record
 from infinity.run_log.writer import RunLog
 from infinity.telemetry import StepReport
 from infinity.version import __version__

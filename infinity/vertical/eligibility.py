@@ -17,7 +17,7 @@ class Suitability:
         """
         Args:
             asked: the config's ``infinity.schedule``.
-            reason_against: see `infinity.planning.cost_model.place_for_schedule`.
+            reason_against: see `infinity.plan.cost_model.place_for_schedule`.
         """
         self.is_asked = asked == "vertical"
         """Whether the config asks for it, and not only allows it."""

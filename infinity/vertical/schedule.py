@@ -12,7 +12,7 @@ from infinity.errors import EngineClosedError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import PhaseGuard
 from infinity.paging.saved_tensors import is_saved_otherwise
-from infinity.planning.cost_model import Traffic
+from infinity.plan.cost_model import Traffic
 from infinity.vertical import thread_state
 from infinity.vertical.buffers import StepStart
 from infinity.vertical.handoff import Abandoned, MicroBatchThread

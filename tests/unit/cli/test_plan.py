@@ -17,12 +17,11 @@ import infinity
 from infinity.cli.main import main
 from infinity.config import load_config
 from infinity.errors import ConfigValueError, OptimizerNotPageableError, StorageError
-from infinity.forecast import ladder as ladder_module
-from infinity.forecast.experts import active_share
-from infinity.forecast.ladder import Ladder
-from infinity.forecast.machine import Machine
-from infinity.planning.bandwidth_cache import Bandwidth
-from infinity.planning.model_shapes import ModelRefused, read_model
+from infinity.machine.here import room_bytes
+from infinity.plan import ladder as ladder_module
+from infinity.plan.ladder import Ladder
+from infinity.plan.machine import Bandwidth, Machine
+from infinity.plan.model_shapes import ModelRefused, active_share, read_model
 from swapper.volumes.left_runs import bytes_of_run
 
 _SMALL = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=10**12, device_free_bytes=None)
@@ -208,9 +207,8 @@ def test_a_run_that_is_there_has_its_space(tmp_path: Path) -> None:
     infinity.initialize(model=_plain(), config=config)[0].close()
     places = load_config(config).infinity.durable
     assert places is not None
-    here, described = Machine.here([tmp_path]), _SMALL
-    held, free = (machine.room_bytes(places.directories) for machine in (here, described))
-    assert free == described.drive_free_bytes
+    held = room_bytes(places.directories)
+    assert _SMALL.room_bytes(places.directories) == _SMALL.drive_free_bytes
     written = (tmp_path / "durable" / "states-1-of-1").stat().st_blocks * 512
     assert bytes_of_run(tmp_path / "durable") == written > 0
     assert held is not None and held > written
@@ -429,7 +427,7 @@ def test_memory_is_not_asked_for_where_it_would_not_help(
     def refuse(*_: Any, **__: Any) -> None:
         raise OptimizerNotPageableError("AdamW", "it is a test's", cure="Take another one")
 
-    monkeypatch.setattr(ladder_module.Draft, "of", refuse)
+    monkeypatch.setattr(ladder_module.PlanInputs, "of", refuse)
     assert main(["plan", "--params", "10m", "--no-measure"]) == 1
     told = capsys.readouterr().out
     assert "Neither memory nor drives would help" in told and "it takes more memory" not in told

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from infinity.config import load_config
+from infinity.machine.autotune import candidates, tune_io
+from infinity.machine.bandwidth_cache import measured_bandwidth
 from infinity.machine.drive_profile import (
     QUICK,
     WORKLOADS,
@@ -20,8 +22,6 @@ from infinity.machine.drive_profile import (
     store,
     sweep,
 )
-from infinity.planning.autotune import candidates, tune_io
-from infinity.planning.bandwidth_cache import measured_bandwidth
 from swapper.errors import ArgumentError, VolumeError, WrongDataError
 from swapper.measure.io_setting import IOSetting, Workload
 from swapper.measure.measurement import Sample

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from infinity.cli.main import INTERRUPTED, main
 from infinity.errors import RunLogError
-from infinity.planning.workload import as_record
+from infinity.plan.plan import as_record
 from infinity.reporting.live import watch
 from infinity.run_log import RunLog
 from tests.unit.reporting.test_verdict import known, step

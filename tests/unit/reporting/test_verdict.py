@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from infinity.numerics.chunk_format import ChunkFormat
-from infinity.planning.cost_model import Traffic, best_placement, predict
-from infinity.planning.inputs import Request, UnitSize, guessed_order
-from infinity.planning.plan import Plan
-from infinity.planning.workload import Workload, as_record
+from infinity.plan.cost_model import Traffic, best_placement, predict
+from infinity.plan.plan import Plan, Workload, as_record
+from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.reporting.verdict import alternatives, judge
 from infinity.run_log import Run
 from infinity.telemetry import StepReport

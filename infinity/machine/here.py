@@ -1,0 +1,87 @@
+"""What plans need to know of this machine: free memory, room on its drives, and how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from infinity.config import InfinityConfig
+from infinity.config.schema.directories import existing
+from infinity.device.host_memory import free_bytes
+from infinity.machine.bandwidth_cache import measured_bandwidth, now
+from infinity.plan.machine import Bandwidth, Machine, Room, together
+from swapper.errors import SwapperError
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import DriveTest
+from swapper.volumes.directory import Directory
+from swapper.volumes.file_system import describe_drive
+from swapper.volumes.left_runs import bytes_of_run
+
+_FILE_BYTES = 32 << 20
+_SETTING = IOSetting("threads", 1 << 20, num_threads=4, max_inflight=8)
+_SECONDS = 0.3
+_DEADLINE_SECONDS = 10.0
+
+
+def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machine:
+    """This machine, with states in these directories; without its GPU unless ``asks_gpu``.
+
+    Raises:
+        VolumeError: nothing can be said of a directory.
+    """
+    return Machine(
+        host_free_bytes=free_bytes(),
+        drive_free_bytes=room_bytes([Directory(path) for path in directories]),
+        device_free_bytes=torch.cuda.mem_get_info()[0] if asks_gpu and torch.cuda.is_available() else None,
+        bandwidth=measured_bandwidth(directories),
+    )
+
+
+def room_bytes(directories: Sequence[Directory]) -> int | None:
+    """What they have room for together, what a run that goes on has there included; None: no limit.
+
+    Raises:
+        VolumeError: nothing can be said of one.
+    """
+    return together([_room(each) for each in directories])
+
+
+def _room(directory: Directory) -> Room:
+    drive = describe_drive(existing(directory.path.absolute()))
+    free = drive.free_bytes if drive.total_bytes else None
+    return Room(directory, drive.device_number, free, bytes_of_run(directory.path))
+
+
+def bandwidth_of(config: InfinityConfig) -> Bandwidth | None:
+    """What is known of a config's drives; None if one was never measured. Those of weights and of states work side by side."""
+    sections = (config.offload_param, config.offload_optimizer)
+    found = [measured_bandwidth(paths) for paths in {s.nvme_paths: None for s in sections if s.device == "nvme"}]
+    known = [bandwidth for bandwidth in found if bandwidth is not None]
+    if not known or len(known) < len(found):
+        return None
+    return Bandwidth(
+        sum(bandwidth.read_bytes_per_second for bandwidth in known),
+        sum(bandwidth.write_bytes_per_second for bandwidth in known),
+        sum(bandwidth.mixed_bytes_per_second for bandwidth in known),
+        min(bandwidth.measured_at for bandwidth in known),
+    )
+
+
+def glance(directories: Sequence[Path]) -> Bandwidth | None:
+    """What the drives do in a third of a second, of which 32 MiB on each are written; None if that cannot be found out.
+
+    `measured_bandwidth` is better: it is what a long measurement found.
+    """
+    try:
+        with DriveTest(
+            [Directory(path) for path in directories], _FILE_BYTES, deadline_seconds=_DEADLINE_SECONDS
+        ) as test:
+            if not test.is_direct:
+                return None
+            test.prepare(max_seconds=_SECONDS)
+            mixed = test.measure(_SETTING, Workload.MIXED, _SECONDS).bytes_per_second
+    except SwapperError:
+        return None
+    return Bandwidth(mixed, mixed, mixed, now())

@@ -1,0 +1,254 @@
+"""What a plan is made from: the model cut into units, and what its placement has to know. Engines and `infinity plan` begin here.
+
+The model may be on the meta device: only its shapes are looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.adapters import is_base
+from infinity.config import InfinityConfig
+from infinity.device.host_memory import FreeShare
+from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.numerics.state_format import StateFormat
+from infinity.optim.piece import PieceUpdater
+from infinity.optim.state_support import check_parts, check_state_format
+from infinity.optim.template import Template
+from infinity.plan.cost_model import place_for_schedule
+from infinity.plan.machine import Bandwidth, RoomBytes
+from infinity.plan.placement import Placement
+from infinity.plan.sizes import Request, UnitSize, guessed_order
+from infinity.plan.tracker import PlanTracker, first_plan
+from infinity.plan.volumes import Volumes
+from infinity.units.layout import UnitLayout
+from infinity.units.partition import partition
+from infinity.units.shares import Shares
+from infinity.units.unit import Unit, is_float8, spec_of
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What is decided before anything is opened.
+
+    Attributes:
+        units: the model, cut.
+        updater: the optimizer, on pieces.
+        names: for each unit's index, the names of the states that its records have room for.
+        with_room: (unit, slot) of every parameter with room for states.
+        spans: of each unit's trainable segment, the elements whose states this process has: from, to.
+        sizes: of the units.
+        request: what the config asks for.
+        guess: the order of need before the first micro-batch is recorded.
+    """
+
+    config: InfinityConfig
+    units: list[Unit]
+    updater: PieceUpdater
+    names: dict[int, dict[str, None]]
+    with_room: set[tuple[int, int]]
+    spans: list[tuple[int, int]]
+    sizes: list[UnitSize]
+    request: Request
+    guess: list[int]
+    budget_source: str
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        config: InfinityConfig,
+        template: Template,
+        share: FreeShare,
+        *,
+        shares_host_memory: bool,
+        device_free_bytes: int | None,
+        shares: Shares | None = None,
+        divides_weights: bool = False,
+        is_alone: bool = True,
+    ) -> PlanInputs:
+        """Cut a model, and take down what its placement has to know.
+
+        Args:
+            model, config, template: what is to be trained, how, and by which optimizer.
+            share: of the host's memory, what is taken where the config leaves that open.
+            shares_host_memory: whether the device computes in host memory.
+            device_free_bytes: of a device that has its own.
+            shares: which part of the states is this process's; None: all of them.
+            divides_weights: whether weights that do not stay in memory are divided as the states are.
+            is_alone: whether no other process averages gradients with this one.
+
+        Raises:
+            ConfigValueError, OptimizerNotPageableError: the optimizer does not go with how its states are to be kept.
+        """
+        shares = shares or Shares()
+        updater = PieceUpdater(template)
+        check_state_format(StateFormat(config.infinity.state_dtype), template, updater)
+        check_parts(template, updater, config.zero_stage, is_divided=shares.is_divided)
+        # What came into the model since the template was made stays an ordinary parameter.
+        units = make_units(model, config, _with_room(model, template), lambda parameter: parameter in template)
+        names = {unit.index: _state_names(unit, template, updater) for unit in units}
+        budget = config.infinity.host_memory_budget
+
+        def asked(config: InfinityConfig) -> Request:
+            return Request.of(
+                config,
+                model,
+                units,
+                budget_bytes=budget if budget is not None else share.budget_bytes,
+                shares_host_memory=shares_host_memory,
+                device_free_bytes=device_free_bytes,
+                runs_in_parallel=updater.is_for_threads,
+                updates_whole_parameters=updater.mixes_elements,
+                is_alone=is_alone,
+            )
+
+        found = cls(
+            config=config,
+            units=units,
+            updater=updater,
+            names=names,
+            with_room={
+                (unit.index, slot.index) for unit in units for slot in unit.layout.slots if slot.spec.is_trainable
+            },
+            spans=[shares.span(unit) for unit in units],
+            sizes=[_size_of(unit, len(names[unit.index]), shares, divides_weights=divides_weights) for unit in units],
+            request=asked(config),
+            guess=guessed_order(len(units), is_trained=bool(template.param_groups)),
+            budget_source="from the config" if budget is not None else str(share),
+        )
+        if not (shares_host_memory and config.infinity.update_is_open):
+            return found
+        # Where nothing waits for a drive, updates beside the model only take its cores: they are faster after it.
+        in_step = dataclasses.replace(config, infinity=dataclasses.replace(config.infinity, update="step"))
+        after = dataclasses.replace(found, config=in_step, request=asked(in_step))
+        return after if after.stays_in_memory() else found
+
+    def stays_in_memory(self) -> bool:
+        """Whether the budget holds weights, states and gradients, so that a step moves nothing."""
+        request = self.request
+        least = sum(request.record_bytes(unit) + unit.weight_bytes for unit in self.sizes)
+        if least > request.budget_bytes:
+            return False
+        try:
+            placement, _ = self.place()
+        except (BudgetTooSmallError, ConfigValueError):  # as the other request will be, if it has to be
+            return False
+        on_drives = placement.weights_on_nvme(len(self.units)) or placement.spills
+        kept = zip(self.sizes, placement.states_in_memory, strict=True)
+        return not on_drives and all(unit.state_numel == numel for unit, numel in kept)
+
+    def place(self) -> tuple[Placement, str | None]:
+        """Divide the budgets; also gives why steps go in the ordinary order, None if they go vertically.
+
+        Raises:
+            BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
+        """
+        return place_for_schedule(self.config.infinity.schedule, self.sizes, self.request, self.guess)
+
+    def tracker(
+        self, placement: Placement, reason_against: str | None, room_bytes: RoomBytes, bandwidth: Bandwidth | None
+    ) -> PlanTracker:
+        """What keeps the plan of a placement.
+
+        Args:
+            placement, reason_against: what `place` gave.
+            room_bytes: says what directories have room for.
+            bandwidth: of the drives; None if nobody knows it.
+        """
+        retention, durable = self.volumes(placement).retention, self.config.infinity.durable
+        if retention is not None and durable is not None:
+            retention = dataclasses.replace(retention, room_bytes=room_bytes(durable.directories))
+        slots = [slot for unit in self.units for slot in unit.layout.slots]
+        plan = first_plan(
+            self.sizes,
+            self.request,
+            placement,
+            num_parameters=sum(slot.numel for slot in slots),
+            num_trainable=sum(slot.numel for slot in slots if slot.spec.is_trainable),
+            host_budget_source=self.budget_source,
+            bandwidth=bandwidth,
+            drive_tbw=self.config.infinity.drive_tbw,
+            retention=retention,
+        )
+        expects_vertical = self.config.infinity.schedule == "vertical" and reason_against is None
+        return PlanTracker(plan, self.sizes, self.request, self.guess, expects_vertical=expects_vertical)
+
+    def volumes(self, placement: Placement) -> Volumes:
+        """What is opened on drives with a placement."""
+        return Volumes.of(self.config, self.sizes, self.request, placement)
+
+
+def make_units(
+    model: nn.Module,
+    config: InfinityConfig,
+    grouped: Iterable[nn.Parameter] | None = None,
+    takes: Callable[[nn.Parameter], bool] = lambda parameter: True,
+) -> list[Unit]:
+    """Cut a model into units.
+
+    Args:
+        model, config: which model, and what decides about units.
+        grouped: the parameters in the optimizer's groups, which get room for states: frozen ones as well, since they may be
+            thawed, but for constants that stay in fp64. None: all that require a gradient.
+        takes: whether a parameter comes into a unit.
+    """
+    by_name = {fqn: parameter for fqn, parameter in model.named_parameters() if takes(parameter)}
+    trained = [p for p in by_name.values() if p.requires_grad] if grouped is None else list(grouped)
+    # With fp32, plain torch casts nothing: constants in fp64 keep their digits, unless all of the model came in fp64.
+    keeps_double = config.compute_dtype == torch.float32 and any(
+        (parameter.requires_grad or not trained) and parameter.dtype != torch.float64 for parameter in by_name.values()
+    )
+    with_room = {
+        id(parameter)
+        for parameter in trained
+        if parameter.requires_grad
+        or (
+            parameter.is_floating_point()
+            and not is_float8(parameter.dtype)
+            and not (keeps_double and parameter.dtype == torch.float64)
+        )
+    }
+    units: list[Unit] = []
+    found = partition(model, config.compute_dtype.itemsize, config.infinity.units, takes)
+    for index, members in enumerate(found):
+        parameters = [by_name[fqn] for fqn in members.fqns]
+        specs = [
+            spec_of(
+                fqn, parameter, config.compute_dtype, keeps_double=keeps_double, is_trainable=id(parameter) in with_room
+            )
+            for fqn, parameter in zip(members.fqns, parameters, strict=True)
+        ]
+        layout = UnitLayout(specs, StateFormat(config.infinity.state_dtype).block_numel)
+        units.append(Unit(index, members.name or type(model).__name__, parameters, layout))
+    return units
+
+
+def _with_room(model: nn.Module, template: Template) -> Sequence[nn.Parameter]:
+    """What gets room for states: all but the weights under adapters, unless these have it already."""
+    is_left_out = is_base(model)
+    return [p for p in template.with_room() if template.keeps_room(p) or not is_left_out(p)]
+
+
+def _state_names(unit: Unit, template: Template, updater: PieceUpdater) -> dict[str, None]:
+    """Of the states that a unit's records have room for: those of its parameters' groups, or of all where one is in none."""
+    groups = template.param_groups
+    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+    trained = [p for slot, p in zip(unit.layout.slots, unit.parameters, strict=True) if slot.spec.is_trainable]
+    found = {group_of.get(id(parameter)) for parameter in trained}
+    indices = sorted(index for index in found if index is not None)
+    if None in found:  # one has left its group, and may come into any
+        indices += range(len(groups))
+    return dict.fromkeys(name for index in indices for name in updater.state_names(index))
+
+
+def _size_of(unit: Unit, num_states: int, shares: Shares, *, divides_weights: bool) -> UnitSize:
+    start, stop = shares.span(unit)
+    kept_bytes = sum(stop - start for start, stop in shares.weight_spans(unit)) if divides_weights else None
+    held = sum(last - first for first, last in (shares.span(unit, rank) for rank in shares.holders))
+    return UnitSize.of(unit, num_states, stop - start, kept_bytes, held - (stop - start))

@@ -1,0 +1,119 @@
+"""How large the pages for optimizer state are, and how many.
+
+Pure arithmetic: knows bytes and elements; must not know what else shares the budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from infinity.errors import ConfigValueError, format_bytes
+from infinity.plan.sizes import Request
+from infinity.units.layout import CHUNK_GRANULE
+
+FEWEST_PAGES = 3
+"""One chunk being read, one updated, one written."""
+GOOD_PAGE_BYTES = 12 << 20
+"""So much goes to pages before anything else shares with them: each chunk costs time, however small it is."""
+_MOST_PAGES = 16
+_PREFERRED_PAGES = 8
+_ENOUGH_PAGE_BYTES = 48 << 20
+"""For all pages together: more in flight makes no drive faster. All three are for up to two workers."""
+_TIMES, _MOST_SHARE = (2, 4), 6
+"""Larger chunks are fewer, though: so many times as much is worth a trial, if it is no more than this part of the budget."""
+_PAGE_GRANULE = 4096
+_SMALLEST_CHUNK = 32 * CHUNK_GRANULE
+_LARGEST_CHUNK = 1024 * CHUNK_GRANULE
+_CHUNK_ON_DEVICE = 8192 * CHUNK_GRANULE
+"""Where records rest on a device: there is no page to fill, and a kernel for each costs the host more than it saves."""
+
+
+class PageSizes:
+    """Sizes of pages, each for one chunk, that are possible with a model and its config."""
+
+    def __init__(self, request: Request, widest: int, largest_numel: int) -> None:
+        """
+        Args:
+            request: the config's part.
+            widest: the most states that a unit has per element.
+            largest_numel: trainable elements of the largest unit.
+
+        Raises:
+            ConfigValueError: ``page_bytes`` is too small for one chunk.
+        """
+        self._request = request
+        self._widest = widest
+        self._share = max(request.update_workers / 2, 1)
+        """Beyond two, each worker needs as much again."""
+        self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # of a model that is only evaluated: none
+        self._largest_chunk = min(_LARGEST_CHUNK, self._largest_numel)
+        if request.updates_whole_parameters:
+            self._largest_chunk = self._largest_numel
+        self._smallest_chunk = self._find_smallest_chunk()
+        self.smallest_bytes = self._bytes_for(self._smallest_chunk)
+        """Of one page."""
+
+    def enough_bytes(self, *, keeps_all_records: bool) -> set[int]:
+        """More for all pages together brings nothing: one number or some, of which none is always the best.
+
+        ``keeps_all_records``: nothing is read into pages or written from them.
+        """
+        enough = int(_ENOUGH_PAGE_BYTES * self._share)
+        more = [times * enough for times in _TIMES if times * enough <= self._request.budget_bytes // _MOST_SHARE]
+        most_pages = self._fewest_pages if keeps_all_records else self._most_pages
+        return {min(each, most_pages * self._bytes_for(self._largest_chunk)) for each in (enough, *more)}
+
+    @property
+    def _fewest_pages(self) -> int:
+        return FEWEST_PAGES - 1 + self._request.update_workers
+
+    @property
+    def _most_pages(self) -> int:
+        return int(_MOST_PAGES * self._share)
+
+    def cut(self, area_bytes: int, *, keeps_all_records: bool) -> tuple[int, int, int]:
+        """Elements per chunk, bytes per page, number of pages in ``area_bytes``; if that is 0, of the smallest.
+
+        No pages where records rest on a device.
+        """
+        chunk_numel = self._smallest_chunk
+        if self._request.records_on_device:
+            if self._request.page_bytes is None:
+                chunk_numel = max(chunk_numel, min(_CHUNK_ON_DEVICE, self._largest_numel))
+            return chunk_numel, self._bytes_for(chunk_numel), 0
+        if self._request.page_bytes is None and area_bytes:
+            number = self._fewest_pages if keeps_all_records else int(_PREFERRED_PAGES * self._share)
+            numel = self._numel_in(area_bytes // number)
+            chunk_numel = min(max(numel, self._smallest_chunk), self._largest_chunk)
+        page_bytes = self._bytes_for(chunk_numel)
+        return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, self._most_pages), FEWEST_PAGES)
+
+    @classmethod
+    def least_bytes(cls, request: Request, widest: int, largest_numel: int) -> int:
+        """The least ``page_bytes`` that goes with a model and its config."""
+        sizes = cls(dataclasses.replace(request, page_bytes=None), widest, largest_numel)
+        return sizes._bytes_for(sizes._least_chunk)
+
+    @property
+    def _least_chunk(self) -> int:
+        return self._largest_numel if self._request.updates_whole_parameters else CHUNK_GRANULE
+
+    def _find_smallest_chunk(self) -> int:
+        wanted, least = self._request.page_bytes, self._least_chunk
+        numel = _SMALLEST_CHUNK if wanted is None else self._numel_in(wanted)
+        if wanted is not None and numel < least:
+            what = (
+                "the optimizer updates whole parameters, and a page must hold the largest unit with all its optimizer state"
+                if self._request.updates_whole_parameters
+                else f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state"
+            )
+            cure = f"Set it to at least {format_bytes(self._bytes_for(least))}, or leave it out"
+            raise ConfigValueError("infinity.page_bytes", wanted, what, cure=cure)
+        return self._largest_numel if self._request.updates_whole_parameters else min(numel, self._largest_numel)
+
+    def _numel_in(self, num_bytes: int) -> int:
+        return self._request.record_format.numel_in(num_bytes, self._widest, CHUNK_GRANULE)
+
+    def _bytes_for(self, chunk_numel: int) -> int:
+        num_bytes = self._request.record_format.workspace_bytes(chunk_numel, self._widest)
+        return -(-num_bytes // _PAGE_GRANULE) * _PAGE_GRANULE

@@ -1,0 +1,550 @@
+"""Divides the host memory budget, and the device's.
+
+Pure arithmetic on sizes: knows units' bytes and the budget; must not know tensors or files.
+
+    host memory budget
+    | flat buffers: of units that stay, and room for those that come and go | pages | gradients | weights and states kept |
+On a GPU the flat buffers are device memory, and pages for uploads take their place in the host budget: a few small ones, or,
+where ranks divide weights, one or two as large as the largest unit that comes and goes.
+
+[Note: how it is divided]
+A byte of memory can do two things. It can keep something off the drives: a unit's weights, read twice per micro-batch and
+written once, save most, then gradients, then states (``keep_in_memory``). Or it can keep the drives and the model busy at
+the same time: pages in flight, room to fetch ahead. The first is worth counting in bytes that a step does not move, the
+second has no such measure. And the more units stay, the less room the others need to pass through, down to none: so what is
+best for one unit more is not best for all of them. Hence:
+  1. `_Planner.options`: some numbers of units that stay, with and without all states in memory. Each costs what all else
+     needs at least: room for the two largest of the other units, three pages, the gradients of the largest unit.
+  2. `_Planner.divide`, for each, with pages of some sizes: at most half of what is left goes to staging (pages first, see
+     `_Planner._staging`), all else keeps things off the drives, each kind as much as fits.
+  3. The option with the highest score is taken: bytes saved, less what its chunks cost. An engine simulates the first few.
+Eight units of 8 Mi parameters in bf16 with remainders: weights of 16 MiB, states of 80, gradients of 32 (fp32, one
+micro-batch, updates in backward). Keeping the weights of one saves 48 MiB in a step. A budget of 200, in MiB:
+
+    units that stay |  least: flat + pages + gradients | staging | kept with the rest      | saved | chunks      | score
+                 0  |    67:   32  +   3   +    32     |  66.5   | 4 units (64), states 2.5 |  197  | 248 (-124)  |   73
+                 8  |   163:  128  +   3   +    32     |  18.5   | states 18.5              |  421  | 472 (-236)  |  185
+
+With 60 it is refused, and the message names 67. With 100, 8 cannot stay, and one of them does with what 0 leaves over.
+What must hold: the parts never exceed the budget, and a budget that is refused is refused with the true minimum, which is
+the cheapest option's.
+Tried otherwise: staging in proportion to its wishes made pages so small that Python's time per chunk was the larger loss, so
+pages come first and each chunk has a price (`_CHUNK_COST_BYTES`). Leaving some updates for the next forward, in memory taken
+from here, gained nothing that could be measured, and is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from infinity.errors import BudgetTooSmallError, format_bytes
+from infinity.plan.keep_in_memory import most_gradients, order_of_weights, take_gradients, take_states, take_weights
+from infinity.plan.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
+from infinity.plan.sizes import FP32_BYTES, Request, UnitSize, divides_weights, has_shares, needed_together
+
+HOST_KEY = "infinity.host_memory_budget"
+DEVICE_KEY = "infinity.device_memory_budget"
+_CHUNK_COST_BYTES = 512 << 10
+"""So many bytes of I/O are worth one chunk less: each costs half a millisecond of Python beside the computing, and with eight
+workers, which wait for each other there, 1.5 (measured on 16 cores)."""
+_UPLOAD_PAGE_BYTES = 4 << 20
+_UPLOAD_PAGES = 2, 8
+"""The fewest, and as many as bring something."""
+_WHOLE_UNITS = 1, 2
+"""The same where ranks divide weights, and each page takes a unit: one is put together, one goes to the device."""
+_PAGE_GRANULE = 4096
+_LEAST_LANDING_BYTES = 8 << 20
+"""For gradients that arrive: two blocks."""
+_LANDING_GAP_BYTES = 4096
+"""Lost to alignment, at most."""
+_UNITS_LANDING = 2
+"""As many units' gradients may be on their way at a time, where there is room for them."""
+_UNITS_AHEAD = 2
+"""Besides the two that are needed: one being fetched, one being updated."""
+_MOST_OPTIONS = 48
+_UNITS_OF_GRADIENTS = 3
+"""On a device of its own memory: one unit's that autograd makes, and two whose update has not fetched them yet."""
+_UNITS_ON_THE_WAY = 3
+"""From backward into the update of a share: one unit's gradients are added up, one's exchanged and one's in the update."""
+_CHUNKS_ON_DEVICE = 2
+"""Whose gradients and weights have working memory there, where updates run there."""
+_SHARE_OF_DEVICE = 0.65
+"""Of what the engine's other memory leaves of a device: the rest is for activations, which nobody knows before a step."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The division of the budget."""
+
+    weights_bytes: int
+    """Capacity for flat buffers (device memory on a GPU), those of `resident_units` included."""
+    page_bytes: int
+    num_pages: int
+    chunk_numel: int
+    upload_page_bytes: int
+    num_upload_pages: int
+    gradient_bytes: int
+    """For gradients in memory: main gradients, or those on their way into an update in backward."""
+    gradient_scratch_bytes: int
+    gradients_in_memory: tuple[int, ...]
+    """Units whose main gradients stay in RAM; those of the others are spilled."""
+    resident_units: frozenset[int]
+    """Units whose weights rest in their flat buffers."""
+    hosted_units: frozenset[int]
+    """Units whose weights rest in host memory beside the device's, or this process's share of them does."""
+    states_in_memory: tuple[int, ...]
+    """For each unit, of how many elements, from the first on whose states this process keeps, those rest in host memory."""
+    kept_bytes: int
+    """Host memory for weights (beside flat buffers) and states that rest there."""
+    minimum_bytes: int
+    spills: bool
+    """Whether some main gradients go to NVMe."""
+    landing_bytes: int = 0
+    """For gradients on their way from a device that has a memory of its own."""
+    gradients_on_device: bool = False
+    """Whether that is a device's, which has a memory of its own and updates there. Else the host's."""
+    activation_bytes: int = 0
+    """For inputs of units, which wait for backward when all micro-batches go through a unit together."""
+
+    def weights_on_nvme(self, num_units: int) -> frozenset[int]:
+        """Units whose weights rest on NVMe."""
+        return frozenset(range(num_units)) - self.resident_units - self.hosted_units
+
+    def host_bytes(self, request: Request) -> int:
+        """Of host memory, what is divided up."""
+        pages = self.page_bytes * self.num_pages + self.upload_page_bytes * self.num_upload_pages
+        flats = self.weights_bytes if request.shares_host_memory else 0
+        gradients = self.landing_bytes + (0 if self.gradients_on_device else self.gradient_bytes)
+        return flats + pages + gradients + self.kept_bytes + self.activation_bytes
+
+    def budget_of_weights(self, request: Request) -> tuple[str, int]:
+        """The config key of the budget that flat buffers are a part of, and its value."""
+        if request.shares_host_memory:
+            return HOST_KEY, request.budget_bytes
+        return DEVICE_KEY, request.device_budget_bytes or self.weights_bytes
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One way to divide: what stays from the beginning, and what all the rest needs at least."""
+
+    residents: frozenset[int]
+    hosts_all: bool
+    """All units that do not stay on the device, or this process's share of each, rest in host memory."""
+    keeps_all_records: bool
+    flat_bytes: int
+    """Of the host's: flat buffers."""
+    page_bytes: int
+    num_pages: int
+    upload_bytes: int
+    landing_bytes: int
+    gradient_bytes: int
+    kept_bytes: int
+    map_bytes: int
+    """See `Request.map_bytes`."""
+    serving_bytes: int
+    """See `Request.serving_bytes`."""
+    update_bytes: int
+    """See `Request.update_bytes`."""
+
+    @property
+    def cost_bytes(self) -> int:
+        return (
+            self.flat_bytes
+            + self.page_bytes * self.num_pages
+            + self.upload_bytes
+            + self.landing_bytes
+            + self.gradient_bytes
+            + self.kept_bytes
+            + self.map_bytes
+            + self.serving_bytes
+            + self.update_bytes
+        )
+
+
+def place(units: Sequence[UnitSize], request: Request) -> Placement:
+    """Divide the budgets: see `placements`."""
+    return placements(units, request)[0]
+
+
+def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
+    """Sensible ways to divide the budgets, the best first, as far as that can be told without a simulation.
+
+    Raises:
+        BudgetTooSmallError: names the minimum.
+        ConfigValueError: ``page_bytes`` is too small for one chunk.
+    """
+    planner = _Planner(units, request)
+    planner.divide_device_memory()
+    options = list(planner.options())
+    least = min(options, key=lambda option: option.cost_bytes)
+    if request.budget_bytes < least.cost_bytes:
+        raise BudgetTooSmallError(
+            HOST_KEY,
+            budget_bytes=request.budget_bytes,
+            minimum_bytes=least.cost_bytes,
+            reason=_explain(units, request, least),
+        )
+    found = [pair for option in options for pair in planner.divide(option, least.cost_bytes)]
+    return [placement for _, placement in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Placement) -> int:
+    """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
+    moving = (unit.state_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
+    num_chunks = sum(-(-numel // placement.chunk_numel) for numel in moving)
+    return num_chunks * _CHUNK_COST_BYTES * max(request.update_workers * 3 // 8, 1)
+
+
+class _Planner:
+    def __init__(self, units: Sequence[UnitSize], request: Request) -> None:
+        self._units = units
+        self._request = request
+        self._order = order_of_weights(units, request)
+        self._sizes = [unit.weight_bytes for unit in units]
+        self._total = sum(self._sizes)
+        self._largest_numel = max(unit.trainable_numel for unit in units)
+        self._records = sum(request.record_bytes(unit) for unit in units)
+        widest = max((unit.num_states for unit in units), default=0)
+        self._pages = PageSizes(request, widest, self._largest_numel)
+        self._all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
+        self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
+        self._is_divided = has_shares(units)
+        self._device_bytes = self._total
+        self._comes_together = not request.shares_host_memory and divides_weights(units)
+        """Whether weights come to a device from host memory, where ranks' shares of a unit are put together."""
+        self._upload_page_bytes, self._num_upload_pages = _UPLOAD_PAGE_BYTES, _UPLOAD_PAGES
+        self._on_device: frozenset[int] = frozenset()
+
+    # ------------------------------------------------------------------------------------------------------ the device
+
+    def divide_device_memory(self) -> None:
+        """Decide which units stay on a device with a memory of its own.
+
+        Raises:
+            BudgetTooSmallError: it has not even room for those that are needed together.
+        """
+        request = self._request
+        if request.shares_host_memory:
+            return
+        everything = range(len(self._units))
+        least = self._total if request.param_tier == "none" else needed_together(self._units, request, everything)
+        budget = request.device_budget_bytes
+        if budget is None:
+            budget = self._automatic_device_budget(least)
+        elif budget < least:
+            raise BudgetTooSmallError(
+                DEVICE_KEY,
+                budget_bytes=budget,
+                minimum_bytes=least,
+                reason="The two largest units must be resident together",
+            )
+        self._device_bytes = min(self._total, budget)
+        if request.param_tier == "none":
+            self._on_device = frozenset(everything)
+        elif request.keeps_in_memory:
+            kept = [self._residents_in(prefix, self._device_bytes) for prefix in self._prefixes()]
+            self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
+        if self._comes_together:
+            largest = max((self._sizes[index] for index in everything if index not in self._on_device), default=1)
+            self._upload_page_bytes = -(-largest // _PAGE_GRANULE) * _PAGE_GRANULE
+            self._num_upload_pages = _WHOLE_UNITS
+
+    def _has_room_for_gradients(self) -> bool:
+        """Whether the device has it beside all weights."""
+        request = self._request
+        if request.device_budget_bytes is not None:
+            return self._total + self._all_gradients <= request.device_budget_bytes
+        if request.device_free_bytes is None:
+            return True
+        left = request.device_free_bytes - self._beside_weights() - self._all_gradients
+        return self._total <= int(_SHARE_OF_DEVICE * left)
+
+    def _beside_weights(self) -> int:
+        """Bytes of the device that the engine takes besides weights and main gradients."""
+        request = self._request
+        others = (
+            _UNITS_OF_GRADIENTS * max(self._sizes) + FP32_BYTES * self._largest_numel
+        )  # the last for a norm in fp32
+        if request.records_on_device:
+            chunk_numel, _, _ = self._pages.cut(0, keeps_all_records=True)
+            working_bytes = chunk_numel * (FP32_BYTES + request.record_format.weight_dtype.itemsize)
+            others += self._records + _CHUNKS_ON_DEVICE * working_bytes
+        return others
+
+    def _automatic_device_budget(self, least_bytes: int) -> int:
+        request = self._request
+        if request.device_free_bytes is None:
+            return self._total
+        others = self._beside_weights() + (self._all_gradients if self._gradients_on_device else 0)
+        left = request.device_free_bytes - others
+        if left < least_bytes:
+            raise BudgetTooSmallError(
+                DEVICE_KEY,
+                budget_bytes=max(left, 0),
+                minimum_bytes=least_bytes,
+                reason=f"The device has {format_bytes(request.device_free_bytes)} free, of which gradients"
+                f"{' and optimizer states' if request.records_on_device else ''} take {format_bytes(others)}, and "
+                f"{format_bytes(least_bytes)} of weights must be there together",
+                cure="Free memory of the device, put what is there elsewhere (offload_param, offload_optimizer), or name "
+                "smaller modules in infinity.units",
+            )
+        return max(least_bytes, int(_SHARE_OF_DEVICE * left))
+
+    def _residents_in(self, prefix: frozenset[int], capacity_bytes: int) -> frozenset[int]:
+        rest = [index for index in self._order if index not in prefix]
+        room = capacity_bytes - sum(self._sizes[index] for index in prefix)
+        room -= min((1 + _UNITS_AHEAD) * max((self._sizes[i] for i in rest), default=0), self._bytes_of(rest))
+        if room < 0:
+            return frozenset()
+        return prefix.union(take_weights(self._sizes, rest, room)[0])
+
+    def _bytes_of(self, indices: Sequence[int]) -> int:
+        return sum(self._sizes[index] for index in indices)
+
+    def _prefixes(self) -> Iterator[frozenset[int]]:
+        """The first so many units to stay, where that makes a difference for the room that the others need."""
+        order, sizes = self._order, self._sizes
+        count = len(order)
+        borders = [n for n in range(1, count) if sizes[order[n]] != sizes[order[n - 1]] or n == count - 1]
+        step = -(-len(borders) // _MOST_OPTIONS) if borders else 1
+        for length in sorted({0, count, *borders[::step]}):
+            yield frozenset(order[:length])
+
+    # -------------------------------------------------------------------------------------------------------- the host
+
+    def _option(self, residents: frozenset[int], *, hosts_all: bool, records: bool) -> _Option:
+        request = self._request
+        moving = [index for index in self._order if index not in residents]
+        flat_bytes = upload_bytes = 0
+        kept_bytes = request.shares_in_memory(self._units) or 0
+        if request.shares_host_memory:
+            flat_bytes = self._bytes_of([*residents]) + needed_together(self._units, request, moving)
+        elif hosts_all:
+            kept_bytes = sum(self._units[index].stored_weight_bytes for index in moving)
+        if moving and not request.shares_host_memory and (self._comes_together or not hosts_all):
+            upload_bytes = self._num_upload_pages[0] * self._upload_page_bytes
+        if records:
+            kept_bytes += self._records
+        numel = self._largest_numel if request.can_spill else sum(unit.trainable_numel for unit in self._units)
+        return _Option(
+            residents=residents,
+            hosts_all=hosts_all,
+            keeps_all_records=records,
+            flat_bytes=flat_bytes,
+            page_bytes=self._pages.smallest_bytes,
+            num_pages=0 if request.records_on_device else FEWEST_PAGES,
+            upload_bytes=upload_bytes,
+            landing_bytes=min(self._wished_landing(), _LEAST_LANDING_BYTES),
+            # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
+            gradient_bytes=0 if self._gradients_on_device else numel * request.scratch_itemsize,
+            kept_bytes=kept_bytes,
+            map_bytes=request.map_bytes(self._units),
+            serving_bytes=request.serving_bytes(self._units) if moving else 0,
+            update_bytes=request.update_bytes(self._units),
+        )
+
+    def options(self) -> Iterator[_Option]:
+        """All sensible ways to begin."""
+        request = self._request
+        records = {request.keeps_all_records, request.keeps_all_records or self._may_keep_records()}
+        for keeps_records in sorted(records, reverse=True):
+            if not request.shares_host_memory:
+                always, may = request.param_tier == "cpu", request.param_tier == "nvme" and request.keeps_in_memory
+                for hosts_all in sorted({always, may or always}, reverse=True):
+                    yield self._option(self._on_device, hosts_all=hosts_all, records=keeps_records)
+            elif request.shares_in_memory(self._units) is not None:
+                yield self._option(frozenset(), hosts_all=True, records=keeps_records)
+            elif request.keeps_all_weights:
+                yield self._option(frozenset(self._order), hosts_all=False, records=keeps_records)
+            else:
+                for prefix in self._prefixes() if request.keeps_in_memory else [frozenset[int]()]:
+                    yield self._option(prefix, hosts_all=False, records=keeps_records)
+
+    def _may_keep_records(self) -> bool:
+        return self._request.keeps_in_memory and self._request.optimizer_tier == "nvme"
+
+    def divide(self, option: _Option, minimum_bytes: int) -> Iterator[tuple[tuple[int, int], Placement]]:
+        """The placements that begin with ``option``, and how good each is; none if the budget is too small for that."""
+        if option.cost_bytes <= self._request.budget_bytes:
+            for enough in self._pages.enough_bytes(keeps_all_records=option.keeps_all_records):
+                yield self._divided(option, minimum_bytes, enough)
+
+    def _divided(
+        self, option: _Option, minimum_bytes: int, enough_page_bytes: int
+    ) -> tuple[tuple[int, int], Placement]:
+        units, request = self._units, self._request
+        left = request.budget_bytes - option.cost_bytes
+        moving = [index for index in self._order if index not in option.residents]
+        pages, flats, uploads, gradients, landing = self._staging(option, moving, left, enough_page_bytes)
+        left -= pages + flats + uploads + gradients + landing
+        page_area = option.page_bytes * option.num_pages + pages
+        chunk_numel, page_bytes, num_pages = self._pages.cut(page_area, keeps_all_records=option.keeps_all_records)
+
+        saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
+        taken: list[int] = moving if option.hosts_all else []
+        if request.keeps_in_memory and not option.hosts_all:
+            sizes = self._sizes if request.shares_host_memory else [unit.stored_weight_bytes for unit in units]
+            taken, left = take_weights(sizes, moving, left)
+        saved += sum(request.saved_by_weights(units[index]) for index in taken)
+        capacity = self._all_gradients if self._gradients_on_device else option.gradient_bytes + gradients
+        if request.gradient_moves:
+            spare = self._wished_gradients() - capacity
+            capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
+        states = tuple(unit.state_numel if option.keeps_all_records else 0 for unit in units)
+        share = most_gradients(take_gradients(units, request, capacity))
+        if self._may_keep_records() and not option.keeps_all_records:
+            held = option.gradient_bytes + gradients
+            rooms = [(left - max(each.num_bytes - held, 0), each) for each in take_gradients(units, request, capacity)]
+            most = [each.saved_bytes + 2 * min(room, self._records) for room, each in rooms]
+            best = (-1, 0)
+            for number in sorted(range(len(rooms)), key=lambda number: -most[number]):
+                if most[number] < best[0]:
+                    break
+                room, candidate = rooms[number]
+                kept, rest = take_states(units, request, room)
+                if (gain := (candidate.saved_bytes + 2 * (room - rest), -number)) > best:
+                    best, share, states = gain, candidate, kept
+        saved += share.saved_bytes + 2 * self._kept_records(states)
+        kept_bytes = option.kept_bytes + (0 if option.keeps_all_records else self._kept_records(states))
+        left -= kept_bytes - option.kept_bytes
+        gradient_bytes = max(share.num_bytes, option.gradient_bytes + gradients)
+        if not self._gradients_on_device:
+            left -= gradient_bytes - option.gradient_bytes - gradients
+
+        is_resident = request.shares_host_memory and not option.hosts_all
+        hosted = frozenset() if is_resident else frozenset(taken)
+        residents = option.residents.union(taken) if is_resident else option.residents
+        weights_bytes = self._device_bytes
+        if request.shares_host_memory:
+            base = option.flat_bytes + flats + (self._bytes_of(taken) if is_resident else 0)
+            weights_bytes = min(base + left, self._total)
+            left -= max(weights_bytes - base, 0)
+        elif not option.hosts_all:
+            kept_bytes += sum(units[index].stored_weight_bytes for index in taken)
+        if not request.shares_host_memory or weights_bytes == self._total:
+            more = max(min(left, self._all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
+            left -= more
+            gradient_bytes += more
+        share = most_gradients(take_gradients(units, request, gradient_bytes))
+        trainable = sum(unit.trainable_numel > 0 for unit in units)
+        placement = Placement(
+            weights_bytes=weights_bytes,
+            page_bytes=page_bytes,
+            num_pages=num_pages,
+            chunk_numel=chunk_numel,
+            upload_page_bytes=self._upload_page_bytes,
+            num_upload_pages=(option.upload_bytes + uploads) // self._upload_page_bytes,
+            landing_bytes=option.landing_bytes + landing,
+            gradient_bytes=gradient_bytes,
+            gradients_on_device=self._gradients_on_device,
+            gradient_scratch_bytes=share.scratch_bytes,
+            gradients_in_memory=share.units,
+            resident_units=residents,
+            hosted_units=hosted,
+            states_in_memory=states,
+            kept_bytes=kept_bytes,
+            minimum_bytes=minimum_bytes,
+            spills=share.num_units < trainable,
+        )
+        return (saved - apparent_bytes(units, request, placement), left), placement
+
+    def _kept_records(self, numels: Sequence[int]) -> int:
+        record_bytes = self._request.record_format.record_bytes
+        return sum(record_bytes(numel, unit.num_states) for numel, unit in zip(numels, self._units, strict=True))
+
+    def _wished_gradients(self) -> int:
+        request = self._request
+        numel = sum(unit.trainable_numel for unit in self._units)
+        if request.gradient_moves == 0 and self._is_divided:
+            return min(_UNITS_ON_THE_WAY * self._largest_numel, numel) * request.scratch_itemsize
+        if request.gradient_moves == 0:
+            return 2 * self._largest_numel * request.gradient_itemsize
+        if request.gradient_itemsize < request.scratch_itemsize:
+            narrow = numel * request.gradient_itemsize + self._largest_numel * request.scratch_itemsize
+            return min(narrow, numel * request.scratch_itemsize)
+        return numel * request.scratch_itemsize
+
+    def _least_on_the_way(self) -> int:
+        """Bytes without which no share is updated in backward, beyond those of one unit."""
+        is_early = self._is_divided and self._request.updates_in_backward
+        return self._largest_numel * self._request.scratch_itemsize if is_early else 0
+
+    def _wished_landing(self) -> int:
+        """Bytes for gradients that arrive: as backward makes them, or sums of several micro-batches."""
+        request = self._request
+        if request.shares_host_memory or self._gradients_on_device or not self._largest_numel:
+            return 0
+        itemsize = request.record_format.weight_dtype.itemsize if request.num_micro_batches == 1 else FP32_BYTES
+        return _UNITS_LANDING * (self._largest_numel * itemsize + _LANDING_GAP_BYTES)
+
+    def _staging(
+        self, option: _Option, moving: Sequence[int], left: int, enough_page_bytes: int
+    ) -> tuple[int, int, int, int, int]:
+        """Bytes beyond the least, of at most half of ``left``: for pages, flat buffers, upload pages, gradients that wait and
+        gradients that arrive."""
+        request = self._request
+        wished = [0, 0, 0, 0, 0]
+        if option.num_pages and not (request.page_bytes is not None and option.keeps_all_records):
+            wished[0] = max(enough_page_bytes - option.page_bytes * option.num_pages, 0)
+        if request.shares_host_memory:
+            ahead = _UNITS_AHEAD * max((self._sizes[index] for index in moving), default=0)
+            room = option.flat_bytes - self._bytes_of([*option.residents])
+            wished[1] = max(min(ahead, self._bytes_of(moving) - room), 0)
+        elif option.upload_bytes:
+            fewest, most = self._num_upload_pages
+            wished[2] = (most - fewest) * self._upload_page_bytes
+        if request.gradient_moves == 0 and not self._gradients_on_device:
+            wished[3] = max(self._wished_gradients() - option.gradient_bytes, 0)
+        wished[4] = self._wished_landing() - option.landing_bytes
+        granted = min(left // 2, sum(wished))
+        first = min(wished[0], granted // 2, GOOD_PAGE_BYTES)
+        wished[0] -= first
+        second = min(wished[3], granted - first, self._least_on_the_way())
+        wished[3] -= second
+        total = sum(wished)
+        shares = [(granted - first - second) * wish // total if total else 0 for wish in wished]
+        shares[0] += first
+        shares[3] += second
+        uploads = shares[2] // self._upload_page_bytes * self._upload_page_bytes
+        return shares[0], shares[1], uploads, shares[3], shares[4]
+
+
+def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:
+    largest = sorted(units, key=lambda unit: -unit.weight_bytes)[:2]
+    names = " and ".join(unit.name for unit in largest)
+    parts = []
+    share_bytes = request.shares_in_memory(units)
+    if share_bytes is not None:
+        parts.append(f"{format_bytes(share_bytes)} for this process's share of the weights")
+    kept_bytes = least.kept_bytes - (share_bytes or 0)
+    if kept_bytes:
+        keys = ["offload_param"] if request.param_tier == "cpu" and not request.shares_host_memory else []
+        keys += ["offload_optimizer"] if least.keeps_all_records else []
+        what = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"
+        parts.append(f"{format_bytes(kept_bytes)} for {what}")
+    if least.flat_bytes:
+        what = f"the weights of {names}"
+        if request.keeps_all_weights and share_bytes is None:
+            what = f'all weights (offload_param.device is "{request.param_tier}")'
+        parts.append(f"{format_bytes(least.flat_bytes)} for {what}")
+    parts.append(f"{format_bytes(least.page_bytes * least.num_pages + least.upload_bytes)} for pages")
+    whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
+    if gradient_bytes := least.gradient_bytes + least.landing_bytes:
+        parts.append(f"{format_bytes(gradient_bytes)} for the gradients of {whose}")
+    if least.map_bytes:
+        parts.append(f"{format_bytes(least.map_bytes)} for the map of the durable run")
+    if least.serving_bytes:
+        parts.append(f"{format_bytes(least.serving_bytes)} for shares of weights that other processes fetch")
+    if least.update_bytes:
+        parts.append(
+            f"{format_bytes(least.update_bytes)} to update the largest unit at once, as the optimizer wants it"
+        )
+    layer = largest[0].layer
+    cure = (
+        ""
+        if layer is None or request.updates_whole_parameters
+        else f". '{layer[0]}' alone has {format_bytes(layer[1])}: infinity.tile_above pages it in tiles"
+    )
+    return "It must hold " + ", ".join(parts) + cure

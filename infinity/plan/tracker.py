@@ -1,0 +1,139 @@
+"""The plan as it is known so far: bytes from the recorded trace, times from the steps that were made.
+
+Knows plans, traces and reports; must not know how anything moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from infinity.paging.trace import Trace
+from infinity.plan.cost_model import Traffic
+from infinity.plan.placement import Placement
+from infinity.plan.plan import Plan, Workload
+from infinity.plan.sizes import Request, UnitSize
+from infinity.plan.volumes import Retention, resting_bytes
+from infinity.telemetry import StepReport
+
+_WARM_UP = 2
+"""Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""
+_REMEMBERED = 15
+_ENOUGH = 4
+"""Steps that tell how much a script does of its own between them."""
+
+
+class PlanTracker:
+    """Refines the plan that was made at start.
+
+    Attributes:
+        workload: what the predictions of the plan are made from.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[UnitSize],
+        request: Request,
+        guess: Sequence[int],
+        *,
+        expects_vertical: bool = False,
+    ) -> None:
+        """
+        Args:
+            plan: without predictions.
+            units: all units.
+            request: what its placement was asked.
+            guess: the order of need before the first micro-batch is recorded: forward, then backward.
+            expects_vertical: all micro-batches of a step go through a unit together, as far as can be told.
+        """
+        traffic = Traffic(is_vertical=expects_vertical)
+        self.workload = Workload(tuple(units), request, tuple(guess), len(units), traffic)
+        self._plan = self.workload.predicted(plan)
+        self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
+        self._num_steps = 0
+        self._least_pause = math.inf
+
+    @property
+    def first(self) -> Plan:
+        """The plan as it is before anything has been recorded, or as it was last asked for."""
+        return self._plan
+
+    def plan(self, trace: Trace, traffic: Traffic) -> Plan:
+        """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
+        known = self.workload
+        if (known.order, known.backward_start, known.traffic) != (trace.order, trace.backward_start, traffic):
+            self.workload = dataclasses.replace(
+                known, order=trace.order, backward_start=trace.backward_start, traffic=traffic
+            )
+            self._plan = self.workload.predicted(self._plan)
+        return self._plan
+
+    def note(self, report: StepReport) -> None:
+        """A step has ended. One that was skipped says nothing of the others."""
+        if report.is_skipped:
+            return
+        self._num_steps += 1
+        self._least_pause = min(self._least_pause, report.other_seconds)
+        if self._num_steps <= _WARM_UP:
+            return
+        self._reports.append(report)
+        steady = [_without(self._pause(report), report) for report in _steady(self._reports)]
+        moved = sum(report.read_bytes + report.write_bytes for report in steady)
+        drive_seconds = sum(report.drive_busy_seconds for report in steady)
+        longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in steady]
+        factors = [report.seconds / seconds for report, seconds in zip(steady, longest, strict=True) if seconds]
+        self._plan = dataclasses.replace(
+            self._plan,
+            seen_bytes_per_second=moved / drive_seconds if moved and drive_seconds else None,
+            compute_seconds=statistics.median(_busy_seconds(report) for report in steady),
+            overlap_factor=statistics.median(factors) if factors else 1.0,
+        )
+
+    def _pause(self, report: StepReport) -> float:
+        """How much longer than the script needs anyhow it took before this step. Few steps may all have come after a pause."""
+        usual = self._least_pause
+        if len(self._reports) >= _ENOUGH:
+            usual = statistics.median(report.other_seconds for report in _steady(self._reports))
+        return max(0.0, report.other_seconds - usual)
+
+
+def _without(pause: float, report: StepReport) -> StepReport:
+    return dataclasses.replace(report, seconds=report.seconds - pause, compute_seconds=report.compute_seconds - pause)
+
+
+def _steady(reports: Collection[StepReport]) -> list[StepReport]:
+    """The half in which scripts did least of their own: a pause or a checkpoint before a step says nothing of the next one."""
+    return sorted(reports, key=lambda report: report.other_seconds)[: (len(reports) + 1) // 2]
+
+
+def _busy_seconds(report: StepReport) -> float:
+    """What the training thread did not wait, the GPU, the optimizer's thread: each works beside the others."""
+    return max(report.compute_seconds, report.compute_busy_seconds, report.optimizer_seconds)
+
+
+def first_plan(units: Sequence[UnitSize], request: Request, placement: Placement, **known: Any) -> Plan:
+    """The plan as it is known before anything has run, without predictions; ``known``: what else a `Plan` has."""
+    retention: Retention | None = known["retention"]
+    return Plan(
+        units=tuple((unit.name, unit.weight_bytes) for unit in units),
+        param_tier=request.param_tier,
+        optimizer_tier=request.optimizer_tier,
+        update=request.update,
+        shares_host_memory=request.shares_host_memory,
+        resting_bytes=resting_bytes(units, request, placement),
+        host_budget_bytes=request.budget_bytes,
+        minimum_budget_bytes=placement.minimum_bytes,
+        placement=placement,
+        activations_beyond="more is an error" if request.activations == "cpu" else "the rest spilled to NVMe",
+        num_micro_batches=request.num_micro_batches,
+        predicted_read_bytes_per_step=0,
+        predicted_write_bytes_per_step=0,
+        durable_bytes=0 if retention is None else retention.num_bytes,
+        update_workers=request.update_workers,
+        **known,
+    )

@@ -1,0 +1,173 @@
+"""What is stored where, and what is opened on drives for it: bytes of each tier by kind, directories, and space for commits.
+
+Pure arithmetic on sizes; must not know tensors, or open files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.config import InfinityConfig
+from infinity.numerics.chunk_format import MainWeight
+from infinity.plan.placement import Placement
+from infinity.plan.sizes import FP32_BYTES, Request, UnitSize
+from swapper.volumes.directory import Directory
+
+
+def spilled_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> int:
+    """Of main gradients that may be spilled. Sums that are too wide to stay in RAM are, too."""
+    widens = request.gradient_itemsize < FP32_BYTES and not request.rounds_gradients
+    return sum(
+        size.trainable_numel * (FP32_BYTES if widens else request.gradient_itemsize)
+        for index, size in enumerate(sizes)
+        if index not in placement.gradients_in_memory or (widens and placement.gradient_scratch_bytes)
+    )
+
+
+def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placement) -> dict[str, dict[str, int]]:
+    """Bytes that rest in each tier ("device", "host", "nvme"), by kind.
+
+    Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), "states", and "gradients":
+    on drives room for those that are spilled, on a device for all, where they stay there.
+    """
+    flat_tier = "host" if request.shares_host_memory else "device"
+    form = request.record_format
+    main = "remainders" if form.main is MainWeight.REMAINDER else "main weights"
+    tiers = {tier: dict.fromkeys(("weights", main, "states"), 0) for tier in ("device", "host", "nvme")}
+
+    def add_records(tier: str, numel: int, num_states: int) -> None:
+        num_bytes = form.record_bytes(numel, num_states)
+        if tier == "nvme":
+            num_bytes = form.stored_bytes(numel, num_states, placement.chunk_numel)
+        tiers[tier][main] += form.main_bytes(numel)
+        tiers[tier]["states"] += num_bytes - form.main_bytes(numel)
+
+    for index, (size, kept) in enumerate(zip(sizes, placement.states_in_memory, strict=True)):
+        is_hosted = index in placement.hosted_units
+        tier = flat_tier if index in placement.resident_units else "host" if is_hosted else "nvme"
+        tiers[tier]["weights"] += size.weight_bytes if index in placement.resident_units else size.stored_weight_bytes
+        if request.records_on_device:
+            add_records("device", size.state_numel, size.num_states)
+        else:
+            add_records("host", kept, size.num_states)
+            add_records("nvme", size.state_numel - kept, size.num_states)
+    tiers["nvme"]["gradients"] = spilled_bytes(sizes, request, placement) if request.can_spill else 0
+    if placement.gradients_on_device:
+        tiers["device"]["gradients"] = placement.gradient_bytes
+    return tiers
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Pure arithmetic.
+
+    Attributes:
+        present_bytes: the states as they are, and room for writes under way.
+        commit_bytes: what a step writes of them, which each commit that is kept takes besides.
+        num_kept: so many commits are kept at the most.
+        room_bytes: what the drives have for all of it; None: no limit, or nobody has looked.
+    """
+
+    present_bytes: int
+    commit_bytes: int
+    num_kept: int
+    room_bytes: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.present_bytes + self.num_kept * self.commit_bytes
+
+    @property
+    def num_fitting(self) -> int | None:
+        """So many commits the drives have room for; None: as many as are wanted."""
+        if self.room_bytes is None or not self.commit_bytes:
+            return None
+        return max(self.room_bytes - self.present_bytes, 0) // self.commit_bytes
+
+    def __str__(self) -> str:
+        kept = f"{self.num_kept} commit{'s' if self.num_kept > 1 else ''}"
+        told = f"{megabytes(self.present_bytes)} of states, and {megabytes(self.commit_bytes)} for each of {kept}"
+        return told if self.num_fitting is None else f"{told} (the drives have room for {self.num_fitting:,})"
+
+    def cure(self) -> str | None:
+        """What a config that keeps too much is to be; None if fewer commits do not help."""
+        fitting = self.num_fitting
+        if not fitting or fitting >= self.num_kept:
+            return None
+        return (
+            f"keep_last and keep_every keep {self.num_kept} commits, of which the drives have room for {fitting}. Set "
+            f"infinity.keep_last to {fitting} without keep_every, which keeps as many again"
+        )
+
+
+def megabytes(num_bytes: int) -> str:
+    """In words, as plans say it."""
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+TierKey = tuple[str, tuple[Directory, ...]]
+"""A tier ("none", "cpu", "nvme" or "durable") and, on drives, its directories: what has the same key shares one volume."""
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Where what does not stay in memory lies.
+
+    Attributes:
+        param_key: of weights.
+        state_key: of main weights and states.
+        spill_key: of gradients that are spilled; None if nothing can be.
+        num_bytes: of each volume on drives, what may lie in it at the same time.
+        retention: of the drives, what a durable run takes.
+    """
+
+    param_key: TierKey
+    state_key: TierKey
+    spill_key: TierKey | None
+    num_bytes: Mapping[TierKey, int]
+    retention: Retention | None
+
+    @classmethod
+    def of(cls, config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, placement: Placement) -> Volumes:
+        """Those of one engine."""
+        resting = resting_bytes(sizes, request, placement)["nvme"]
+        spilled_bytes = resting.pop("gradients")
+        all_bytes = sum(resting.values())
+        param_key: TierKey = (config.offload_param.device, config.offload_param.nvme_directories)
+        state_key: TierKey = (config.offload_optimizer.device, config.offload_optimizer.nvme_directories)
+        spill_key = next((key for key in (state_key, param_key) if key[0] == "nvme"), None)
+        needed: dict[TierKey, int] = {}
+        durable = config.infinity.durable
+        if durable is not None:  # what is spilled stays in scratch files
+            param_key = state_key = ("durable", durable.directories)
+            needed[param_key] = all_bytes
+        if param_key[0] == "nvme":
+            needed[param_key] = resting["weights"]
+        if state_key[0] == "nvme":
+            needed[state_key] = needed.get(state_key, 0) + all_bytes - resting["weights"]
+        if spill_key is not None:
+            needed[spill_key] = needed.get(spill_key, 0) + spilled_bytes
+        return cls(param_key, state_key, spill_key, needed, _retention(config, sizes, request, all_bytes))
+
+    @property
+    def durable_bytes(self) -> int:
+        """Of the drives, what a durable run takes."""
+        return 0 if self.retention is None else self.retention.num_bytes
+
+    @property
+    def reserved_bytes(self) -> dict[tuple[Directory, ...], int]:
+        """By directories, what is reserved in them together."""
+        return {key[1]: self.durable_bytes if key[0] == "durable" else size for key, size in self.num_bytes.items()}
+
+
+def _retention(config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, all_bytes: int) -> Retention | None:
+    durable = config.infinity.durable
+    if durable is None:
+        return None
+    itemsize = request.record_format.weight_dtype.itemsize
+    frozen_bytes = sum(size.stored_weight_bytes - size.written_numel * itemsize for size in sizes)
+    # What is frozen is written once. Of the rest, writes that run beside each other and blocks at the edges need a little.
+    spare_bytes = min(all_bytes, config.io.max_inflight * config.io.request_bytes)
+    return Retention(all_bytes + spare_bytes, all_bytes - frozen_bytes, durable.most_kept)

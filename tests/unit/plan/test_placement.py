@@ -1,0 +1,532 @@
+"""The division of the budget: its parts fit into it, and a budget that is refused is refused with the true minimum."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.numerics.chunk_format import ChunkFormat, MainWeight
+from infinity.numerics.state_format import StateFormat
+from infinity.plan.cost_model import best_placement, predict
+from infinity.plan.placement import DEVICE_KEY, HOST_KEY, Placement, apparent_bytes, place
+from infinity.plan.sizes import Request, UnitSize
+from infinity.units.layout import CHUNK_GRANULE
+
+_FP32_BYTES = 4
+_FORMATS = {
+    "fp32": ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT),
+    "bf16": ChunkFormat(torch.bfloat16, MainWeight.FP32),
+    "remainder": ChunkFormat(torch.bfloat16, MainWeight.REMAINDER),
+    "bf16 states": ChunkFormat(torch.bfloat16, MainWeight.REMAINDER, StateFormat.BF16),
+    "int8 states": ChunkFormat(torch.bfloat16, MainWeight.REMAINDER, StateFormat.INT8),
+    "int8 states, fp32": ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT, StateFormat.INT8),
+}
+_PAGE = 4096
+
+
+@st.composite
+def _units(draw: st.DrawFn, itemsize: int) -> list[UnitSize]:
+    num_states = draw(st.integers(0, 3))
+    numels = draw(st.lists(st.one_of(st.just(0), st.integers(1, 4000)), min_size=1, max_size=7))
+    assume(any(numels))
+    units = []
+    for index, granules in enumerate(numels):
+        frozen_bytes = draw(st.integers(0, 50)) * _PAGE if granules else draw(st.integers(1, 2000)) * _PAGE
+        numel = granules * CHUNK_GRANULE
+        weight_bytes = -(-numel * itemsize // _PAGE) * _PAGE + frozen_bytes
+        states = num_states if granules else 0
+        units.append(UnitSize(f"unit {index}", weight_bytes, numel, states, frozen_bytes == 0))
+    return units
+
+
+@st.composite
+def _questions(draw: st.DrawFn) -> tuple[list[UnitSize], Request]:
+    record_format = draw(st.sampled_from(list(_FORMATS.values())))
+    param_tier = draw(st.sampled_from(["none", "cpu", "nvme"]))
+    optimizer_tier = draw(st.sampled_from(["none", "cpu", "nvme"]))
+    can_spill = "nvme" in (param_tier, optimizer_tier)
+    waiting = [(4, False), *([(2, True)] if record_format.weight_dtype == torch.bfloat16 else [])]
+    if can_spill and record_format.weight_dtype == torch.bfloat16:
+        waiting.append((2, False))
+    gradient_itemsize, rounds_gradients = draw(st.sampled_from(waiting))
+    return draw(_units(record_format.weight_dtype.itemsize)), Request(
+        budget_bytes=1 << 50,
+        device_budget_bytes=None,
+        param_tier=param_tier,
+        optimizer_tier=optimizer_tier,
+        record_format=record_format,
+        shares_host_memory=draw(st.booleans()),
+        update=draw(st.sampled_from(["in_backward", "deferred", "step"])),
+        num_micro_batches=draw(st.sampled_from([1, 3])),
+        page_bytes=draw(st.one_of(st.none(), st.integers(60_000, 5_000_000))),
+        prefetches=draw(st.booleans()),
+        can_spill=can_spill,
+        gradient_itemsize=gradient_itemsize,
+        rounds_gradients=rounds_gradients,
+    )
+
+
+def _host_bytes(placement: Placement, request: Request) -> int:
+    """What an engine with this placement takes of host memory."""
+    return (
+        placement.kept_bytes
+        + (placement.weights_bytes if request.shares_host_memory else 0)
+        + placement.num_pages * placement.page_bytes
+        + placement.num_upload_pages * placement.upload_page_bytes
+        + (0 if placement.gradients_on_device else placement.gradient_bytes)
+        + placement.landing_bytes
+    )
+
+
+def _minimum(units: list[UnitSize], request: Request) -> int:
+    try:
+        return place(units, dataclasses.replace(request, budget_bytes=0)).minimum_bytes  # all of it is on the device
+    except BudgetTooSmallError as error:
+        assert error.key == HOST_KEY
+        return error.minimum_bytes
+
+
+def _require_sound(placement: Placement, units: list[UnitSize], request: Request) -> None:
+    total = _host_bytes(placement, request)
+    assert total <= request.budget_bytes, f"{total - request.budget_bytes} bytes too many"
+    widest = max(unit.num_states for unit in units)
+    assert placement.chunk_numel % CHUNK_GRANULE == 0
+    assert placement.chunk_numel > 0
+    assert request.record_format.workspace_bytes(placement.chunk_numel, widest) <= placement.page_bytes
+    assert placement.page_bytes % _PAGE == 0
+    if request.page_bytes is not None:
+        assert placement.page_bytes <= request.page_bytes + _PAGE
+    assert placement.num_pages == 0 if request.records_on_device else placement.num_pages >= 3
+    sizes = [unit.weight_bytes for unit in units]
+    moving = [size for index, size in enumerate(sizes) if index not in placement.resident_units]
+    staying = sum(sizes) - sum(moving)
+    assert staying + sum(sorted(moving)[-2:]) <= placement.weights_bytes <= sum(sizes)
+    if request.param_tier == "none":
+        assert not moving
+    comes_through_pages = not request.shares_host_memory and bool(placement.weights_on_nvme(len(units)))
+    assert placement.num_upload_pages >= (2 if comes_through_pages else 0)
+
+
+def _require_gradients_fit(placement: Placement, units: list[UnitSize], request: Request) -> None:
+    sizes = {
+        index: unit.trainable_numel * request.gradient_itemsize
+        for index, unit in enumerate(units)
+        if unit.trainable_numel
+    }
+    widening = 1 if request.rounds_gradients else _FP32_BYTES // request.gradient_itemsize
+    kept = sum(sizes[index] for index in placement.gradients_in_memory)
+    assert kept + placement.gradient_scratch_bytes <= placement.gradient_bytes
+    spilled = [size for index, size in sizes.items() if index not in placement.gradients_in_memory]
+    assert placement.spills == bool(spilled)
+    assert all(size * widening <= placement.gradient_scratch_bytes for size in spilled), "also as a sum"
+    if kept * widening > placement.gradient_bytes:
+        assert placement.gradient_scratch_bytes >= max(sizes.values()) * widening, "any of them may become a sum"
+    one_by_one = request.updates_in_backward and request.num_micro_batches == 1
+    if not request.can_spill and not one_by_one:
+        assert not spilled, "there is no tier to spill to"
+    assert placement.gradient_bytes >= max(sizes.values())
+
+
+@pytest.mark.deep
+@given(_questions(), st.floats(0, 1))
+@settings(max_examples=200, deadline=None)
+def test_the_parts_fit_into_the_budget(question: tuple[list[UnitSize], Request], generosity: float) -> None:
+    units, request = question
+    minimum = _minimum(units, request)
+    roomy = 3 * minimum + 3 * sum(unit.weight_bytes + 16 * unit.trainable_numel for unit in units)
+    request = dataclasses.replace(request, budget_bytes=minimum + int(generosity**3 * (roomy - minimum)))
+    placement = place(units, request)
+    assert placement.minimum_bytes == minimum
+    _require_sound(placement, units, request)
+    _require_gradients_fit(placement, units, request)
+
+
+@pytest.mark.deep
+@given(_questions())
+@settings(max_examples=150, deadline=None)
+def test_the_minimum_that_is_named_is_the_minimum(question: tuple[list[UnitSize], Request]) -> None:
+    units, request = question
+    minimum = _minimum(units, request)
+    at_minimum = dataclasses.replace(request, budget_bytes=minimum)
+    placement = place(units, at_minimum)
+    _require_sound(placement, units, at_minimum)
+    _require_gradients_fit(placement, units, at_minimum)
+    assert _host_bytes(placement, at_minimum) == minimum, "all of the minimum is needed"
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, dataclasses.replace(request, budget_bytes=minimum - 1))
+    assert caught.value.minimum_bytes == minimum
+    assert str(minimum) in str(caught.value)
+
+
+@given(_questions(), st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=80, deadline=None)
+def test_more_memory_keeps_more_in_it(question: tuple[list[UnitSize], Request], one: float, other: float) -> None:
+    units, request = question
+    # Larger pages may well leave less for the weights: here there are none.
+    request = dataclasses.replace(
+        request, optimizer_tier="none", shares_host_memory=True, can_spill=request.param_tier == "nvme"
+    )
+    minimum = _minimum(units, request)
+    roomy = 2 * minimum + 2 * sum(unit.weight_bytes + 16 * unit.trainable_numel for unit in units)
+    kept = []
+    for generosity in sorted([one, other]):
+        budget = minimum + int(generosity * (roomy - minimum))
+        placement = place(units, dataclasses.replace(request, budget_bytes=budget))
+        gradients = sum(units[index].trainable_numel for index in placement.gradients_in_memory)
+        kept.append((placement.weights_bytes, gradients))
+    assert kept[0][0] <= kept[1][0]
+    assert kept[0][1] <= kept[1][1]
+
+
+def _request(**changes: object) -> Request:
+    values: dict[str, object] = {
+        "budget_bytes": 1 << 40,
+        "device_budget_bytes": None,
+        "param_tier": "nvme",
+        "optimizer_tier": "nvme",
+        "record_format": _FORMATS["bf16"],
+        "shares_host_memory": True,
+        "update": "in_backward",
+        "num_micro_batches": 1,
+        "page_bytes": None,
+        "prefetches": True,
+        "can_spill": True,
+    }
+    return Request(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _model(num_blocks: int = 4, granules: int = 1000) -> list[UnitSize]:
+    numel = granules * CHUNK_GRANULE
+    return [UnitSize(f"block {index}", 2 * numel, numel, 2, True) for index in range(num_blocks)]
+
+
+def test_a_page_that_cannot_hold_one_chunk_is_refused_with_the_least() -> None:
+    with pytest.raises(ConfigValueError, match=r"infinity\.page_bytes") as caught:
+        place(_model(), _request(page_bytes=20_000))
+    least = _FORMATS["bf16"].workspace_bytes(CHUNK_GRANULE, 2)
+    assert str(least) in str(caught.value)
+    place(_model(), _request(page_bytes=least))
+
+
+def test_the_map_of_a_durable_run_is_a_part_of_the_budget() -> None:
+    units = _model()
+    plain, durable = (place(units, _request(num_versions=number)) for number in (0, 3))
+    stored = sum(unit.weight_bytes + _request().record_bytes(unit) for unit in units)
+    most = _request(num_versions=3).map_bytes(units)
+    assert durable.minimum_bytes - plain.minimum_bytes == most
+    assert 0.99 * most < stored / 4096 * (4 + 5 * 3) < 1.01 * most
+    with pytest.raises(BudgetTooSmallError, match="for the map of the durable run"):
+        place(units, _request(num_versions=3, budget_bytes=plain.minimum_bytes))
+
+
+def test_what_the_budget_is_needed_for_is_said() -> None:
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(_model(), _request(budget_bytes=1, param_tier="cpu", optimizer_tier="cpu", can_spill=False))
+    text = str(caught.value)
+    assert "offload_optimizer keeps in RAM" in text
+    assert 'all weights (offload_param.device is "cpu")' in text
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(_model(), _request(budget_bytes=1))
+    text = str(caught.value)
+    assert "block 0" in text
+    assert "for pages" in text
+
+
+@pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
+def test_the_least_device_memory_holds_the_two_largest_units(param_tier: str) -> None:
+    units = [*_model(3), UnitSize("large", 9_000_000, 4_000_000 // CHUNK_GRANULE * CHUNK_GRANULE, 2, True)]
+    two_largest = sum(sorted(unit.weight_bytes for unit in units)[-2:])
+    staged = _request(shares_host_memory=False, param_tier=param_tier)
+    for room in (two_largest, two_largest + 1):
+        placement = place(units, dataclasses.replace(staged, device_budget_bytes=room))
+        assert placement.weights_bytes == room
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, dataclasses.replace(staged, device_budget_bytes=two_largest - 1))
+    assert caught.value.key == DEVICE_KEY
+    assert caught.value.minimum_bytes == two_largest
+    everything = place(units, dataclasses.replace(staged, device_budget_bytes=1 << 40)).weights_bytes
+    assert everything == sum(unit.weight_bytes for unit in units)
+
+
+def test_weights_that_stay_on_the_device_must_fit_into_its_budget() -> None:
+    units = _model()
+    total = sum(unit.weight_bytes for unit in units)
+    staged = _request(shares_host_memory=False, param_tier="none")
+    assert place(units, dataclasses.replace(staged, device_budget_bytes=total)).weights_bytes == total
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, dataclasses.replace(staged, device_budget_bytes=total - 1))
+    assert caught.value.key == DEVICE_KEY
+
+
+def test_a_device_that_has_little_free_holds_fewer_weights() -> None:
+    units = _model(num_blocks=8)
+    largest = max(unit.weight_bytes for unit in units)
+    total = sum(unit.weight_bytes for unit in units)
+    others = 3 * largest + 4 * max(unit.trainable_numel for unit in units)
+    staged = _request(shares_host_memory=False)
+    roomy = place(units, dataclasses.replace(staged, device_free_bytes=others + 2 * total))
+    assert roomy.weights_bytes == total
+    tight = place(units, dataclasses.replace(staged, device_free_bytes=others + total))
+    assert 2 * largest <= tight.weights_bytes <= 0.65 * total
+    assert len(tight.resident_units) < len(roomy.resident_units)
+    with pytest.raises(BudgetTooSmallError, match=r"free, of which gradients take .*offload_param") as caught:
+        place(units, dataclasses.replace(staged, device_free_bytes=others + largest))
+    assert caught.value.key == DEVICE_KEY
+    # What the user says is taken: he may know that activations are small.
+    assert place(units, dataclasses.replace(staged, device_free_bytes=others, device_budget_bytes=total)).weights_bytes
+
+
+@pytest.mark.parametrize("states", ["none", "nvme"])
+def test_states_on_the_device_count(states: str) -> None:
+    units = _model(num_blocks=8)
+    staged = _request(shares_host_memory=False, optimizer_tier=states, device_free_bytes=0)
+    with pytest.raises(BudgetTooSmallError) as caught:
+        place(units, staged)
+    assert ("optimizer states" in str(caught.value)) == (states == "none")
+
+
+@pytest.mark.parametrize(
+    ("form", "num_written"), [("bf16", 14), ("remainder", 12), ("bf16 states", 8), ("int8 states", 6 + 8 / 256)]
+)
+def test_what_the_main_job_moves(form: str, num_written: float) -> None:
+    """bf16, AdamW, everything on NVMe, no room for weights beyond the least: per parameter of a model of many blocks."""
+    units = _model(num_blocks=64)
+    request = _request(record_format=_FORMATS[form])
+    placement = place(units, dataclasses.replace(request, budget_bytes=_minimum(units, request)))
+    order = [*range(64), *reversed(range(64))]
+    prediction = predict(units, request, placement, order, 64)
+    total = sum(unit.trainable_numel for unit in units)
+    filling = _PAGE * sum(-(-unit.trainable_numel // placement.chunk_numel) for unit in units)
+    filled = prediction.write_bytes - num_written * total
+    assert filled == 0 if form != "int8 states" else 0 <= filled <= filling
+    assert (num_written + 1.5) * total < prediction.read_bytes <= (num_written + 2) * total + filled
+
+
+def _predicted(units: list[UnitSize], request: Request) -> tuple[int, int]:
+    """Bytes read and written in a step through all units, forward and back; and what its chunks cost besides, as bytes."""
+    order = [*range(len(units)), *reversed(range(len(units)))]
+    placement = best_placement(units, request, order, len(units))
+    prediction = predict(units, request, placement, order, len(units))
+    return prediction.read_bytes + prediction.write_bytes, apparent_bytes(units, request, placement)
+
+
+def _all_there_is(units: list[UnitSize], request: Request) -> int:
+    """More than weights, states, gradients and the largest staging together."""
+    widest = max(unit.num_states for unit in units)
+    numel = sum(unit.trainable_numel for unit in units)
+    states = sum(unit.weight_bytes for unit in units) + request.record_format.record_bytes(numel, widest)
+    return 2 * (states + 4 * numel) + (1 << 30)
+
+
+@pytest.mark.deep
+@given(_questions(), st.floats(0, 1), st.floats(0, 0.2))
+@settings(max_examples=150, deadline=None)
+def test_more_memory_never_moves_more(question: tuple[list[UnitSize], Request], one: float, step: float) -> None:
+    units, request = question
+    request = dataclasses.replace(request, prefetches=True)
+    minimum = _minimum(units, request)
+    room = sum(unit.weight_bytes + 20 * unit.trainable_numel for unit in units)
+    budgets = [minimum + int(share * room) for share in (0.0, one**2, one**2 + step**3, 1.0)]
+    moved = [_predicted(units, dataclasses.replace(request, budget_bytes=budget)) for budget in budgets]
+    # The planner weighs what each use of memory saves by itself; a simulation of all of it may say a little else.
+    # It may be worth it to move more in fewer chunks.
+    for (before, chunks_before), (later, chunks_later) in itertools.pairwise(moved):
+        assert later <= 1.01 * before + max(chunks_before - chunks_later, 0), moved
+
+
+@pytest.mark.deep
+@given(_questions())
+@settings(max_examples=100, deadline=None)
+def test_what_fits_wholly_moves_nothing(question: tuple[list[UnitSize], Request]) -> None:
+    units, request = question
+    request = dataclasses.replace(request, budget_bytes=_all_there_is(units, request))
+    assert _predicted(units, request)[0] == 0
+    placement = place(units, request)
+    assert not placement.weights_on_nvme(len(units))
+    assert not placement.spills
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 1.2])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_units_that_stay_save_more_than_a_larger_pool(share: float, num_micro_batches: int) -> None:
+    units = _model(num_blocks=24)
+    request = _request(num_micro_batches=num_micro_batches)
+    weights = sum(unit.weight_bytes for unit in units)
+    request = dataclasses.replace(request, budget_bytes=_minimum(units, request) + int(share * weights))
+    without = _predicted(units, dataclasses.replace(request, keeps_in_memory=False))[0]
+    assert _predicted(units, request)[0] < without
+
+
+@given(_questions(), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_keeping_never_moves_more_than_not_keeping(question: tuple[list[UnitSize], Request], share: float) -> None:
+    units, request = question
+    request = dataclasses.replace(request, prefetches=True, shares_host_memory=True)
+    minimum = _minimum(units, request)
+    room = sum(unit.weight_bytes + 20 * unit.trainable_numel for unit in units)
+    request = dataclasses.replace(request, budget_bytes=minimum + int(share**2 * room))
+    assert _predicted(units, request)[0] <= _predicted(units, dataclasses.replace(request, keeps_in_memory=False))[0]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 8])
+def test_pages_are_not_made_small_to_keep_a_little_more_in_memory(num_micro_batches: int) -> None:
+    numels = [32_768_000, *[12_847_104] * 24, 32_768_000]
+    numels = [-(-numel // CHUNK_GRANULE) * CHUNK_GRANULE for numel in numels]
+    units = [UnitSize(f"unit {index}", 2 * numel, numel, 2, True) for index, numel in enumerate(numels)]
+    request = _request(record_format=_FORMATS["remainder"], num_micro_batches=num_micro_batches)
+    placement = place(units, dataclasses.replace(request, budget_bytes=_minimum(units, request) + 100_000_000))
+    assert placement.num_pages * placement.page_bytes >= 12_000_000
+    assert placement.page_bytes >= 1_500_000
+
+
+def test_weights_come_first_then_gradients_then_states() -> None:
+    units = _model(num_blocks=16)
+    total = sum(unit.trainable_numel for unit in units)
+    request = _request(record_format=_FORMATS["remainder"], update="deferred", num_micro_batches=3)
+    seen = []
+    for budget in range(_minimum(units, request), _minimum(units, request) + 18 * total, total // 4):
+        placement = place(units, dataclasses.replace(request, budget_bytes=budget))
+        kept = (len(placement.resident_units), len(placement.gradients_in_memory))
+        seen.append((*kept, sum(placement.states_in_memory) / total))
+    for num_resident, num_gradients, states in seen:
+        # What is left when the next unit does not fit is all that the next kind gets before its time.
+        assert num_gradients == 0 or num_resident >= 15
+        assert states < 0.1 or num_gradients >= 15
+    assert {16} <= {num_resident for num_resident, _, _ in seen}
+    assert seen[-1] == (16, 16, 1.0)
+
+
+def test_states_are_kept_evenly() -> None:
+    units = _model(num_blocks=16)
+    request = _request(record_format=_FORMATS["remainder"])
+    total = sum(unit.trainable_numel for unit in units)
+    budget = _minimum(units, request) + 7 * total
+    placement = place(units, dataclasses.replace(request, budget_bytes=budget))
+    assert len(placement.resident_units) == 16
+    assert min(placement.states_in_memory) > 0
+    assert max(placement.states_in_memory) - min(placement.states_in_memory) <= CHUNK_GRANULE
+    assert max(placement.states_in_memory) < units[0].trainable_numel
+
+
+def test_memory_of_the_device_keeps_weights_first() -> None:
+    units = _model(num_blocks=8)
+    size = units[0].weight_bytes
+    staged = _request(shares_host_memory=False, budget_bytes=1 << 28)
+    placement = place(units, dataclasses.replace(staged, device_budget_bytes=6 * size))
+    assert len(placement.resident_units) == 3, "three more are room for those that come and go"
+    assert placement.weights_bytes == 6 * size
+    assert len(placement.hosted_units) == 5
+    assert placement.num_upload_pages == 0
+
+
+@given(st.sampled_from([2, 4]), st.sampled_from(["none", "cpu", "nvme"]), st.integers(2, 8), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_a_divided_unit_has_room_to_be_put_together(num: int, tier: str, num_on_device: int, generosity: float) -> None:
+    units = [
+        dataclasses.replace(unit, share_numel=unit.trainable_numel // num, weight_share_bytes=unit.weight_bytes // num)
+        for unit in _model(num_blocks=8)
+    ]
+    size = units[0].weight_bytes
+    on_device = 8 if tier == "none" else num_on_device
+    request = _request(shares_host_memory=False, param_tier=tier, device_budget_bytes=on_device * size)
+    minimum = _minimum(units, request)
+    request = dataclasses.replace(request, budget_bytes=minimum + int(generosity * 20 * size))
+    placement = place(units, request)
+    moving = frozenset(range(8)) - placement.resident_units
+    assert len(placement.resident_units) == (8 if on_device == 8 else max(on_device - 3, 0))
+    if moving:
+        assert placement.num_upload_pages in (1, 2)
+        assert placement.upload_page_bytes >= size
+        assert placement.hosted_units == moving if tier == "cpu" else placement.hosted_units <= moving
+    else:
+        assert placement.num_upload_pages == 0
+    states = sum(
+        request.record_format.record_bytes(numel, unit.num_states)
+        for numel, unit in zip(placement.states_in_memory, units, strict=True)
+    )
+    assert placement.kept_bytes == states + len(placement.hosted_units) * size // num
+    serving = request.serving_bytes(units) if moving else 0
+    assert _host_bytes(placement, request) + serving <= request.budget_bytes
+
+
+def test_memory_may_be_left_alone() -> None:
+    units = _model(num_blocks=8)
+    placement = place(units, _request(keeps_in_memory=False))
+    assert not placement.resident_units
+    assert not placement.hosted_units
+    assert not any(placement.states_in_memory)
+    assert placement.weights_bytes == sum(unit.weight_bytes for unit in units), "read once, and not given up"
+
+
+@pytest.mark.parametrize(("itemsize", "rounds"), [(4, False), (2, False), (2, True)])
+def test_spilled_gradients_move_their_size_each_way(itemsize: int, rounds: bool) -> None:
+    units = _model(num_blocks=64)
+    request = _request(
+        record_format=_FORMATS["remainder"], update="deferred", gradient_itemsize=itemsize, rounds_gradients=rounds
+    )
+    tight = place(units, dataclasses.replace(request, budget_bytes=_minimum(units, request)))
+    assert not tight.gradients_in_memory
+    roomy = dataclasses.replace(tight, gradients_in_memory=tuple(range(64)))
+    order = [*range(64), *reversed(range(64))]
+    spilled, kept = (predict(units, request, placement, order, 64) for placement in (tight, roomy))
+    total = sum(unit.trainable_numel for unit in units)
+    assert spilled.read_bytes - kept.read_bytes == itemsize * total
+    assert spilled.write_bytes - kept.write_bytes == itemsize * total
+    assert kept.write_bytes == 12 * total
+    assert 13.5 * total < kept.read_bytes <= 14 * total
+
+
+def test_states_in_memory_move_nothing() -> None:
+    units = _model()
+    request = _request(param_tier="cpu", optimizer_tier="cpu", can_spill=False)
+    prediction = predict(units, request, place(units, request), [0, 1, 2, 3, 3, 2, 1, 0], 4)
+    assert (prediction.read_bytes, prediction.write_bytes) == (0, 0)
+
+
+def _on_a_gpu(**changes: object) -> Request:
+    return _request(shares_host_memory=False, param_tier="none", optimizer_tier="none", can_spill=False, **changes)
+
+
+def test_where_a_device_updates_chunks_are_large_and_there_are_no_pages() -> None:
+    largest = 8192 * CHUNK_GRANULE
+    for granules, chunk_numel in ((100, 100 * CHUNK_GRANULE), (20_000, largest)):
+        placement = place(_model(2, granules), _on_a_gpu())
+        assert (placement.chunk_numel, placement.num_pages) == (chunk_numel, 0)
+    page_bytes = 1 << 20
+    asked = place(_model(2, 20_000), _on_a_gpu(page_bytes=page_bytes))
+    assert asked.page_bytes <= page_bytes < _FORMATS["bf16"].workspace_bytes(asked.chunk_numel + CHUNK_GRANULE, 2)
+
+
+def test_gradients_stay_on_a_device_that_has_room_for_them_beside_all_weights() -> None:
+    units = _model()
+    weights = sum(unit.weight_bytes for unit in units)
+    gradients = sum(unit.trainable_numel * _FP32_BYTES for unit in units)
+    roomy = place(units, _on_a_gpu())
+    assert (roomy.gradients_on_device, roomy.gradient_bytes, roomy.landing_bytes) == (True, gradients, 0)
+    assert not place(units, _on_a_gpu(is_alone=False)).gradients_on_device
+    for room, is_enough in ((weights + gradients, True), (weights + gradients - 1, False)):
+        placement = place(units, _on_a_gpu(device_budget_bytes=room))
+        assert placement.gradients_on_device == is_enough
+        assert (placement.host_bytes(_on_a_gpu()) > gradients) != is_enough
+    frees = [place(units, _on_a_gpu(device_free_bytes=free << 20)) for free in range(155, 260, 5)]
+    kept = [placement.gradients_on_device for placement in frees]
+    assert kept == sorted(kept) and set(kept) == {False, True}, "from some size on"
+    assert all(len(placement.resident_units) == len(units) for placement in frees)
+
+
+def test_chunks_become_fewer_where_the_budget_has_room_for_larger_pages() -> None:
+    units = _model(40, 50_000)
+    small, large = (
+        place(units, _request(shares_host_memory=False, budget_bytes=budget << 20, update_workers=8, update="deferred"))
+        for budget in (2000, 8000)
+    )
+    assert large.chunk_numel >= 2 * small.chunk_numel
+    assert large.page_bytes * large.num_pages <= (8000 << 20) // 6
+    tight = place(_model(40, 5000), _request(budget_bytes=500 << 20))
+    assert tight.page_bytes * tight.num_pages <= 48 << 20

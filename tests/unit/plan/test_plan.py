@@ -1,0 +1,182 @@
+"""What the plan says of times and drives, and how it gets better as steps are made."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from infinity.numerics.chunk_format import ChunkFormat
+from infinity.paging.trace import Trace
+from infinity.plan.cost_model import Traffic
+from infinity.plan.machine import Bandwidth
+from infinity.plan.placement import place
+from infinity.plan.plan import Plan
+from infinity.plan.sizes import Request, UnitSize
+from infinity.plan.tracker import PlanTracker
+from infinity.telemetry import StepReport
+from infinity.units.layout import CHUNK_GRANULE
+
+_SPEED = Bandwidth(2e6, 1e6, 2.5e6, "2026-01-02T03:04:05+00:00")
+_NUMEL = 100 * CHUNK_GRANULE
+_UNITS = [UnitSize(f"unit {index}", 2 * _NUMEL, _NUMEL, 2, True) for index in range(8)]
+_REQUEST = Request(
+    budget_bytes=1 << 25,
+    device_budget_bytes=None,
+    param_tier="nvme",
+    optimizer_tier="nvme",
+    record_format=ChunkFormat.of(torch.bfloat16, has_remainder=True),
+    shares_host_memory=True,
+    update="in_backward",
+    num_micro_batches=1,
+    page_bytes=None,
+    prefetches=True,
+    can_spill=True,
+    gradient_itemsize=2,
+    keeps_in_memory=False,
+)
+
+
+def _plan(read: int = 0, write: int = 0, **changes: object) -> Plan:
+    plan = Plan(
+        num_parameters=8 * _NUMEL,
+        num_trainable=8 * _NUMEL,
+        units=tuple((unit.name, unit.weight_bytes) for unit in _UNITS),
+        param_tier="nvme",
+        optimizer_tier="nvme",
+        update="in_backward",
+        resting_bytes={"host": {"weights": 5_000_000, "states": 0}, "nvme": {"remainders": 7_000_000}},
+        host_budget_bytes=_REQUEST.budget_bytes,
+        host_budget_source="from the config",
+        minimum_budget_bytes=1 << 20,
+        placement=place(_UNITS, _REQUEST),
+        num_micro_batches=1,
+        predicted_read_bytes_per_step=read,
+        predicted_write_bytes_per_step=write,
+    )
+    return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def _report(seconds: float, compute: float, optimizer: float = 0.0) -> StepReport:
+    return StepReport(
+        step=1,
+        seconds=seconds,
+        compute_seconds=compute,
+        read_wait_seconds=seconds - compute,
+        update_wait_seconds=0,
+        optimizer_seconds=optimizer,
+        read_bytes=0,
+        write_bytes=0,
+        predicted_read_bytes=0,
+        predicted_write_bytes=0,
+        loss=None,
+        grad_norm=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "seconds"),
+    [
+        (4_000_000, 0, 2.0),
+        (0, 4_000_000, 4.0),
+        (4_000_000, 4_000_000, 4.0),  # writes alone take longer than both at the mixed rate
+        (6_000_000, 2_000_000, 3.2),
+        (0, 0, 0.0),
+    ],
+)
+def test_drives_take_as_long_as_what_is_slowest(read: int, write: int, seconds: float) -> None:
+    assert _plan(read, write, bandwidth=_SPEED).predicted_io_seconds == pytest.approx(seconds)
+
+
+def test_a_step_takes_as_long_as_the_longer_of_drives_and_compute() -> None:
+    plan = _plan(4_000_000, 0, bandwidth=_SPEED)
+    assert plan.predicted_step_seconds == 2.0
+    assert "at least 2.00 s" in str(plan), "nobody knows how long compute takes"
+    assert dataclasses.replace(plan, compute_seconds=1.5).predicted_step_seconds == 2.0
+    assert dataclasses.replace(plan, compute_seconds=2.5).predicted_step_seconds == 2.5
+    assert dataclasses.replace(plan, compute_seconds=2.5, overlap_factor=1.2).predicted_step_seconds == 3.0
+    assert dataclasses.replace(plan, seen_bytes_per_second=1e6).predicted_step_seconds == 4.0
+    unknown = dataclasses.replace(plan, compute_seconds=2.5, bandwidth=None)
+    assert unknown.predicted_step_seconds is None
+    assert "infinity profile DIR" in str(unknown)
+    without_drives = _plan(0, 0, compute_seconds=2.5)
+    assert without_drives.predicted_step_seconds == 2.5
+
+
+def test_the_life_of_drives() -> None:
+    plan = _plan(0, 2_000_000_000, drive_tbw=600.0)
+    assert plan.predicted_drive_life_steps == 300_000
+    assert "300,000 steps until 600 TB are written" in str(plan)
+    assert "2.000 TB written per 1000 steps" in str(_plan(0, 2_000_000_000))
+    assert _plan(0, 2_000_000_000).predicted_drive_life_steps is None
+    assert _plan(0, 0, drive_tbw=600.0).predicted_drive_life_steps is None
+
+
+def test_the_table_says_what_rests_where() -> None:
+    text = str(_plan(4_000_000, 1_000_000, bandwidth=_SPEED, compute_seconds=0.25))
+    for words in ("weights 5.0 MB", "remainders 7.0 MB", "2.00 s: I/O 2.00 s", "2026-01-02", "compute 0.25 s"):
+        assert words in text
+    assert "states 0" not in text and "micro-batches" not in text
+    assert "4, one after the other" in str(_plan(num_micro_batches=4))
+    assert "4, all through a unit" in str(_plan(num_micro_batches=4, traffic=Traffic(is_vertical=True)))
+
+
+def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
+    guess = [*range(8), *reversed(range(8))]
+    plan_tracker = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess)
+    trace = Trace(guess)
+    first = plan_tracker.plan(trace, Traffic())
+    assert first.predicted_read_bytes_per_step > 0
+    assert first.compute_seconds is None
+    for seconds in (50.0, 40.0):
+        plan_tracker.note(_report(seconds, seconds))
+    assert plan_tracker.plan(trace, Traffic()).compute_seconds is None, "the first steps do not count"
+    plan_tracker.note(_report(9.0, 1.5))
+    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(1.5)
+    for compute, optimizer in ((1.0, 2.0), (1.2, 0.5), (1.1, 4.0)):
+        plan_tracker.note(_report(9.0, compute, optimizer))
+    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(3.0), "halfway between two and four"
+    for _ in range(20):
+        plan_tracker.note(
+            dataclasses.replace(_report(4.4, 1.1), drive_busy_seconds=4.0, read_bytes=8_000, write_bytes=4_000)
+        )
+    assert plan_tracker.plan(trace, Traffic()).seen_bytes_per_second == pytest.approx(3_000)
+    assert plan_tracker.plan(trace, Traffic()).overlap_factor == pytest.approx(1.1)
+    trace.begin()
+    for unit in range(4):
+        trace.touch(unit)
+    trace.begin_backward()
+    for unit in reversed(range(4)):
+        trace.touch(unit)
+    trace.commit()
+    assert plan_tracker.plan(trace, Traffic()).predicted_read_bytes_per_step != first.predicted_read_bytes_per_step
+    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(1.1)
+
+
+def test_pauses_of_the_script_do_not_count() -> None:
+    guess = [*range(8), *reversed(range(8))]
+    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
+    for step in range(12):
+        pause = 30.0 * (step % 2)
+        report = dataclasses.replace(
+            _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=1.9, drive_busy_seconds=4.0
+        )
+        plan_tracker.note(dataclasses.replace(report, read_bytes=4_000_000))
+    plan = plan_tracker.plan(trace, Traffic())
+    assert plan.compute_seconds == pytest.approx(2.0)
+    assert plan.overlap_factor == pytest.approx(5.0 / 4.0)
+    assert plan.seen_bytes_per_second == pytest.approx(1e6)
+
+
+def test_a_pause_before_the_only_known_step_does_not_count() -> None:
+    guess = [*range(8), *reversed(range(8))]
+    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
+    for pause in (3.0, 0.1, 60.0):
+        report = dataclasses.replace(
+            _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=2.0, drive_busy_seconds=4.0, read_bytes=4_000_000
+        )
+        plan_tracker.note(report)
+    plan = plan_tracker.plan(trace, Traffic())
+    assert plan.compute_seconds == pytest.approx(2.1), "what the script does before every step stays"
+    assert plan.overlap_factor == pytest.approx(5.1 / 4.0)

@@ -1,0 +1,101 @@
+"""What predictions are made from is the same after it was written down as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.numerics.chunk_format import ChunkFormat
+from infinity.numerics.state_format import StateFormat
+from infinity.plan.cost_model import Traffic, best_placement
+from infinity.plan.machine import Bandwidth
+from infinity.plan.plan import Plan, Workload, as_record, of_record
+from infinity.plan.sizes import Request, UnitSize, guessed_order
+from infinity.units.layout import CHUNK_GRANULE
+
+_NUMEL = 40 * CHUNK_GRANULE
+_UNITS = tuple(
+    UnitSize(f"layers.{index}", 2 * _NUMEL, _NUMEL, 2, index != 2, ("w", _NUMEL) if index else None)
+    for index in range(6)
+)
+
+
+def _request(**changes: Any) -> Request:
+    values: dict[str, Any] = {
+        "budget_bytes": 1 << 25,
+        "device_budget_bytes": None,
+        "param_tier": "nvme",
+        "optimizer_tier": "nvme",
+        "record_format": ChunkFormat.of(torch.bfloat16, has_remainder=True, states=StateFormat.INT8),
+        "shares_host_memory": True,
+        "update": "deferred",
+        "num_micro_batches": 2,
+        "page_bytes": None,
+        "prefetches": True,
+        "can_spill": True,
+        "used_together": (frozenset({1, 2}), frozenset({3})),
+    }
+    return Request(**values | changes)
+
+
+def _both(request: Request, traffic: Traffic) -> tuple[Workload, Plan]:
+    order = guessed_order(len(_UNITS))
+    workload = Workload(_UNITS, request, tuple(order), len(_UNITS), traffic)
+    plan = Plan(
+        num_parameters=6 * _NUMEL,
+        num_trainable=6 * _NUMEL,
+        units=tuple((unit.name, unit.weight_bytes) for unit in _UNITS),
+        param_tier="nvme",
+        optimizer_tier="nvme",
+        update=request.update,
+        resting_bytes={"nvme": {"weights": 3}},
+        host_budget_bytes=request.budget_bytes,
+        host_budget_source="from the config",
+        minimum_budget_bytes=1,
+        placement=best_placement(_UNITS, request, order, len(_UNITS)),
+        num_micro_batches=request.num_micro_batches,
+        predicted_read_bytes_per_step=0,
+        predicted_write_bytes_per_step=0,
+        bandwidth=Bandwidth(2e9, 1e9, 1.5e9, "2026-01-02T03:04:05+00:00"),
+        seen_bytes_per_second=1e9,
+        compute_seconds=0.5,
+    )
+    return workload, workload.predicted(plan)
+
+
+@pytest.mark.parametrize(
+    ("request_", "traffic"),
+    [
+        (_request(), Traffic()),
+        (_request(keeps_in_memory=False, record_format=ChunkFormat.of(torch.float32, has_remainder=False)), Traffic()),
+        (_request(record_format=ChunkFormat.of(torch.float16, has_remainder=False)), Traffic(True, 10, 20)),
+    ],
+)
+def test_a_record_gives_the_same_again(request_: Request, traffic: Traffic) -> None:
+    workload, plan = _both(request_, traffic)
+    again, known = of_record(json.loads(json.dumps(as_record(workload, plan))))
+    assert (again, known) == (workload, plan)
+    assert again.predicted(known) == plan and known.predicted_step_seconds == plan.predicted_step_seconds
+
+
+def test_every_field_is_recorded() -> None:
+    workload, plan = _both(_request(), Traffic())
+    record = as_record(workload, plan)
+    assert {each.name for each in dataclasses.fields(Plan)} | {"predicted_seconds"} == set(record["plan"])
+    assert {each.name for each in dataclasses.fields(Request)} == set(record["workload"]["request"])
+
+
+@pytest.mark.parametrize("path", ["plan", "workload", "workload.request", "plan.placement"])
+def test_what_is_damaged_is_refused(path: str) -> None:
+    record = json.loads(json.dumps(as_record(*_both(_request(), Traffic()))))
+    block = record
+    *parents, name = path.split(".")
+    for parent in parents:
+        block = block[parent]
+    block[name] = {"no": 1}
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        of_record(record)
