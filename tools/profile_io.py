@@ -30,7 +30,7 @@ try:
     from infinity.cli import profile as command
     from infinity.cli.main import run
     from infinity.cli.output import PathType, check_picture, table
-    from infinity.machine.drive_profile import WORKLOADS, DriveProfile, drive_test
+    from infinity.machine.drive_profile import WORKLOADS, DriveProfile, drive_test, io_of
     from swapper.measure.io_setting import IOSetting, Workload
     from swapper.measure.measurement import DriveTest
 except ModuleNotFoundError as error:
@@ -146,7 +146,7 @@ def compare(found: DriveProfile, asked: command.Asked, *, num_pairs: int, huge_p
     problems: dict[str, str] = {}
     shares: dict[str, Any] = {}
     seconds = asked.effort.sample_seconds
-    with drive_test(found, asked.effort) as test:
+    with drive_test(found, asked.effort, io_of({})) as test:
         test.prepare(max_seconds=asked.effort.fill_seconds)
         found.written_bytes += test.num_bytes
         peer = Peer(test, huge_pages=huge_pages)

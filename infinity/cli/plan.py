@@ -70,15 +70,9 @@ def plan(
     file: Path | None,
     directories: tuple[Path, ...],
     tokens: int,
-    ram: int | None,
-    disk: int | None,
-    drive_speed: int | None,
-    gpu: int | None,
-    tflops: float | None,
-    tbw: float | None,
-    no_measure: bool,
     largest: bool,
     as_json: bool,
+    **described: Any,
 ) -> int:
     """Say whether MODEL trains here or on a described machine, for every offload choice: bytes of each tier, time of a step.
 
@@ -92,11 +86,8 @@ def plan(
         raise click.UsageError(f"{model}: no such file or directory; names on the hub are not looked up.")
     if params is not None and Path(params).exists():
         raise click.UsageError(f"--params {params}: it is a path. Give it without --params.")
-    from infinity.machine.bandwidth_cache import now
-    from infinity.machine.description import measure_flops_per_second
-    from infinity.machine.here import glance, room_bytes, this_machine
-    from infinity.plan.ladder import MOST_LAYERS, Ladder
-    from infinity.plan.machine import Bandwidth
+    from infinity.machine.here import room_bytes
+    from infinity.plan.ladder import Ladder
     from infinity.plan.model_shapes import ModelRefused, read_model
 
     try:
@@ -106,34 +97,9 @@ def plan(
     config = None if file is None else _config(file, directories)
     written = None if config is None else dict(config)
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
-    is_here = ram is None and disk is None and gpu is None
-    speed = tflops * 1e12 if tflops else None
-    source = "as given" if tflops else ""
-    try:
-        machine = this_machine(paths, asks_gpu=ram is None and gpu is None)
-        if speed is None and is_here and not no_measure:
-            speed, device = measure_flops_per_second()
-            source = f"measured: {device}"
-    except RuntimeError as error:  # torch's: another process has all of the GPU, or has it alone
-        raise click.ClickException(
-            f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End what has it (`nvidia-smi`), set "
-            "CUDA_VISIBLE_DEVICES, or describe it with --gpu"
-        ) from error
-    bandwidth = machine.bandwidth if is_here else None
-    if drive_speed is not None:
-        bandwidth = Bandwidth(drive_speed, drive_speed, drive_speed, now())
-    elif bandwidth is None and is_here and not no_measure:
-        bandwidth = glance(paths)
-    machine = dataclasses.replace(
-        machine,
-        host_free_bytes=ram or machine.host_free_bytes,
-        drive_free_bytes=disk or machine.drive_free_bytes,
-        device_free_bytes=gpu or (None if ram else machine.device_free_bytes),
-        bandwidth=bandwidth,
-        flops_per_second=speed,
-        drive_tbw=tbw,
-    )
-    ladder = Ladder(shapes, written, machine, [str(path) for path in paths], tokens, None if disk else room_bytes)
+    machine, source = _machine(paths, **described)
+    look = None if described["disk"] else room_bytes
+    ladder = Ladder(shapes, written, machine, [str(path) for path in paths], tokens, look)
     rungs = list(ladder.rungs())
     given = ladder.given() if config is not None else next((each for each in rungs if each.fits), rungs[-1])
     change = None if given.fits else ladder.smallest_change(given)
@@ -156,12 +122,63 @@ def plan(
     _print_rungs(rungs, given, machine, is_given=config is not None)
     _print_verdict(given, change, machine, is_given=config is not None)
     if largest:
-        told = "unknown: the model has no repeated layers, or does not fit with one"
-        if most is not None:
-            more = " or more" if most[0] >= MOST_LAYERS else ""
-            told = f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
-        display(f"\nThe largest of this family that trains there: {told}")
+        display(f"\nThe largest of this family that trains there: {_largest_words(most)}")
     return 0 if given.fits else 1
+
+
+def _machine(
+    paths: Sequence[Path],
+    *,
+    ram: int | None,
+    disk: int | None,
+    drive_speed: int | None,
+    gpu: int | None,
+    tflops: float | None,
+    tbw: float | None,
+    no_measure: bool,
+) -> tuple[Machine, str]:
+    """This machine, with what is described in place of what it has; and where its computing speed is from."""
+    from infinity.machine.bandwidth_cache import now
+    from infinity.machine.description import measure_flops_per_second
+    from infinity.machine.here import glance, this_machine
+    from infinity.plan.machine import Bandwidth
+
+    is_here = ram is None and disk is None and gpu is None
+    speed, source = (tflops * 1e12, "as given") if tflops else (None, "")
+    try:
+        machine = this_machine(paths, asks_gpu=ram is None and gpu is None)
+        if speed is None and is_here and not no_measure:
+            speed, device = measure_flops_per_second()
+            source = f"measured: {device}"
+    except RuntimeError as error:  # torch's: another process has all of the GPU, or has it alone
+        raise click.ClickException(
+            f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End what has it (`nvidia-smi`), set "
+            "CUDA_VISIBLE_DEVICES, or describe it with --gpu"
+        ) from error
+    bandwidth = machine.bandwidth if is_here else None
+    if drive_speed is not None:
+        bandwidth = Bandwidth(drive_speed, drive_speed, drive_speed, now())
+    elif bandwidth is None and is_here and not no_measure:
+        bandwidth = glance(paths)
+    described = dataclasses.replace(
+        machine,
+        host_free_bytes=ram or machine.host_free_bytes,
+        drive_free_bytes=disk or machine.drive_free_bytes,
+        device_free_bytes=gpu or (None if ram else machine.device_free_bytes),
+        bandwidth=bandwidth,
+        flops_per_second=speed,
+        drive_tbw=tbw,
+    )
+    return described, source
+
+
+def _largest_words(most: tuple[int, int] | None) -> str:
+    from infinity.plan.ladder import MOST_LAYERS
+
+    if most is None:
+        return "unknown: the model has no repeated layers, or does not fit with one"
+    more = " or more" if most[0] >= MOST_LAYERS else ""
+    return f"{most[0]:,} layers{more}, {most[1] / 1e9:,.2f}B parameters"
 
 
 def _config(file: Path, directories: Sequence[Path]) -> InfinityConfig:

@@ -102,13 +102,13 @@ def measure(asked: Asked) -> int:
     Returns:
         The exit status: 0, 1 if a drive failed, 2 if a directory is useless, 130 after Ctrl-C.
     """
-    from infinity.machine.drive_profile import drive_test, sweep
+    from infinity.machine.drive_profile import drive_test, io_of, settings_for, sweep
     from swapper.errors import SwapperError, VolumeError
 
     found = asked.found
     try:
-        with _progress(asked.console) as progress, drive_test(found, asked.effort) as test:
-            sweep(test, found, asked.effort, progress)
+        with _progress(asked.console) as progress, drive_test(found, asked.effort, io_of({})) as test:
+            sweep(test, found, asked.effort, settings_for(found, asked.effort), progress)
     except KeyboardInterrupt:
         found.stop("interrupted")
         return _INTERRUPTED
@@ -123,15 +123,15 @@ def measure(asked: Asked) -> int:
 
 def finish(asked: Asked, status: int, more: dict[str, Any]) -> int:
     """Print, store and write what was found; ``more``: for the JSON. Returns the exit status."""
-    from infinity.machine import config_file
+    from infinity.machine import autotune, config_file
     from infinity.machine.description import describe_machine
-    from infinity.machine.drive_profile import store
+    from infinity.machine.drive_profile import io_of
 
     options, _, found, console = asked
     advice = found.advice()
     _print(console, found, advice)
     if advice is not None:
-        store(found, advice)
+        autotune.keep(advice, found.directories, io_of({}))
     if options["json_file"] is not None:
         write_json(
             {"machine": describe_machine(found.directories[0].path), **_as_json(asked, advice), **more},

@@ -501,7 +501,7 @@ class Engine(Relayout):
             num_samples=self.train_batch_size(),
             is_skipped=is_skipped,
         )
-        self._parts.plan_tracker.note(self.report)
+        self._parts.plan_tracker.on_step(self.report)
         self._notes.step(self, self.report)
         if is_profiled and self._profiled is not None:
             self._profiled.show()

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from infinity.plan.machine import Bandwidth
-from swapper.config import BackendName
 from swapper.errors import ArgumentError
 from swapper.measure.measurement import IOSetting
 from swapper.volumes.publish import replacing
@@ -44,6 +45,9 @@ class BandwidthCache:
     setting: IOSetting
     bandwidth: Bandwidth
     cpu_cores: float
+
+
+_ENTRY = TypeAdapter(BandwidthCache)
 
 
 def cache_key(directories: Sequence[Path], *more: str) -> str:
@@ -139,22 +143,16 @@ def _read() -> Mapping[str, Any]:
 def _entry(value: Any) -> BandwidthCache | None:
     """An entry as it was stored, or None if somebody changed it into something else."""
     try:
-        setting = IOSetting(**value["setting"])
-        setting.swapper_config()  # knows what a setting must be
-        if setting.backend not in get_args(BackendName) or not all(
-            type(number) is int for number in (setting.request_bytes, setting.num_threads, setting.max_inflight)
-        ):
-            raise ValueError(f"no setting: {setting}")
-        bandwidth = Bandwidth(**value["bandwidth"])
-        _seconds(bandwidth.measured_at)
-        cpu_cores = float(value["cpu_cores"])
-        speeds = [float(number) for name, number in asdict(bandwidth).items() if name != "measured_at"]
+        found = _ENTRY.validate_json(json.dumps(value), strict=True)
+        found.setting.swapper_config()  # knows what a setting must be
+        _seconds(found.bandwidth.measured_at)
+        speeds = [speed for speed in asdict(found.bandwidth).values() if isinstance(speed, float)]
         if not all(speed > 0 and math.isfinite(speed) for speed in speeds):
-            raise ValueError(f"no bandwidth: {bandwidth}")
-    except (ArgumentError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no bandwidth: {found.bandwidth}")
+    except (ArgumentError, ArithmeticError, ValueError) as error:
         logger.info("an entry in the file of measured I/O settings is not used: %s: %s", type(error).__name__, error)
         return None
-    return BandwidthCache(setting, bandwidth, cpu_cores)
+    return found
 
 
 def _machine() -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import inspect
 import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,8 +68,7 @@ def _from_config(path: Path) -> nn.Module:
     if not file.is_file():
         raise ModelRefused(f"{path}: there is no config.json in this directory")
     _check_json(path, file)
-    with _without_collections():
-        model = _built(path, file)
+    model = _built(path, file)
     if sum(parameter.numel() for parameter in model.parameters()) > _MOST_PARAMETERS:
         raise ModelRefused(
             f"{path}: a model has at most {_MOST_PARAMETERS:.0e} parameters: look at the sizes in {file.name}"
@@ -92,20 +88,6 @@ def _check_json(path: Path, file: Path) -> None:
             f"{path}: {file.name} is {what}, and a model's config is an object of keys and values: name the "
             "config.json that lies beside a model's weights"
         )
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """While transformers is imported, which makes a million objects that stay, no garbage is looked for among them, nor later."""
-    if "transformers" in sys.modules or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _built(path: Path, file: Path) -> nn.Module:

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from infinity.errors import BudgetTooSmallError, format_bytes
 from infinity.plan.keep_in_memory import most_gradients, order_of_weights, take_gradients, take_states, take_weights
@@ -125,6 +126,22 @@ class Placement:
         return DEVICE_KEY, request.device_budget_bytes or self.weights_bytes
 
 
+class _Needs(NamedTuple):
+    """Bytes of host memory that an option needs at least, by what for."""
+
+    flat: int
+    pages: int
+    uploads: int
+    landing: int
+    gradients: int
+    kept: int
+    """Weights beside flat buffers, and states."""
+    map: int
+    """See `Request.map_bytes`; so for the next two."""
+    serving: int
+    update: int
+
+
 @dataclass(frozen=True)
 class _Option:
     """One way to divide: what stays from the beginning, and what all the rest needs at least."""
@@ -133,34 +150,11 @@ class _Option:
     hosts_all: bool
     """All units that do not stay on the device, or this process's share of each, rest in host memory."""
     keeps_all_records: bool
-    flat_bytes: int
-    """Of the host's: flat buffers."""
-    page_bytes: int
-    num_pages: int
-    upload_bytes: int
-    landing_bytes: int
-    gradient_bytes: int
-    kept_bytes: int
-    map_bytes: int
-    """See `Request.map_bytes`."""
-    serving_bytes: int
-    """See `Request.serving_bytes`."""
-    update_bytes: int
-    """See `Request.update_bytes`."""
+    needs: _Needs
 
     @property
     def cost_bytes(self) -> int:
-        return (
-            self.flat_bytes
-            + self.page_bytes * self.num_pages
-            + self.upload_bytes
-            + self.landing_bytes
-            + self.gradient_bytes
-            + self.kept_bytes
-            + self.map_bytes
-            + self.serving_bytes
-            + self.update_bytes
-        )
+        return sum(self.needs)
 
 
 def place(units: Sequence[UnitSize], request: Request) -> Placement:
@@ -328,22 +322,20 @@ class _Planner:
         if records:
             kept_bytes += self._records
         numel = self._largest_numel if request.can_spill else sum(unit.trainable_numel for unit in self._units)
-        return _Option(
-            residents=residents,
-            hosts_all=hosts_all,
-            keeps_all_records=records,
-            flat_bytes=flat_bytes,
-            page_bytes=self._pages.smallest_bytes,
-            num_pages=0 if request.records_on_device else FEWEST_PAGES,
-            upload_bytes=upload_bytes,
-            landing_bytes=min(self._wished_landing(), _LEAST_LANDING_BYTES),
+        num_pages = 0 if request.records_on_device else FEWEST_PAGES
+        needs = _Needs(
+            flat=flat_bytes,
+            pages=self._pages.smallest_bytes * num_pages,
+            uploads=upload_bytes,
+            landing=min(self._wished_landing(), _LEAST_LANDING_BYTES),
             # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
-            gradient_bytes=0 if self._gradients_on_device else numel * request.scratch_itemsize,
-            kept_bytes=kept_bytes,
-            map_bytes=request.map_bytes(self._units),
-            serving_bytes=request.serving_bytes(self._units) if moving else 0,
-            update_bytes=request.update_bytes(self._units),
+            gradients=0 if self._gradients_on_device else numel * request.scratch_itemsize,
+            kept=kept_bytes,
+            map=request.map_bytes(self._units),
+            serving=request.serving_bytes(self._units) if moving else 0,
+            update=request.update_bytes(self._units),
         )
+        return _Option(residents, hosts_all, records, needs)
 
     def options(self) -> Iterator[_Option]:
         """All sensible ways to begin."""
@@ -379,7 +371,7 @@ class _Planner:
         moving = [index for index in self._order if index not in option.residents]
         pages, flats, uploads, gradients, landing = self._staging(option, moving, left, enough_page_bytes)
         left -= pages + flats + uploads + gradients + landing
-        page_area = option.page_bytes * option.num_pages + pages
+        page_area = option.needs.pages + pages
         chunk_numel, page_bytes, num_pages = self._pages.cut(page_area, keeps_all_records=option.keeps_all_records)
 
         saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
@@ -388,14 +380,14 @@ class _Planner:
             sizes = self._sizes if request.shares_host_memory else [unit.stored_weight_bytes for unit in units]
             taken, left = take_weights(sizes, moving, left)
         saved += sum(request.saved_by_weights(units[index]) for index in taken)
-        capacity = self._all_gradients if self._gradients_on_device else option.gradient_bytes + gradients
+        capacity = self._all_gradients if self._gradients_on_device else option.needs.gradients + gradients
         if request.gradient_moves:
             spare = self._wished_gradients() - capacity
             capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
         states = tuple(unit.state_numel if option.keeps_all_records else 0 for unit in units)
         share = most_gradients(take_gradients(units, request, capacity))
         if self._may_keep_records() and not option.keeps_all_records:
-            held = option.gradient_bytes + gradients
+            held = option.needs.gradients + gradients
             rooms = [(left - max(each.num_bytes - held, 0), each) for each in take_gradients(units, request, capacity)]
             most = [each.saved_bytes + 2 * min(room, self._records) for room, each in rooms]
             best = (-1, 0)
@@ -407,18 +399,18 @@ class _Planner:
                 if (gain := (candidate.saved_bytes + 2 * (room - rest), -number)) > best:
                     best, share, states = gain, candidate, kept
         saved += share.saved_bytes + 2 * self._kept_records(states)
-        kept_bytes = option.kept_bytes + (0 if option.keeps_all_records else self._kept_records(states))
-        left -= kept_bytes - option.kept_bytes
-        gradient_bytes = max(share.num_bytes, option.gradient_bytes + gradients)
+        kept_bytes = option.needs.kept + (0 if option.keeps_all_records else self._kept_records(states))
+        left -= kept_bytes - option.needs.kept
+        gradient_bytes = max(share.num_bytes, option.needs.gradients + gradients)
         if not self._gradients_on_device:
-            left -= gradient_bytes - option.gradient_bytes - gradients
+            left -= gradient_bytes - option.needs.gradients - gradients
 
         is_resident = request.shares_host_memory and not option.hosts_all
         hosted = frozenset() if is_resident else frozenset(taken)
         residents = option.residents.union(taken) if is_resident else option.residents
         weights_bytes = self._device_bytes
         if request.shares_host_memory:
-            base = option.flat_bytes + flats + (self._bytes_of(taken) if is_resident else 0)
+            base = option.needs.flat + flats + (self._bytes_of(taken) if is_resident else 0)
             weights_bytes = min(base + left, self._total)
             left -= max(weights_bytes - base, 0)
         elif not option.hosts_all:
@@ -435,8 +427,8 @@ class _Planner:
             num_pages=num_pages,
             chunk_numel=chunk_numel,
             upload_page_bytes=self._upload_page_bytes,
-            num_upload_pages=(option.upload_bytes + uploads) // self._upload_page_bytes,
-            landing_bytes=option.landing_bytes + landing,
+            num_upload_pages=(option.needs.uploads + uploads) // self._upload_page_bytes,
+            landing_bytes=option.needs.landing + landing,
             gradient_bytes=gradient_bytes,
             gradients_on_device=self._gradients_on_device,
             gradient_scratch_bytes=share.scratch_bytes,
@@ -486,18 +478,18 @@ class _Planner:
         gradients that arrive."""
         request = self._request
         wished = [0, 0, 0, 0, 0]
-        if option.num_pages and not (request.page_bytes is not None and option.keeps_all_records):
-            wished[0] = max(enough_page_bytes - option.page_bytes * option.num_pages, 0)
+        if option.needs.pages and not (request.page_bytes is not None and option.keeps_all_records):
+            wished[0] = max(enough_page_bytes - option.needs.pages, 0)
         if request.shares_host_memory:
             ahead = _UNITS_AHEAD * max((self._sizes[index] for index in moving), default=0)
-            room = option.flat_bytes - self._bytes_of([*option.residents])
+            room = option.needs.flat - self._bytes_of([*option.residents])
             wished[1] = max(min(ahead, self._bytes_of(moving) - room), 0)
-        elif option.upload_bytes:
+        elif option.needs.uploads:
             fewest, most = self._num_upload_pages
             wished[2] = (most - fewest) * self._upload_page_bytes
         if request.gradient_moves == 0 and not self._gradients_on_device:
-            wished[3] = max(self._wished_gradients() - option.gradient_bytes, 0)
-        wished[4] = self._wished_landing() - option.landing_bytes
+            wished[3] = max(self._wished_gradients() - option.needs.gradients, 0)
+        wished[4] = self._wished_landing() - option.needs.landing
         granted = min(left // 2, sum(wished))
         first = min(wished[0], granted // 2, GOOD_PAGE_BYTES)
         wished[0] -= first
@@ -518,28 +510,28 @@ def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str
     share_bytes = request.shares_in_memory(units)
     if share_bytes is not None:
         parts.append(f"{format_bytes(share_bytes)} for this process's share of the weights")
-    kept_bytes = least.kept_bytes - (share_bytes or 0)
+    kept_bytes = least.needs.kept - (share_bytes or 0)
     if kept_bytes:
         keys = ["offload_param"] if request.param_tier == "cpu" and not request.shares_host_memory else []
         keys += ["offload_optimizer"] if least.keeps_all_records else []
         what = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"
         parts.append(f"{format_bytes(kept_bytes)} for {what}")
-    if least.flat_bytes:
+    if least.needs.flat:
         what = f"the weights of {names}"
         if request.keeps_all_weights and share_bytes is None:
             what = f'all weights (offload_param.device is "{request.param_tier}")'
-        parts.append(f"{format_bytes(least.flat_bytes)} for {what}")
-    parts.append(f"{format_bytes(least.page_bytes * least.num_pages + least.upload_bytes)} for pages")
+        parts.append(f"{format_bytes(least.needs.flat)} for {what}")
+    parts.append(f"{format_bytes(least.needs.pages + least.needs.uploads)} for pages")
     whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
-    if gradient_bytes := least.gradient_bytes + least.landing_bytes:
+    if gradient_bytes := least.needs.gradients + least.needs.landing:
         parts.append(f"{format_bytes(gradient_bytes)} for the gradients of {whose}")
-    if least.map_bytes:
-        parts.append(f"{format_bytes(least.map_bytes)} for the map of the durable run")
-    if least.serving_bytes:
-        parts.append(f"{format_bytes(least.serving_bytes)} for shares of weights that other processes fetch")
-    if least.update_bytes:
+    if least.needs.map:
+        parts.append(f"{format_bytes(least.needs.map)} for the map of the durable run")
+    if least.needs.serving:
+        parts.append(f"{format_bytes(least.needs.serving)} for shares of weights that other processes fetch")
+    if least.needs.update:
         parts.append(
-            f"{format_bytes(least.update_bytes)} to update the largest unit at once, as the optimizer wants it"
+            f"{format_bytes(least.needs.update)} to update the largest unit at once, as the optimizer wants it"
         )
     layer = largest[0].layer
     cure = (

@@ -73,7 +73,7 @@ class PlanTracker:
             self._plan = self.workload.predicted(self._plan)
         return self._plan
 
-    def note(self, report: StepReport) -> None:
+    def on_step(self, report: StepReport) -> None:
         """A step has ended. One that was skipped says nothing of the others."""
         if report.is_skipped:
             return

@@ -19,9 +19,11 @@ from torch import nn
 import infinity
 import infinity.machine.autotune as autotune_module
 import infinity.machine.bandwidth_cache as measured_module
+import infinity.machine.drive_profile as profile_module
 from infinity.config import InfinityConfig, IOSection, load_config
-from infinity.machine.autotune import Limits, candidates, choose, tune_io
+from infinity.machine.autotune import tune_io
 from infinity.machine.bandwidth_cache import BandwidthCache, cache_key, cache_path, load, measured_bandwidth, store
+from infinity.machine.drive_profile import AT_START, candidates, choose
 from infinity.plan.machine import Bandwidth
 from swapper import ArgumentError, BackendUnavailableError, TransferError
 from swapper.measure.measurement import IOSetting, Sample, Workload
@@ -70,6 +72,7 @@ class FakeDrive:
         self.measured: list[tuple[IOSetting, Workload]] = []
         self.num_open = 0
         self.num_bytes = 1 << 30
+        self.is_direct = True
 
     def __call__(self, directories: list[Directory], file_bytes: int, **options: Any) -> FakeDrive:
         self.opened.append((directories, file_bytes, options))
@@ -97,7 +100,7 @@ class FakeDrive:
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDrive]:
     fake = FakeDrive()
-    monkeypatch.setattr(autotune_module, "DriveTest", fake)
+    monkeypatch.setattr(profile_module, "DriveTest", fake)
     yield fake
     assert fake.num_open == 0, "a test file was left open"
 
@@ -324,7 +327,7 @@ def _with_free(monkeypatch: pytest.MonkeyPatch, free_bytes: dict[str, int], devi
         drive = describe_drive(path)
         return replace(drive, free_bytes=free_bytes[path.name], device_number=device(path.name))
 
-    monkeypatch.setattr(autotune_module, "describe_drive", described)
+    monkeypatch.setattr(profile_module, "describe_drive", described)
 
 
 @pytest.mark.parametrize(("free", "expected"), [(1 << 40, 1 << 30), (2 << 30, (2 << 30) // 10)])
@@ -620,11 +623,12 @@ def test_the_file_does_not_grow_for_ever(nvme: Path, cache: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------------- for real
 
-_QUICK = Limits(seconds=0.5, fill_seconds=30.0, sample_seconds=0.01, file_bytes=64 << 20, least_file_bytes=1 << 20)
+_SHORT = replace(AT_START, seconds=0.5, fill_seconds=30.0, sample_seconds=0.01, file_bytes=64 << 20)
 
 
-def test_a_real_measurement_leaves_only_its_result(nvme: Path, cache: Path) -> None:
-    config = tune_io(_config(nvme, aio={"block_size": MIB}), _QUICK)
+def test_a_real_measurement_leaves_only_its_result(nvme: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune_module, "AT_START", _SHORT)
+    config = tune_io(_config(nvme, aio={"block_size": MIB}))
     assert os.listdir(nvme) == []
     bandwidth = measured_bandwidth([nvme])
     assert bandwidth is not None and min(bandwidth.read_bytes_per_second, bandwidth.write_bytes_per_second) > 0
@@ -633,17 +637,18 @@ def test_a_real_measurement_leaves_only_its_result(nvme: Path, cache: Path) -> N
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("swapper")]
 
 
-def test_a_real_measurement_of_two_directories(tmp_path: Path, nvme: Path) -> None:
+def test_a_real_measurement_of_two_directories(tmp_path: Path, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune_module, "AT_START", _SHORT)
     (tmp_path / "b").mkdir()
     config = _config([str(nvme), str(tmp_path / "b")])
-    tune_io(config, _QUICK)
+    tune_io(config)
     assert measured_bandwidth([nvme, tmp_path / "b"]) is not None
 
 
 def test_the_time_is_bounded_on_a_slow_drive(nvme: Path, drive: FakeDrive, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every measurement takes as long as its bytes in flight need: at 20 MB/s, 64 MiB are three seconds."""
     now = 1000.0
-    monkeypatch.setattr(autotune_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(profile_module.time, "monotonic", lambda: now)
     real = drive.measure
 
     def slow(setting: IOSetting, workload: Workload, seconds: float) -> Sample:
@@ -655,7 +660,7 @@ def test_the_time_is_bounded_on_a_slow_drive(nvme: Path, drive: FakeDrive, monke
     drive.speed = lambda setting: 20e6
     tune_io(_config(nvme))
     assert measured_bandwidth([nvme]) is not None
-    assert now - 1000 < 2 * Limits().seconds
+    assert now - 1000 < 2 * AT_START.seconds
 
 
 def test_the_engine_takes_the_measured_settings(nvme: Path, drive: FakeDrive) -> None:

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from infinity.config import load_config
-from infinity.machine.autotune import candidates, tune_io
+from infinity.machine.autotune import keep, tune_io
 from infinity.machine.bandwidth_cache import measured_bandwidth
 from infinity.machine.drive_profile import (
     QUICK,
     WORKLOADS,
     DriveProfile,
+    candidates,
     default_setting,
     directories_of,
     io_of,
     reproduces,
-    store,
+    settings_for,
     sweep,
 )
 from swapper.errors import ArgumentError, VolumeError, WrongDataError
@@ -60,7 +61,7 @@ def sample(setting: IOSetting, workload: Workload, rate: float, cpu_seconds: flo
 
 def measured(path: Path, drive: PlayedDrive) -> DriveProfile:
     found = DriveProfile(directories_of([path]), is_direct=True)
-    sweep(drive, found, QUICK, lambda what, share: None)  # type: ignore[arg-type]
+    sweep(drive, found, QUICK, settings_for(found, QUICK))  # type: ignore[arg-type]
     return found
 
 
@@ -121,7 +122,7 @@ def test_plans_and_autotune_take_what_was_found(tmp_path: Path, monkeypatch: pyt
     found = measured(tmp_path, PlayedDrive(speed=lambda setting: 2e9 if setting == _THREADS else 1e9))
     advice = found.advice()
     assert advice is not None
-    store(found, advice)
+    keep(advice, found.directories, io_of({}))
     known = measured_bandwidth([tmp_path])
     assert known == advice.bandwidth
     offload = {"device": "nvme", "nvme_path": str(tmp_path)}

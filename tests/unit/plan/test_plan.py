@@ -130,15 +130,15 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     assert first.predicted_read_bytes_per_step > 0
     assert first.compute_seconds is None
     for seconds in (50.0, 40.0):
-        plan_tracker.note(_report(seconds, seconds))
+        plan_tracker.on_step(_report(seconds, seconds))
     assert plan_tracker.plan(trace, Traffic()).compute_seconds is None, "the first steps do not count"
-    plan_tracker.note(_report(9.0, 1.5))
+    plan_tracker.on_step(_report(9.0, 1.5))
     assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(1.5)
     for compute, optimizer in ((1.0, 2.0), (1.2, 0.5), (1.1, 4.0)):
-        plan_tracker.note(_report(9.0, compute, optimizer))
+        plan_tracker.on_step(_report(9.0, compute, optimizer))
     assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(3.0), "halfway between two and four"
     for _ in range(20):
-        plan_tracker.note(
+        plan_tracker.on_step(
             dataclasses.replace(_report(4.4, 1.1), drive_busy_seconds=4.0, read_bytes=8_000, write_bytes=4_000)
         )
     assert plan_tracker.plan(trace, Traffic()).seen_bytes_per_second == pytest.approx(3_000)
@@ -162,7 +162,7 @@ def test_pauses_of_the_script_do_not_count() -> None:
         report = dataclasses.replace(
             _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=1.9, drive_busy_seconds=4.0
         )
-        plan_tracker.note(dataclasses.replace(report, read_bytes=4_000_000))
+        plan_tracker.on_step(dataclasses.replace(report, read_bytes=4_000_000))
     plan = plan_tracker.plan(trace, Traffic())
     assert plan.compute_seconds == pytest.approx(2.0)
     assert plan.overlap_factor == pytest.approx(5.0 / 4.0)
@@ -176,7 +176,7 @@ def test_a_pause_before_the_only_known_step_does_not_count() -> None:
         report = dataclasses.replace(
             _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=2.0, drive_busy_seconds=4.0, read_bytes=4_000_000
         )
-        plan_tracker.note(report)
+        plan_tracker.on_step(report)
     plan = plan_tracker.plan(trace, Traffic())
     assert plan.compute_seconds == pytest.approx(2.1), "what the script does before every step stays"
     assert plan.overlap_factor == pytest.approx(5.1 / 4.0)
