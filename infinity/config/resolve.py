@@ -74,66 +74,67 @@ def resolve(
     book.note("fp16.enabled", root.fp16.enabled)
     check_ranks(root, world_size)
     _check_update(book)
-    zero = root.zero_optimization
-    offload_param = _resolve_offload("offload_param", book, check_storage)
-    offload_optimizer = _resolve_offload("offload_optimizer", book, check_storage)
+    tiers = _resolve_tiers(book, check_storage)
+    zero, buffer_type = root.zero_optimization, root.data_types.buffer_dtype
+    decided: dict[str, Any] = {
+        "train_batch_size": batch.train,
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+        "compute_dtype": compute_dtype,
+        "buffer_dtype": None if buffer_type is None else dtype_named(buffer_type),
+        "loss_scaling": loss_scaling,
+        "checks_overflow": _checks_overflow(root),
+        "optimizer": _resolve_optimizer(book),
+        "scheduler": _resolve_scheduler(book),
+        **tiers,
+        "io": _resolve_io(book),
+        "infinity": _resolve_infinity(
+            book,
+            compute_dtype,
+            max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2),
+            _resolve_durable(book, tiers, check_storage),
+        ),
+        "wall_clock_breakdown": root.wall_clock_breakdown or root.flops_profiler.enabled,
+        "monitors": _resolve_monitors(root),
+        "flops_profiler": _resolve_flops_profiler(root.flops_profiler),
+        "zero_stage": zero_stage(root),
+        "autocast_dtype": resolve_autocast(root, compute_dtype),
+        "shard_size": zero.mics_shard_size if zero.mics_shard_size > 0 else None,
+        "weight_group_size": zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
+        "communication_dtype": dtype_named(root.communication_data_type),
+        "casts_inputs": (root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
+    }
+    book.note_other_autos()
+    return InfinityConfig(
+        **_as_written(root, InfinityConfig) | decided,
+        world_size=world_size,
+        source=source,
+        notices=findings.notices(),
+        decisions=tuple(book.decisions),
+    )
+
+
+def _as_written(block: Block, section: type[Any]) -> dict[str, Any]:
+    """What a section takes from a block as it is: the fields of the same name."""
+    return {each.name: getattr(block, each.name) for each in fields(section) if each.name in type(block).model_fields}
+
+
+def _resolve_tiers(book: _Book, check_storage: bool) -> dict[str, OffloadSection]:
+    """Where parameters and optimizer states rest, by the name of the config's field."""
+    root, zero = book.root, book.root.zero_optimization
+    tiers = {name: _resolve_offload(name, book, check_storage) for name in ("offload_param", "offload_optimizer")}
     check_capacities(
-        offload_param.nvme_directories,
-        offload_optimizer.nvme_directories,
-        key="zero_optimization.offload_optimizer.nvme_path",
+        *(tier.nvme_directories for tier in tiers.values()), key="zero_optimization.offload_optimizer.nvme_path"
     )
     if "zero_optimization" in root.model_fields_set and zero.stage is None:
         offloads = "" if zero_stage(root) else "nothing is offloaded, as in DeepSpeed"
         book.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
-    if zero.stage in (0, 1, 2) and world_size == 1:
-        findings.note("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
-    buffer_type = root.data_types.buffer_dtype
-    config = InfinityConfig(
-        train_batch_size=batch.train,
-        train_micro_batch_size_per_gpu=batch.micro,
-        gradient_accumulation_steps=batch.accumulation,
-        gradient_clipping=root.gradient_clipping,
-        compute_dtype=compute_dtype,
-        buffer_dtype=None if buffer_type is None else dtype_named(buffer_type),
-        loss_scaling=loss_scaling,
-        checks_overflow=_checks_overflow(root),
-        optimizer=_resolve_optimizer(book),
-        scheduler=_resolve_scheduler(book),
-        offload_param=offload_param,
-        offload_optimizer=offload_optimizer,
-        io=_resolve_io(book),
-        infinity=_resolve_infinity(
-            book,
-            compute_dtype,
-            max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2),
-            _resolve_durable(book, offload_param, offload_optimizer, check_storage),
-        ),
-        steps_per_print=root.steps_per_print,
-        wall_clock_breakdown=root.wall_clock_breakdown or root.flops_profiler.enabled,
-        monitors=_resolve_monitors(root),
-        flops_profiler=_resolve_flops_profiler(root.flops_profiler),
-        dataloader_drop_last=root.dataloader_drop_last,
-        zero_stage=zero_stage(root),
-        managed_gradient_accumulation=root.managed_gradient_accumulation,
-        autocast_dtype=resolve_autocast(root, compute_dtype),
-        shard_size=zero.mics_shard_size if zero.mics_shard_size > 0 else None,
-        weight_group_size=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
-        communication_dtype=dtype_named(root.communication_data_type),
-        casts_inputs=(root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
-        world_size=world_size,
-        source=source,
-        notices=(),
-        decisions=(),
-    )
-    if config.infinity.activations == "nvme" and not config.nvme_paths:
-        raise ConfigValueError(
-            "infinity.activations",
-            "nvme",
-            "there is no NVMe tier",
-            cure="Set zero_optimization.offload_optimizer (or offload_param) to a directory on a drive",
-        )
-    book.note_other_autos()
-    return replace(config, notices=findings.notices(), decisions=tuple(book.decisions))
+    if zero.stage in (0, 1, 2) and book.world_size == 1:
+        book.findings.note("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
+    if root.infinity.activations == "nvme" and not any(tier.nvme_paths for tier in tiers.values()):
+        cure = "Set zero_optimization.offload_optimizer (or offload_param) to a directory on a drive"
+        raise ConfigValueError("infinity.activations", "nvme", "there is no NVMe tier", cure=cure)
+    return tiers
 
 
 class _Book:
@@ -319,7 +320,6 @@ def _resolve_infinity(
     book.note("infinity.schedule", block.schedule)
     book.note("infinity.state_dtype", block.state_dtype)
     update = _resolve_update(book)
-    as_written = {each.name: getattr(block, each.name) for each in fields(InfinitySection) if hasattr(block, each.name)}
     decided: dict[str, Any] = {
         "keep_in_memory": block.keep_in_memory and durable is None,
         "update": update,
@@ -331,7 +331,7 @@ def _resolve_infinity(
         "run_log": resolve_file(block.run_log, key="infinity.run_log") if block.run_log is not None else None,
         "durable": durable,
     }
-    return InfinitySection(**as_written | decided)
+    return InfinitySection(**_as_written(block, InfinitySection) | decided)
 
 
 def _resolve_monitors(root: RootBlock) -> MonitorsSection:
@@ -343,11 +343,10 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
     if root.comet.enabled:
         cure = "Set it to false, and one of tensorboard, wandb and csv_monitor to true"
         raise ConfigValueError("comet.enabled", True, "nothing is sent to Comet", cure=cure)
-    wandb = root.wandb
     return MonitorsSection(
         tensorboard=directory("tensorboard", root.tensorboard),
         csv=directory("csv_monitor", root.csv_monitor),
-        wandb=WandbSection(wandb.project, wandb.group, wandb.team) if wandb.enabled else None,
+        wandb=WandbSection(**_as_written(root.wandb, WandbSection)) if root.wandb.enabled else None,
     )
 
 
@@ -355,18 +354,14 @@ def _resolve_flops_profiler(block: FlopsProfilerBlock) -> FlopsProfilerSection |
     if not block.enabled:
         return None
     file = resolve_file(block.output_file, key="flops_profiler.output_file") if block.output_file else None
-    return FlopsProfilerSection(
-        block.profile_step, block.module_depth, block.top_modules, block.detailed, file, block.recompute_fwd_factor
-    )
+    return FlopsProfilerSection(**_as_written(block, FlopsProfilerSection) | {"output_file": file})
 
 
-def _resolve_durable(
-    book: _Book, params: OffloadSection, states: OffloadSection, check_storage: bool
-) -> DurableSection | None:
+def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_storage: bool) -> DurableSection | None:
     block = book.root.infinity
     if not block.durable:
         return None
-    for name, section in (("offload_param", params), ("offload_optimizer", states)):
+    for name, section in tiers.items():
         if section.device != "nvme":
             key = f"zero_optimization.{name}.device"
             cure = 'Set it to "nvme", or infinity.durable to false'
@@ -381,7 +376,7 @@ def _resolve_durable(
         if check_storage:
             check_directories([each.path for each in found], key="infinity.durable_path")
     else:
-        found = tuple(replace(each, path=each.path / "durable") for each in states.nvme_directories)
+        found = tuple(replace(each, path=each.path / "durable") for each in tiers["offload_optimizer"].nvme_directories)
     # Drives take turns, so that each start finds the same bytes in the same places.
     durable = DurableSection(
         tuple(replace(each, bytes_per_second=1.0) for each in found), block.keep_last, block.keep_every

@@ -1,4 +1,5 @@
-"""Before a step: what stays in memory, how the budget is divided, what a step will move and how long it will take.
+"""(model, config, machine) -> Plan: what is stored where, how the budgets are divided, what a step will move, and its time.
 
-Knows sizes and measured speeds; must not know tensors. Prints the plan; the engine follows its placement.
+An engine and `infinity plan` begin with `inputs`, so both say the same. Pure: knows shapes, sizes and speeds, and imports nothing
+that moves bytes or measures; `infinity.machine` does.
 """
