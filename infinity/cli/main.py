@@ -40,9 +40,7 @@ COMMANDS = {
     "doctor": Entry("infinity.cli.doctor:doctor", "say what this machine can do for a training, and what would help"),
     "plan": Entry("infinity.cli.plan:plan", "say whether a model trains here, how fast, and what makes it fit"),
     "config": Entry("infinity.cli.config:config", "check a config, show what it comes to, or print its JSON schema"),
-    "profile": Entry(
-        "infinity.cli.profile:profile", "measure what drives do, beside fio, and what that means for a model"
-    ),
+    "profile": Entry("infinity.cli.profile:profile", "measure how fast drives are, and say which settings suit them"),
     "report": Entry("infinity.cli.report:report", "write one HTML page about a run, and what bound it"),
     "watch": Entry("infinity.cli.report:watch", "show a run in the terminal while it goes on"),
     "launch": Entry("infinity.cli.launch:launch", "start a training on this host, or on those of a DeepSpeed hostfile"),

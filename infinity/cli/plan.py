@@ -289,7 +289,14 @@ def _bytes(num_bytes: int | None) -> str:
 def _as_json(each: Outcome) -> dict[str, Any]:
     plan = each.plan
     return {
-        **each.as_plain(),
+        "param_tier": each.param_tier,
+        "optimizer_tier": each.optimizer_tier,
+        "fits": each.fits,
+        "problem": each.problem,
+        "resting_bytes": None if plan is None else plan.resting_bytes,
+        "read_bytes_per_step": None if plan is None else plan.predicted_read_bytes_per_step,
+        "write_bytes_per_step": None if plan is None else plan.predicted_write_bytes_per_step,
+        "retention": None if plan is None or plan.retention is None else dataclasses.asdict(plan.retention),
         "minimum_memory_bytes": each.minimum_bytes,
         "step_seconds": each.seconds,
         "tokens_per_second": None if each.seconds is None else each.tokens / each.seconds,

@@ -99,20 +99,6 @@ class Outcome:
         changes = self.changes.items()
         return {k: v for k, v in changes if not k.endswith("nvme_path") and (k not in same or same[k] != v)}
 
-    def as_plain(self) -> dict[str, Any]:
-        """For JSON, without times."""
-        plan = self.plan
-        return {
-            "param_tier": self.param_tier,
-            "optimizer_tier": self.optimizer_tier,
-            "fits": self.fits,
-            "problem": self.problem,
-            "resting_bytes": None if plan is None else plan.resting_bytes,
-            "read_bytes_per_step": None if plan is None else plan.predicted_read_bytes_per_step,
-            "write_bytes_per_step": None if plan is None else plan.predicted_write_bytes_per_step,
-            "retention": None if plan is None or plan.retention is None else dataclasses.asdict(plan.retention),
-        }
-
 
 class Ladder:
     """All offload choices for one model on one machine."""
