@@ -63,7 +63,9 @@ class SettledAccess:
             parts.storage.flush()
         parts.pager.residency.collect_all()
         self._settle_commit()
-        if parts.trimmer is not None:  # who walks through all states gets copies of them, one parameter's after the other
+        if (
+            parts.trimmer is not None
+        ):  # who walks through all states gets copies of them, one parameter's after the other
             parts.trimmer.trim()
 
     def _settle_commit(self) -> None:

@@ -504,39 +504,26 @@ class _Planner:
 
 
 def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:
+    needs, share_bytes = least.needs, request.shares_in_memory(units)
     largest = sorted(units, key=lambda unit: -unit.weight_bytes)[:2]
-    names = " and ".join(unit.name for unit in largest)
-    parts = []
-    share_bytes = request.shares_in_memory(units)
-    if share_bytes is not None:
-        parts.append(f"{format_bytes(share_bytes)} for this process's share of the weights")
-    kept_bytes = least.needs.kept - (share_bytes or 0)
-    if kept_bytes:
-        keys = ["offload_param"] if request.param_tier == "cpu" and not request.shares_host_memory else []
-        keys += ["offload_optimizer"] if least.keeps_all_records else []
-        what = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"
-        parts.append(f"{format_bytes(kept_bytes)} for {what}")
-    if least.needs.flat:
-        what = f"the weights of {names}"
-        if request.keeps_all_weights and share_bytes is None:
-            what = f'all weights (offload_param.device is "{request.param_tier}")'
-        parts.append(f"{format_bytes(least.needs.flat)} for {what}")
-    parts.append(f"{format_bytes(least.needs.pages + least.needs.uploads)} for pages")
+    keys = ["offload_param"] if request.param_tier == "cpu" and not request.shares_host_memory else []
+    keys += ["offload_optimizer"] if least.keeps_all_records else []
+    kept = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"
+    flat = f"the weights of {' and '.join(unit.name for unit in largest)}"
+    if request.keeps_all_weights and share_bytes is None:
+        flat = f'all weights (offload_param.device is "{request.param_tier}")'
     whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
-    if gradient_bytes := least.needs.gradients + least.needs.landing:
-        parts.append(f"{format_bytes(gradient_bytes)} for the gradients of {whose}")
-    if least.needs.map:
-        parts.append(f"{format_bytes(least.needs.map)} for the map of the durable run")
-    if least.needs.serving:
-        parts.append(f"{format_bytes(least.needs.serving)} for shares of weights that other processes fetch")
-    if least.needs.update:
-        parts.append(
-            f"{format_bytes(least.needs.update)} to update the largest unit at once, as the optimizer wants it"
-        )
-    layer = largest[0].layer
-    cure = (
-        ""
-        if layer is None or request.updates_whole_parameters
-        else f". '{layer[0]}' alone has {format_bytes(layer[1])}: infinity.tile_above pages it in tiles"
+    parts = (
+        (share_bytes or 0, "for this process's share of the weights"),
+        (needs.kept - (share_bytes or 0), f"for {kept}"),
+        (needs.flat, f"for {flat}"),
+        (needs.pages + needs.uploads, "for pages"),
+        (needs.gradients + needs.landing, f"for the gradients of {whose}"),
+        (needs.map, "for the map of the durable run"),
+        (needs.serving, "for shares of weights that other processes fetch"),
+        (needs.update, "to update the largest unit at once, as the optimizer wants it"),
     )
-    return "It must hold " + ", ".join(parts) + cure
+    told = "It must hold " + ", ".join(f"{format_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes)
+    if (layer := largest[0].layer) is None or request.updates_whole_parameters:
+        return told
+    return f"{told}. '{layer[0]}' alone has {format_bytes(layer[1])}: infinity.tile_above pages it in tiles"
