@@ -60,6 +60,10 @@ class IORequest:
     on_complete: CompletionCallback
     may_pad: bool = False
 
+    def let_go(self) -> None:
+        """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over."""
+        self.memory = NO_MEMORY
+
     def complete(self, transferred_bytes: int, error: OSError | None = None) -> None:
         """Tell whoever submitted the request that it is over."""
         self.on_complete(self, transferred_bytes, error)

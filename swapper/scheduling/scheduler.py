@@ -81,7 +81,7 @@ class IOScheduler(Uncopyable):
         self._num_errors = 0
         self.pending = PendingErrors()
         self._back_off = BackOff(self._try_again)
-        self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds)
+        self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds, self._num_completed)
         interval = tick_seconds(config.deadline_seconds)
         self._watchdog = Caller(self._on_tick, "swapper-watchdog", "looking for transfers that hang", interval)
 
@@ -224,7 +224,6 @@ class IOScheduler(Uncopyable):
                 return
             del queue.inflight[request]
             operation.outstanding -= 1
-            self._waiting.num_completions += 1
             if error is None and transferred_bytes == len(request.memory):
                 queue.count(request, transferred_bytes, is_whole=True)
             elif operation.error is None:
@@ -285,6 +284,10 @@ class IOScheduler(Uncopyable):
             self._take(taken)
         self._hand_over(taken)
         announce(over)
+
+    def _num_completed(self) -> int:
+        """Transfers that the backend has completed so far."""
+        return sum(queue.num_taken - len(queue.inflight) for queue in self.queues)
 
     # -- the end of an operation -------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ class TransferQueue:
         self.direction = direction
         self.limit = limit
         self.num_queued = 0
+        self.num_taken = 0
+        """Transfers handed to the backend so far, each attempt of one counted."""
         self.inflight: dict[Transfer, None] = {}
         self.num_bytes = 0
         self.num_transfers = 0
@@ -113,6 +115,7 @@ class TransferQueue:
                 transfer.submitted_tick = tick
             transfer.began_seconds = time.perf_counter() if self._observers.present else 0.0
             self.inflight[transfer] = None
+            self.num_taken += 1
             taken.append(transfer)
         if self.inflight and not self._is_busy:
             self._is_busy = True

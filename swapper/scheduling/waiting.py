@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from swapper.backend import IOBackend
 from swapper.config import bounded_seconds
@@ -25,17 +25,22 @@ class WaitingRoom:
         pending: Gets the error of an operation whose waiter went away.
         backend: Says in which file something hangs.
         deadline_seconds: A wait ends when nothing at all has completed for so long.
+        num_completed: Counts the transfers that have completed.
     """
 
     def __init__(
-        self, lock: threading.RLock, pending: PendingErrors, backend: IOBackend, deadline_seconds: float
+        self,
+        lock: threading.RLock,
+        pending: PendingErrors,
+        backend: IOBackend,
+        deadline_seconds: float,
+        num_completed: Callable[[], int],
     ) -> None:
         self._lock = lock
         self._pending = pending
         self._backend = backend
         self._deadline_seconds = deadline_seconds
-        self.num_completions = 0
-        """Transfers that the backend has completed. Changed under the scheduler's lock."""
+        self._num_completed = num_completed
 
     def wait(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
         """Block until the operation is over.
@@ -80,10 +85,10 @@ class WaitingRoom:
         # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
         num_idle = 0
         while num_idle < TICKS_PER_DEADLINE + 1:
-            num_completions = self.num_completions
+            num_completed = self._num_completed()
             if waiter.acquire(timeout=tick_seconds(self._deadline_seconds)) or _is_over(operation):
                 return True
-            num_idle = num_idle + 1 if num_completions == self.num_completions else 0
+            num_idle = num_idle + 1 if num_completed == self._num_completed() else 0
         return False
 
     def wait_for_all(self, operations: Iterable[Operation]) -> None:

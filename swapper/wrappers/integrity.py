@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import NO_MEMORY, CorruptedDataError, Direction, IOBackend, IORequest
+from swapper.backend import CorruptedDataError, Direction, IOBackend, IORequest
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
@@ -221,7 +221,7 @@ class IntegrityBackend(BackendWrapper):
         )
 
     def _on_transferred(self, job: _Job, inner: IORequest, transferred_bytes: int, error: OSError | None) -> None:
-        inner.memory = NO_MEMORY
+        inner.let_go()
         try:
             if job.request.direction is Direction.WRITE:
                 self._remember(job, transferred_bytes if error is None else 0)

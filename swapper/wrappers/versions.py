@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import NO_MEMORY, Direction, IOBackend, IORequest
+from swapper.backend import Direction, IOBackend, IORequest
 from swapper.config import ALIGNMENT, pieces
 from swapper.errors import ArgumentError
 from swapper.extents.intervals import IntervalSet
@@ -318,7 +318,7 @@ class _Parts:
         with self._lock:
             self._error = self._error or error
             self._is_short = self._is_short or transferred_bytes < len(request.memory)
-        request.memory = NO_MEMORY
+        request.let_go()
         self._one_is_over()
 
     def _one_is_over(self) -> None:

@@ -78,17 +78,17 @@ def test_a_page_is_lent_again_when_the_backend_has_let_go_of_it(direction: Direc
 
 def test_the_same_holds_where_no_handle_was_ever_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt in the midst of a submission: some of its transfers are under way."""
-    real = IOScheduler._pump
+    real = IOScheduler._hand_over
 
-    def interrupted(self: Any) -> None:
-        real(self)
+    def interrupted(self: Any, taken: Any) -> None:
+        real(self, taken)
         raise KeyboardInterrupt
 
     backend = ManualBackend(64 * _BLOCK)
     with StagingArena(4 * _BLOCK, 1) as arena, Swapper(backend, _CONFIG) as swapper:
         extent = swapper.allocate(16 * _BLOCK, "x")
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), arena.lease() as page:
-            patch.setattr(IOScheduler, "_pump", interrupted)
+            patch.setattr(IOScheduler, "_hand_over", interrupted)
             swapper.write(extent, page.tensor)
         assert arena.try_lease() is None
         await_hand_over(swapper._scheduler)

@@ -34,7 +34,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(torch.cuda.max_memory_allocated(self.torch_device))": _NO_TENSOR,
     },
     "device/landing.py": {
-        "self._device.synchronize(self._coming[0].fence)": "gradients that somebody asks for, or their ring is full",
+        "self._device.synchronize(self.coming[0].fence)": "gradients that somebody asks for, or their ring is full",
         "self._device.synchronize(fence)": "gradients that are larger than the ring in which they arrive",
         "self._device.synchronize(self._last)": "at the end",
     },
@@ -71,7 +71,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
     },
     "gradients/part_norms.py": {"float(each.norm)": "once a step, where processes have different parts of the model"},
     "gradients/sources.py": {
-        "self._device.synchronize(self._device.download(scratch, source, self._after))": _BACKGROUND,
+        "self._device.synchronize(fence)": _BACKGROUND,
     },
     "loop/grad_access.py": {
         "bool(num_owners(storage) > 2 or not storage.resizable())": _NO_TENSOR,
@@ -86,19 +86,14 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "loop/style.py": {"float(self._num_micro_batches() if self.divides else 1)": _NO_TENSOR},
     "optim/fused_adam.py": {
         "float(scale)": f"on the CPU, {_BACKGROUND}",
+        "float(count)": _NO_TENSOR,
         "float(step)": f"on the CPU, {_BACKGROUND}",
         "float(group['lr'])": "a number, or a tensor on the CPU: `GpuAdam.runs` takes no other",
-        "float(count)": _NO_TENSOR,
-        "bool(group.get('fused'))": _NO_TENSOR,
         "bool(group.get('decoupled_weight_decay', self._is_decoupled))": _NO_TENSOR,
         "int(self._is_decoupled_in(group))": _NO_TENSOR,
         "bool(lerp_weight < 0.5)": _NO_TENSOR,
         "int(gradient.dtype == torch.bfloat16)": _NO_TENSOR,
         "int(scale is not None)": _NO_TENSOR,
-        "(gradient.view(torch.int16) if gradient.dtype == torch.bfloat16 else gradient).numpy()": _HOST,
-        "remainder.numpy()": _HOST,
-        "state[name].numpy()": _HOST,
-        "weight.view(torch.int16).numpy()": _HOST,
         "int(struct.unpack('<i', struct.pack('<f', value))[0])": _NO_TENSOR,
     },
     "paging/assigned.py": {
@@ -145,6 +140,10 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(flat.min())": "which tiles of an embedding are needed, its tokens alone tell",
         "int(flat.max())": "likewise",
         "((flat >= start) & (flat < stop)).nonzero()": "likewise",
+    },
+    "updates/chunk_updater.py": {
+        "float(job.clip_coefficient)": f"on the CPU, {_BACKGROUND}",
+        "float(step)": f"on the CPU, {_BACKGROUND}",
     },
     "updates/job.py": {"device.synchronize(device.download(here, coefficient.reshape(1), device.mark()))": _BACKGROUND},
     "updates/momenta.py": {
