@@ -12,7 +12,6 @@ The config is DeepSpeed's; what it has no key for stands in a block ``"infinity"
 import sys
 from typing import TYPE_CHECKING, Any
 
-from infinity.deepspeed_path import PATH
 from infinity.errors import InfinityError
 from infinity.version import __version__
 from swapper.lazy_names import lazy_names
@@ -23,8 +22,6 @@ if sys.platform != "linux":
     )
 
 if TYPE_CHECKING:
-    from infinity import checkpointing, comm, zero
-    from infinity.accelerator import get_accelerator
     from infinity.checkpoint.full_tensors import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
         safe_set_full_optimizer_state,
     )
     from infinity.config import InfinityConfig, load_config
-    from infinity.config.arguments import add_config_arguments
     from infinity.distributed.process_groups import init_distributed
     from infinity.engine.engine import Engine
     from infinity.entry import engine_of, initialize
@@ -42,38 +38,19 @@ if TYPE_CHECKING:
     from infinity.loading.load_pretrained import load_pretrained
     from infinity.optim import lr_schedules as schedules
     from infinity.paging.gathered_parameters import GatheredParameters
-    from infinity.plan.memory_needs import (
-        estimate_zero2_model_states_mem_needs_all_cold,
-        estimate_zero2_model_states_mem_needs_all_live,
-        estimate_zero3_model_states_mem_needs_all_cold,
-        estimate_zero3_model_states_mem_needs_all_live,
-    )
     from infinity.plan.plan import Plan
-    from infinity.profiling.flops_profiler import get_model_profile
     from infinity.telemetry import StepReport
 
-    DeepSpeedEngine = Engine
-    """For scripts with ``import infinity as deepspeed``."""
-
-__path__.append(PATH)  # for modules by DeepSpeed's names
 _lazy_name, __dir__ = lazy_names(
     __name__,
     {
-        "DeepSpeedEngine": "infinity.engine.engine",
         "Engine": "infinity.engine.engine",
         "GatheredParameters": "infinity.paging.gathered_parameters",
         "InfinityConfig": "infinity.config",
         "Init": "infinity.loading.init",
         "Plan": "infinity.plan.plan",
         "StepReport": "infinity.telemetry",
-        "add_config_arguments": "infinity.config.arguments",
         "engine_of": "infinity.entry",
-        "estimate_zero2_model_states_mem_needs_all_cold": "infinity.plan.memory_needs",
-        "estimate_zero2_model_states_mem_needs_all_live": "infinity.plan.memory_needs",
-        "estimate_zero3_model_states_mem_needs_all_cold": "infinity.plan.memory_needs",
-        "estimate_zero3_model_states_mem_needs_all_live": "infinity.plan.memory_needs",
-        "get_accelerator": "infinity.accelerator",
-        "get_model_profile": "infinity.profiling.flops_profiler",
         "init_distributed": "infinity.distributed.process_groups",
         "initialize": "infinity.entry",
         "load_config": "infinity.config",
@@ -92,18 +69,12 @@ _lazy_name, __dir__ = lazy_names(
 def __getattr__(name: str) -> Any:
     try:
         return _lazy_name(name)
-    except AttributeError:
-        if name.startswith("_"):
-            raise
-    from infinity import deepspeed_modules  # the import adds DeepSpeed's names to this module
-
-    if name in globals():
-        return globals()[name]
-    raise AttributeError(f"module 'infinity' has no attribute '{name}'. {deepspeed_modules.why_absent(name)}")
+    except AttributeError as error:
+        cure = "DeepSpeed's names are in infinity.deepspeed: import infinity.deepspeed as deepspeed"
+        raise AttributeError(f"{error}. {cure}", name=name) from None
 
 
 __all__ = [
-    "DeepSpeedEngine",
     "Engine",
     "GatheredParameters",
     "InfinityConfig",
@@ -112,16 +83,7 @@ __all__ = [
     "Plan",
     "StepReport",
     "__version__",
-    "add_config_arguments",
-    "checkpointing",
-    "comm",
     "engine_of",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "get_accelerator",
-    "get_model_profile",
     "init_distributed",
     "initialize",
     "load_config",
@@ -133,5 +95,4 @@ __all__ = [
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
     "schedules",
-    "zero",
 ]

@@ -10,26 +10,24 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from infinity.compat.process_counts import check_accelerate
-from infinity.compat.scheduler_steps import needs_samples
-from infinity.compat.tracked_dtypes import note_dtype
-from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
+from infinity.config import ConfigSource, InfinityConfig, load_config, make_directories, remove_empty
 from infinity.config.ranks import check_same_config
 from infinity.device.compute import choose_device, device_for
 from infinity.device.drive_tensors import has_drive_tensors, write_out
 from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
-from infinity.distributed.meshes import mesh_of
+from infinity.distributed.meshes import Mesh, mesh_of
 from infinity.distributed.process_groups import init_distributed, local_rank, num_processes
 from infinity.distributed.world import world
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
 from infinity.errors import BudgetTooSmallError, ConfigError, ConfigValueError, UnsupportedModelError
+from infinity.loop.scheduler_steps import needs_samples
 from infinity.machine.autotune import tune_io
 from infinity.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
@@ -50,26 +48,24 @@ from infinity.units.tiles import Tiling
 logger = logging.getLogger(__name__)
 
 
+EngineClass = TypeVar("EngineClass", bound=Engine)
+
+
 def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
+    model: nn.Module,
     optimizer: Any = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: Any = None,
     mpu: Any = None,
-    dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     config: str | Path | dict[str, Any] | InfinityConfig | None = None,
     mesh_param: Any = None,
-    config_params: str | Path | dict[str, Any] | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Take a model over: its states go where the config says, and what comes back trains it.
 
     Args:
-        args: an object with ``deepspeed_config``, as DeepSpeed's launcher makes it, in place of ``config``.
         model: the model, with its weights, in any floating dtype, in memory or built in `Init`. Its parameters stay the
             same objects.
             One that an engine has already is refused; but that engine comes back where ``model_parameters`` is empty and
@@ -80,20 +76,17 @@ def initialize(
             None: the config's. Without either, or with nothing to train, the engine
             evaluates only, and the second result is None.
         model_parameters: parameters or parameter groups for an optimizer that is not an instance. None: all trainable ones.
-        training_data: a data set; the third result is then its loader, see ``engine.deepspeed_io``: shuffled as DeepSpeed
+        training_data: a data set; the third result is then its loader, see ``engine.data_loader``: shuffled as DeepSpeed
             does it, in the same way in each epoch, unless the script calls ``loader.data_sampler.set_epoch(epoch)``.
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
             steps it, but for ReduceLROnPlateau, which needs a metric. Another one that needs an argument gets the samples of a
             step, as in DeepSpeed.
-        distributed_port, dist_init_required: taken as DeepSpeed takes them, without effect: the process group is the one that
-            there is, or what the launcher's environment variables say.
         mpu: where the script gives each process a part of the model (tensor parallelism, pipeline stages): says which, and who
             has the same, as in DeepSpeed and Megatron. See the guide for several processes.
         mesh_param: the same as a ``DeviceMesh`` of all processes, whose dimensions are named dp, tp and pp. Not needed where
             the model's own DTensors have their parts on all processes, which get the same data then.
         collate_fn: for the loader.
         config: path of a JSON file, the name of a ready config ("zero3_nvme"), a dict, or what `load_config` gave.
-        config_params: the same under DeepSpeed's older name.
         device: compute device. None: the model's if it is on a GPU, else the current GPU if there is one (of several processes,
             each takes the one of its number on the machine, unless the script has chosen another), else the CPU.
 
@@ -105,27 +98,51 @@ def initialize(
         ModelError: what about the model, and the cure.
         OptimizerNotPageableError: the optimizer's name and why.
     """
-    source = _only_config(args, config, config_params)
+    if config is None:
+        raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
+    return make_engine(
+        Engine,
+        model,
+        config,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        mesh_param=mesh_param,
+        device=device,
+    )
+
+
+def make_engine(
+    engine_class: type[EngineClass],
+    model: nn.Module,
+    config: ConfigSource,
+    *,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    mpu: Any,
+    collate_fn: Callable[[Any], Any] | None,
+    mesh_param: Any,
+    device: torch.device | str | None,
+    device_rank: int | None = None,
+) -> tuple[EngineClass, Any, DataLoader[Any] | None, Any]:
+    """See `initialize`.
+
+    Args:
+        engine_class: of what comes back.
+        device_rank: which GPU of the machine; None: the one of this process's number there.
+    """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
-    if num_processes() > 1:
-        init_distributed()
-    check_accelerate(world().num)
-    if mpu is None and mesh_param is None and num_processes() > 1:
-        mesh_param = mesh_of_parameters(model)
-    mesh = mesh_of(mpu, mesh_param)
-    resolved = load_config(source, world_size=mesh.data.num)
-    if resolved.world_size != mesh.data.num:
-        raise ConfigError(
-            f"the config was loaded for {resolved.world_size} processes, and {mesh.data.num} train together, each on its own "
-            "data. Pass its source "
-            "to infinity.initialize, or world_size= to infinity.load_config"
-        )
-    check_same_config(resolved, mesh.everyone if mesh.is_divided else mesh.data)
+    resolved, mesh = _agreed(config, model, mpu, mesh_param)
     earlier = engine_of(model)
     if earlier is not None and earlier.module is model:
         if optimizer is None and resolved.optimizer is None:
-            if _is_empty(model_parameters):
+            if _is_empty(model_parameters) and isinstance(earlier, engine_class):
                 return earlier, None, None, None
         elif earlier.optimizer is None:
             logger.info("the engine that has evaluated this model is closed: the one that trains it takes over")
@@ -139,7 +156,6 @@ def initialize(
         warn_of_gaps(model)
         share_weights(model, mesh.data)
         write_out()  # what a model that was built on drives still has in memory
-        device_rank = getattr(args, "device_rank", None)  # of DeepSpeed's launcher
         torch_device = choose_device(model, device, local_rank() if device_rank is None else device_rank)
         parameters = list(model.parameters())
         if parts and isinstance(optimizer, torch.optim.Optimizer):
@@ -162,7 +178,7 @@ def initialize(
         resolved = tune_io(resolved)
         undo.callback(template.give_back_untouched)
         compute_device = device_for(torch_device)
-        make_parts = functools.partial(build, model, resolved, template, compute_device, mesh)
+        make_parts = functools.partial(build, engine_class, model, resolved, template, compute_device, mesh)
         try:
             engine, originals = make_parts(undo)
         except torch.OutOfMemoryError as error:
@@ -176,6 +192,10 @@ def initialize(
                 "offload_optimizer)",
             ) from error
         engine.build_by(make_parts)
+        if resolved.flops_profiler is not None and engine_class is Engine:
+            logger.warning(
+                '"flops_profiler" counts nothing here: call infinity.deepspeed.initialize, whose engine does'
+            )
         is_passed = isinstance(optimizer, torch.optim.Optimizer)
         if is_passed and isinstance(engine.optimizer, PagedOptimizer):
             begin_anew(optimizer)
@@ -188,9 +208,8 @@ def initialize(
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
         tiling.show()
         engine.note_untiling(functools.partial(_restore, tiling, parts, template.optimizer if is_passed else None))
-        engine.note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
         if training_data is not None:
-            engine.training_dataloader = engine.deepspeed_io(training_data)
+            engine.training_dataloader = engine.data_loader(training_data, collate_fn=collate_fn)
         engine.resume()
         engine.begin_notes(notes, monitors)
         if resolved.notices:
@@ -199,7 +218,7 @@ def initialize(
         logger.info("plan:\n%s", engine.plan)
         undo.pop_all()
     if resolved.compute_dtype is not torch.float32:
-        note_dtype(model, resolved.compute_dtype)
+        _note_dtype(model, resolved.compute_dtype)
     originals.forget()
     if not has_drive_tensors():
         announce_nothing()  # `Init` has replaced methods of torch, for models that lie on drives
@@ -207,30 +226,32 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _only_config(args: Any, config: Any, config_params: Any) -> Any:
-    given = {"config": config, "config_params": config_params}
-    for name in ("deepspeed_config", "deepscale_config", "infinity_config"):
-        given[f"args.{name}"] = getattr(args, name, None) or None
-    found = {name: value for name, value in given.items() if value is not None}
-    if not found:
-        raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
-    first, *others = found
-    for other in others:
-        if not _is_same_source(found[first], found[other]):
-            shown = " and ".join(f"{each} ({_shown(found[each])})" for each in (first, other))
-            raise ConfigError(f"two configs: {shown}. Pass one of them to infinity.initialize")
-    return found[first]
+def _note_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """``module.dtype`` of each module of Lightning in the model says what dtype its weights have now.
+
+    Lightning keeps it up to date by its methods that cast, such as ``module.bfloat16()``, which nobody has called here.
+    """
+    for module in model.modules():
+        if any(cls.__name__ == "_DeviceDtypeModuleMixin" for cls in type(module).__mro__):
+            module._dtype = dtype  # type: ignore[assignment]  # its property has no setter, and `to` would cast buffers
 
 
-def _is_same_source(one: Any, other: Any) -> bool:
-    if isinstance(one, str | Path) and isinstance(other, str | Path):
-        return str(one) == str(other) or Path(one).absolute() == Path(other).absolute()
-    return one is other or bool(one == other)
-
-
-def _shown(source: Any) -> str:
-    is_path = isinstance(source, str | Path) and not str(source).lstrip().startswith("{")
-    return f"'{source}'" if is_path else f"a {type(source).__name__}"
+def _agreed(config: ConfigSource, model: nn.Module, mpu: Any, mesh_param: Any) -> tuple[InfinityConfig, Mesh]:
+    """The config, as all processes have it, and who has which part of the model."""
+    if num_processes() > 1:
+        init_distributed()
+        if mpu is None and mesh_param is None:
+            mesh_param = mesh_of_parameters(model)
+    mesh = mesh_of(mpu, mesh_param)
+    resolved = load_config(config, world_size=mesh.data.num)
+    if resolved.world_size != mesh.data.num:
+        raise ConfigError(
+            f"the config was loaded for {resolved.world_size} processes, and {mesh.data.num} train together, each on its own "
+            "data. Pass its source "
+            "to infinity.initialize, or world_size= to infinity.load_config"
+        )
+    check_same_config(resolved, mesh.everyone if mesh.is_divided else mesh.data)
+    return resolved, mesh
 
 
 def _tile(model: nn.Module, optimizer: Any, config: InfinityConfig, undo: contextlib.ExitStack) -> Tiling:

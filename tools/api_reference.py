@@ -3,8 +3,9 @@
     python tools/api_reference.py            # prints it
     python tools/api_reference.py --write    # puts it into infinity/API.md
 
-Public are the names in `__all__` of infinity and swapper, and the classes of the integrations. What is said of each is the
-first paragraph of its docstring, of a record's field or a constant the text that stands under it in the source.
+Public are the names in `__all__` of infinity and swapper, the engine of infinity.deepspeed, and the classes of the
+integrations. What is said of each is the first paragraph of its docstring, of a record's field or a constant the text that
+stands under it in the source.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from pages import WIDTH, item, print_or_write, wrapped
 
-import infinity
+import infinity.deepspeed
 import swapper
 from infinity.config.schema.reference import texts_of
-from infinity.engine.deepspeed_names import DeepSpeedNames
 from infinity.engine.engine import Engine
 
 _ROOT = Path(__file__).resolve().parent.parent
 PAGE = _ROOT / "infinity" / "API.md"
+DEEPSPEED = ["DeepSpeedEngine", "initialize"]
 INTEGRATIONS = {
     "transformers": ["InfinityTrainer", "InfinityTrainerMixin"],
     "accelerate": ["InfinityAccelerator"],
@@ -126,7 +127,8 @@ def members(cls: type) -> dict[str, Any]:
         if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, callables))
     }
     if issubclass(cls, Engine):
-        return {name: value for name, value in found.items() if name not in PARTS_OF_THE_ENGINE}
+        inherited = set() if cls is Engine else dir(Engine)
+        return {name: value for name, value in found.items() if name not in PARTS_OF_THE_ENGINE.union(inherited)}
     return found
 
 
@@ -150,15 +152,7 @@ def _class(cls: type) -> Iterator[str]:
         yield "\n".join(textwrap.wrap(f"Fields: {', '.join(untold)}.", WIDTH)) if untold else ""
     if not issubclass(cls, Exception):
         found = members(cls)
-        names = (
-            [name for name in found if name in vars(DeepSpeedNames) and name not in vars(Engine)]
-            if cls is Engine
-            else []
-        )
-        yield "\n".join(_member(name, found[name]) for name in found if name not in names)
-        if names:
-            yield "Under DeepSpeed's names:"
-            yield "\n".join(_member(name, found[name]) for name in names)
+        yield "\n".join(_member(name, found[name]) for name in found)
 
 
 def _code(text: str) -> str:
@@ -199,6 +193,7 @@ def names() -> Iterator[tuple[str, str, Any]]:
     for package in (infinity, swapper):
         for name in package.__all__:
             yield package.__name__, name, getattr(package, name)
+    yield from (("infinity.deepspeed", name, getattr(infinity.deepspeed, name)) for name in DEEPSPEED)
     for library, classes in INTEGRATIONS.items():
         module = f"infinity.integrations.{library}"
         for name in classes:

@@ -1,7 +1,7 @@
-"""Says of each public name of DeepSpeed what it is here: the table in infinity/as_deepspeed/README.md.
+"""Says of each public name of DeepSpeed what it is here: the table in infinity/deepspeed/README.md.
 
     python tools/deepspeed_names.py            # prints the table
-    python tools/deepspeed_names.py --write    # puts it into infinity/as_deepspeed/README.md, between its two marks
+    python tools/deepspeed_names.py --write    # puts it into infinity/deepspeed/README.md, between its two marks
     python tools/deepspeed_names.py --list     # with a Python that has DeepSpeed: prints what belongs into deepspeed_names.txt
 
 The names are those of DeepSpeed 0.19.8: functions and classes that a module defines, or that a package hands on.
@@ -20,10 +20,10 @@ from typing import Any
 from pages import between
 
 _ROOT = Path(__file__).resolve().parent.parent
-README = _ROOT / "infinity" / "as_deepspeed" / "README.md"
+README = _ROOT / "infinity" / "deepspeed" / "README.md"
 LIST = Path(__file__).with_suffix(".txt")
 MARKS = (
-    "<!-- printed by tools/deepspeed_names.py: change infinity/compat/deepspeed_api.py, not this -->",
+    "<!-- printed by tools/deepspeed_names.py: change infinity/deepspeed/contents/refused.py, not this -->",
     "<!-- end of what is printed -->",
 )
 _MODULES = """
@@ -49,7 +49,7 @@ def listed() -> dict[str, list[str]]:
 def found(module: str, name: str) -> Any:
     """What is there of that name; None if there is none."""
     try:
-        value = getattr(importlib.import_module(f"infinity.{module}".rstrip(".")), name, None)
+        value = getattr(importlib.import_module(f"infinity.deepspeed.{module}".rstrip(".")), name, None)
     except ModuleNotFoundError:
         return None
     return None if inspect.ismodule(value) else value
@@ -57,8 +57,8 @@ def found(module: str, name: str) -> Any:
 
 def kinds(module: str) -> Iterator[tuple[str, str]]:
     """Each public name of a module, and what is said of it: "" for the same."""
-    from infinity.compat.deepspeed_api import DIFFERS
-    from infinity.deepspeed_modules import why_absent
+    from infinity.deepspeed.contents.refused import DIFFERS
+    from infinity.deepspeed.modules import why_absent
 
     for name in listed()[module]:
         if found(module, name) is not None:

@@ -2,7 +2,3 @@
 
 Knows where everything rests; must not know the loop or the engine.
 """
-
-from infinity.deepspeed_path import PATH
-
-__path__.append(PATH)  # for `infinity.checkpoint.utils`

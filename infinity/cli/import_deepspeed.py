@@ -33,9 +33,9 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
     default it stands beside SOURCE, with "-infinity" behind its name. DeepSpeed need not be installed, and no object in
     the source is run. Memory: a few MiB besides the page cache.
     """
-    from infinity.checkpoint.deepspeed.conversion import convert
     from infinity.cli.progress import bars
     from infinity.console import Console
+    from infinity.deepspeed.importer.conversion import convert
 
     if target is None:
         whole = source.absolute()

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -72,20 +73,23 @@ from infinity.vertical.step import StepContext
 from swapper import AlignedRegion
 
 logger = logging.getLogger(__name__)
+EngineClass = TypeVar("EngineClass", bound=Engine)
 
 
 def build(
+    engine_class: type[EngineClass],
     model: nn.Module,
     config: InfinityConfig,
     template: Template,
     device: ComputeDevice,
     mesh: Mesh,
     undo: contextlib.ExitStack,
-    engine: Engine | None = None,
-) -> tuple[Engine, Originals]:
+    engine: EngineClass | None = None,
+) -> tuple[EngineClass, Originals]:
     """Make the parts, and let them take the model over.
 
     Args:
+        engine_class: of a new engine.
         mesh: who has which part of the model.
         undo: gets what has to be called if anything fails from here on, before the engine is the caller's.
         engine: gets the new parts in place of those that it had. None: a new one is made.
@@ -380,7 +384,7 @@ def build(
         durable=durable,
     )
     if engine is None:
-        engine = Engine(config, parts)
+        engine = engine_class(config, parts)
     else:
         engine.relay(parts)
     built.append(engine)

@@ -42,7 +42,6 @@ from swapper.volumes.publish import remove_abandoned
 logger = logging.getLogger(__name__)
 _OTHER_RANKS = "ranks"
 _MOST_TAGS = 8
-_COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 class CheckpointCalls(ExportCalls):
@@ -130,7 +129,7 @@ class CheckpointCalls(ExportCalls):
 
     def _save(self, what: str, begin: Callable[[checkpoint.Training], checkpoint.Saving], blocking: bool) -> None:
         of_ranks = together(self._mesh.data, what, self._begin_checkpoint)
-        if self.is_in_accumulation():
+        if self.counts.position:
             logger.warning(
                 "engine.save_checkpoint between the micro-batches of a step: the gradients so far are not saved. Call it at "
                 "engine.is_gradient_accumulation_boundary()"
@@ -346,10 +345,6 @@ class CheckpointCalls(ExportCalls):
         client_state: dict[str, Any] = rest["client_state"]
         return str(folder), client_state
 
-    def tolerate_missing_checkpoints(self) -> None:
-        """``load_checkpoint`` returns (None, None) for them, as DeepSpeed's does, unless it is told otherwise."""
-        self._is_missing_ok = True
-
     def _find_checkpoint(self, directory: Path, tag: str | None, what: str) -> Path | None:
         """The checkpoint's directory, which is the same for all ranks; None if none of them finds one."""
         ranks = self._mesh.data
@@ -413,15 +408,11 @@ class CheckpointCalls(ExportCalls):
 
     def counters(self) -> dict[str, Any]:
         """Steps, micro-batches and samples so far, and the loss scale."""
-        return {name: getattr(self, name) for name in _COUNTERS} | {"loss_scale": self._parts.stepper.scaler.state()}
+        return self.counts.state() | {"loss_scale": self._parts.stepper.scaler.state()}
 
     def count_on(self, counters: Mapping[str, Any], *, with_loss_scale: bool = True) -> None:
         """Go on from what `counters` gave."""
-        # Saved gradients there are none, so the present step stays where it is, whatever the accumulation steps were.
-        passed = self.micro_steps % self._accumulation_steps
-        for name in _COUNTERS:
-            setattr(self, name, counters[name])
-        self.micro_steps += passed - self.micro_steps % self._accumulation_steps
+        self.counts.load_state(counters)
         self._num_saved_steps = self.global_steps
         if with_loss_scale:  # DeepSpeed has it among the optimizer's states
             self._parts.stepper.scaler.load_state(counters["loss_scale"])

@@ -5,7 +5,7 @@ no bytes itself.
 
 Here are its loop, its optimizer's step and its end. What else users call on it is in the classes that it extends, one file
 each, from the top down: parameters that come later (`Relayout`), checkpoints (`CheckpointCalls`), exports (`ExportCalls`),
-sizes and settings (`DeepSpeedNames`), and the model's own names (`ModuleFacade`). Whoever looks at weights or states from
+counters, sizes and a loader (`LoopSettings`), and the model's own names (`ModuleFacade`). Whoever looks at weights or states from
 outside of the loop does so through `SettledAccess`.
 """
 
@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity.compat.scheduler_steps import step_arguments
 from infinity.config import InfinityConfig
 from infinity.config.ranks import check_comm_hook
 from infinity.distributed.comm_hooks import MeanHook
@@ -39,12 +38,12 @@ from infinity.loop.backward import Backwards
 from infinity.loop.grad_access import GradAccess
 from infinity.loop.model_call import ModelCall
 from infinity.loop.phase import Phase, PhaseGuard
+from infinity.loop.scheduler_steps import step_arguments
 from infinity.loop.style import LoopStyle
 from infinity.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
 from infinity.plan.plan import Plan, Workload
-from infinity.profiling.profiled_step import ProfiledStep
 from infinity.run_log.notes import RunNotes
 from infinity.threads.engine_lock import locked, refuse_in_between
 from infinity.vertical.schedule import VerticalSchedule
@@ -80,10 +79,6 @@ class Engine(Relayout):
         self._untile: Callable[[], None] = lambda: None
         self._passed: PassedOptimizer | None = None
         self._notes = RunNotes(None)
-        self._profiled: ProfiledStep | None = None
-        if config.flops_profiler is not None and self.global_rank == 0:
-            self._profiled = ProfiledStep(self.module, config.flops_profiler, self)
-            self.flops_profiler = self._profiled.profiler
         self._style = LoopStyle(self.gradient_accumulation_steps)
         self._hook: MeanHook | None = None
         self._connect(parts)
@@ -102,7 +97,7 @@ class Engine(Relayout):
             parts.stepper,
             self._guard,
             style=self._style,
-            is_boundary=self.is_gradient_accumulation_boundary,
+            is_boundary=self.counts.is_boundary,
             step=lambda: self.global_steps,
             is_in_no_sync=lambda: self._is_in_no_sync,
             listener=parts.upper.gradient_listener,
@@ -140,6 +135,11 @@ class Engine(Relayout):
         self._passed = passed
         self.optimizer = passed.optimizer
 
+    @property
+    def passed_optimizer(self) -> torch.optim.Optimizer | None:
+        """The instance that was passed to `infinity.initialize`, if one was."""
+        return None if self._passed is None else self._passed.optimizer
+
     def begin_notes(self, notes: RunNotes, monitors: Monitors) -> None:
         """The engine is complete: what happens is written down from now on."""
         self._notes = notes
@@ -153,14 +153,11 @@ class Engine(Relayout):
         self._check_usable()
         if self._pager.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
             self._abandon_forward()
-        if self._profiled is not None and self.is_profiled_step() and self.module.training and torch.is_grad_enabled():
-            with self._profiled.counting():
-                return self.run_module(*args, **kwargs)
         return self.run_module(*args, **kwargs)
 
-    def is_profiled_step(self) -> bool:
-        """Whether the operations of the present step are counted: the config's ``flops_profiler.profile_step``."""
-        return self._profiled is not None and self._profiled.is_due(self.global_steps)
+    def obstacle(self) -> str | None:
+        """Why the present step's micro-batches go one after the other, whatever the schedule; None if nothing is against it."""
+        return "the step was begun with engine.backward" if self.counts.position else None
 
     @locked
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
@@ -185,9 +182,9 @@ class Engine(Relayout):
         self._backwards.collect()
         self._vertical.note_ordinary()
         self._reporter.note_loss(loss, self.global_steps)
-        if self._boundary is None or self._boundary:
+        if self.counts.boundary is None or self.counts.boundary:
             self._style.note_backward()
-        self._num_backwards += 1
+        self.counts.count_backwards(1)
         divisor = self._style.begin_backward(divides=scale_wrt_gas)
         self._backwards.run(self._stepper.scaler.share_of(loss, divisor), retain_graph=retain_graph)
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
@@ -221,8 +218,7 @@ class Engine(Relayout):
             self._style.forget_backwards()
             return found
         self._style.begin_backward(divides=False)
-        self._num_backwards += len(found)
-        self.micro_steps += len(found) - 1
+        self.counts.count_backwards(len(found))
         return found
 
     def note_ordinary(self, reason: str) -> None:
@@ -261,8 +257,8 @@ class Engine(Relayout):
             raise StepOrderError("engine.step()", problem, cure="Call it after that block")
         self._guard.check_step()
         self._was_applied = False
-        is_boundary = not self.config.managed_gradient_accumulation or self.is_gradient_accumulation_boundary()
-        scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self._train_batch_size) if is_boundary else None
+        is_boundary = not self.counts.is_managed or self.counts.is_boundary()
+        scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self.counts.batch_size) if is_boundary else None
         with uninterrupted():  # else weights, counters and the scheduler would be of two steps
             if is_boundary:
                 self._step_optimizer()
@@ -274,12 +270,9 @@ class Engine(Relayout):
         self._check_saving()
 
     def _step_optimizer(self) -> None:
-        self._is_in_step = True
-        try:
+        with self.counts.in_step():
             self.optimizer.step()  # so that its hooks run, and schedulers see it
             self.loose.zero_grad(set_to_none=True)
-        finally:
-            self._is_in_step = False
 
     def _end_step(self, scheduled: BoundArguments | None) -> None:
         """Weights are updated: samples count, loss scale and scheduler move on, and the step is written down.
@@ -287,7 +280,7 @@ class Engine(Relayout):
         ``scheduled``: with what the scheduler is stepped, if it is.
         """
         samples_before = self.global_samples
-        self._count_samples(None if self.report is None else self.report.num_samples)
+        self.counts.count_samples(None if self.report is None else self.report.num_samples)
         self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
         if self.was_step_applied() and scheduled is not None:
             self.lr_scheduler.step(*scheduled.args, **scheduled.kwargs)
@@ -335,7 +328,7 @@ class Engine(Relayout):
         micro-batches are forgotten. Only if updates had begun, the next call says that `reset` is needed.
         """
         self._check_usable()
-        self._check_counts("engine.train_batch()")
+        self.counts.check_counted("engine.train_batch()")
         self._guard.check_whole()
         return self._train_batch(data_iter, loss_fn)
 
@@ -380,13 +373,13 @@ class Engine(Relayout):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all accumulated gradients: between the micro-batches of a step, too, where DeepSpeed keeps their sum."""
-        if self.config.managed_gradient_accumulation and self.is_in_accumulation() and not self._has_warned_of_dropping:
+        if self.counts.is_managed and self.counts.position and not self._has_warned_of_dropping:
             self._has_warned_of_dropping = True
             logger.warning(
                 "engine.zero_grad between the micro-batches of a step drops the gradients of those so far (%d), and the step "
                 "divides by all %d. Call it after the engine.step() that ends a step, or not at all: that drops them itself",
-                self.micro_steps % self.gradient_accumulation_steps(),
-                self.gradient_accumulation_steps(),
+                self.counts.position,
+                self.counts.num_micro_batches,
             )
         (self.optimizer or self.module).zero_grad(set_to_none)
 
@@ -421,7 +414,7 @@ class Engine(Relayout):
         if self._mesh.is_divided and getattr(state, "process_group", state) is None:
             raise ConfigError(
                 f"the communication hook's state names no process group, and processes have {self._mesh.parts.num} parts of the "
-                "model, which would all be averaged. Make it with infinity.utils.groups.get_data_parallel_group()"
+                "model, which would all be averaged. Make it with infinity.deepspeed.utils.groups.get_data_parallel_group()"
             )
         check_comm_hook(self.config, hook, self._mesh.data, exchanges_momenta=self._stepper.exchanges_momenta)
         self._hook = MeanHook(state, hook, self.global_rank)
@@ -439,15 +432,15 @@ class Engine(Relayout):
         self._check_usable()
         self._forget_cut_off_forward()
         is_durable = self._parts.durable is not None
-        if not self._is_in_step and (is_durable or self._stepper.scaler.is_active) and not self._has_gradients():
+        if not self.counts.is_in_step and (is_durable or self._stepper.scaler.is_active) and not self._has_gradients():
             return  # a batch was skipped: as in torch nothing is updated, so there is nothing to commit, nor to scale
-        if is_durable and not self._is_in_step:
+        if is_durable and not self.counts.is_in_step:
             problem = (
                 "the run is durable, and a commit has to know when all of a step is over, the scheduler's part as well"
             )
             cure = "Call engine.backward(loss) and engine.step(), or set config key 'infinity.durable' to false"
             raise StepOrderError("optimizer.step()", problem, cure=cure)
-        self._guard.check_optimizer_step(is_engine_step=self._is_in_step)
+        self._guard.check_optimizer_step(is_engine_step=self.counts.is_in_step)
         self._reporter.begin()
         self._backwards.collect()
         if self._style.changes_what_comes and self.loose.have_gradients:
@@ -458,9 +451,9 @@ class Engine(Relayout):
                 cure="Call engine.reset(), and from then on engine.backward(loss) for all losses of a step",
                 step=self.global_steps,
             )
-        self._stepper.divide_by(self._style.divisor(is_engine_step=self._is_in_step))
+        self._stepper.divide_by(self._style.divisor(is_engine_step=self.counts.is_in_step))
         self._gradients.take_in()
-        if not self._is_in_step:
+        if not self.counts.is_in_step:
             self._style.note_plain_step()
             self._vertical.note_ordinary()
         with uninterrupted():  # else some weights would be of this step, others of the one before
@@ -472,7 +465,7 @@ class Engine(Relayout):
         self._guard.move_to(Phase.STEPPING)
         try:
             self._parts.clock.begin_compute("step")
-            self._stepper.apply(self.global_steps, keeps=not self._is_in_step)
+            self._stepper.apply(self.global_steps, keeps=not self.counts.is_in_step)
             is_complete = True
         finally:
             self._parts.clock.end_compute()
@@ -485,9 +478,8 @@ class Engine(Relayout):
     def _end_update(self) -> None:
         """All of a step is updated, or on its way: it counts, and is reported."""
         self._style.end_step()
-        is_profiled = self.is_profiled_step()
-        if not self._is_in_step:  # whatever was accumulated with `backward` went into it
-            self._begin_accumulation()
+        if not self.counts.is_in_step:  # whatever was accumulated with `backward` went into it
+            self.counts.begin_step()
             self._guard.end_micro_batch()
         self.global_steps += 1
         is_skipped = self._stepper.is_skipped
@@ -503,8 +495,6 @@ class Engine(Relayout):
         )
         self._parts.plan_tracker.on_step(self.report)
         self._notes.step(self, self.report)
-        if is_profiled and self._profiled is not None:
-            self._profiled.show()
 
     @locked
     def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
@@ -591,8 +581,7 @@ class Engine(Relayout):
             self._guard.cut_off()
             self._forget_gradients()
             self.loose.zero_grad(set_to_none=True)
-            self._begin_accumulation()
-            self._num_backwards = 0
+            self.counts.abandon_step()
 
     def _forget_calls(self) -> None:
         """An interrupt may have kept calls of this thread from giving the lock back."""
@@ -654,11 +643,6 @@ class Engine(Relayout):
         self._pager.abandon_forward()
 
     # ---------------------------------------------------------------------------------------------------------- the end
-
-    def destroy(self) -> None:
-        """As `close`. Later calls are told what a library's user does then."""
-        self._guard.note_destroyed()
-        self.close()
 
     @property
     def is_closed(self) -> bool:
@@ -753,7 +737,3 @@ class Engine(Relayout):
     def _check_settled(self) -> None:
         self._check_usable()
         self._guard.check_settled()
-
-
-DeepSpeedEngine = Engine
-"""For scripts with ``import infinity as deepspeed``."""

@@ -17,7 +17,7 @@ from infinity.checkpoint.state_access import StateAccess
 from infinity.config.schema.quantities import parse_bytes
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_apart
-from infinity.engine.deepspeed_names import DeepSpeedNames
+from infinity.engine.loop_settings import LoopSettings
 from infinity.engine.parts import Parts
 from infinity.loop.phase import PhaseGuard
 from infinity.threads.engine_lock import locked
@@ -29,7 +29,7 @@ _WHAT = "reading main weights for an export"
 _END = [-1, -1]
 
 
-class ExportCalls(DeepSpeedNames):
+class ExportCalls(LoopSettings):
     """Part of the engine. Knows what is needed of it; must not know formats.
 
     Each of these makes the directory if it is missing; it holds the old weights or the new ones, whole, whenever the process

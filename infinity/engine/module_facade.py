@@ -49,7 +49,13 @@ class ModuleFacade(nn.Module):
                 return getattr(module, name)
             except AttributeError:
                 pass
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        cure = "" if name.startswith("_") else self._cure_of_absent(name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'{cure}", name=name, obj=self)
+
+    @staticmethod
+    def _cure_of_absent(name: str) -> str:
+        """What is said of a name that neither has."""
+        return ""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Not nn.Module's: the model may have a buffer that is called as an attribute here.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from infinity.errors import StepOrderError
+from infinity.loop.accumulation import Accumulation
 from infinity.loop.batches import call_with, copied, loss_of, move
 from infinity.loop.loader import OwnBatches
 from infinity.telemetry.reporter import Reporter
@@ -26,16 +27,12 @@ class Loop(Protocol):
     """The engine's loop, as far as it is needed here."""
 
     module: nn.Module
-    micro_steps: int
+    counts: Accumulation
     global_steps: int
     training_dataloader: Any
 
     @property
     def device(self) -> torch.device: ...
-
-    def gradient_accumulation_steps(self) -> int: ...
-
-    def is_in_accumulation(self) -> bool: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -49,7 +46,7 @@ class Loop(Protocol):
 
     def forget_step(self) -> None: ...
 
-    def is_profiled_step(self) -> bool: ...
+    def obstacle(self) -> str | None: ...
 
 
 class TrainBatch:
@@ -73,9 +70,9 @@ class TrainBatch:
         if not loop.module.training:  # as DeepSpeed
             loop.module.train()
         iterator = data_iter if data_iter is not None else self._own_iterator()
-        num_micro_batches = loop.gradient_accumulation_steps()
+        num_micro_batches = loop.counts.num_micro_batches
         taken: list[Any] = []
-        reason = self._obstacle()
+        reason = loop.obstacle() or self._vertical.obstacle()
         if reason is None:
             for _ in range(num_micro_batches):
                 batch = move(next(iterator), loop.device)
@@ -84,7 +81,7 @@ class TrainBatch:
             if isinstance(found, list):
                 with uninterrupted():
                     self._note_vertical(found)
-                    loop.micro_steps += num_micro_batches - 1
+                    loop.counts.count_backwards(num_micro_batches)
                     loop.step()
                 return torch.stack([loss.float() for loss in found]).mean()
             reason = found
@@ -137,7 +134,7 @@ class TrainBatch:
         loop.eval()
         try:
             with torch.no_grad():
-                for _ in range(num_batches or loop.gradient_accumulation_steps()):
+                for _ in range(num_batches or loop.counts.num_micro_batches):
                     batch = move(next(batches), loop.device)
                     outputs.append(call_with(loop, batch))
                     if returns != "outputs":
@@ -153,8 +150,8 @@ class TrainBatch:
         self, iterator: Iterator[Any], taken: list[Any], loss_fn: LossFunction | None, losses: list[torch.Tensor]
     ) -> None:
         loop = self._loop
-        begins_step = not loop.is_in_accumulation()
-        for _ in range(loop.gradient_accumulation_steps()):
+        begins_step = not loop.counts.position
+        for _ in range(loop.counts.num_micro_batches):
             try:
                 batch = taken.pop(0) if taken else move(next(iterator), loop.device)
                 loss = _loss(call_with(loop, batch), batch, loss_fn)
@@ -165,13 +162,6 @@ class TrainBatch:
                     loop.forget_step()
                 raise
             loop.step()
-
-    def _obstacle(self) -> str | None:
-        if self._loop.is_in_accumulation():
-            return "the step was begun with engine.backward"
-        if self._loop.is_profiled_step():
-            return "flops_profiler looks at this step, one micro-batch after the other"
-        return self._vertical.obstacle()
 
     def _run_of(self, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
         return lambda: _loss(call_with(self._loop.run_module, batch), batch, loss_fn)

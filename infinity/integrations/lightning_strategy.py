@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from infinity.checkpoint.export.fp32_weights import get_fp32_state_dict_from_zero_checkpoint
 from infinity.config import ConfigSource, InfinityConfig, load_config
+from infinity.deepspeed.contents.fp32_weights import get_fp32_state_dict_from_zero_checkpoint
 from infinity.distributed.agreement import on_first
 from infinity.distributed.process_groups import num_processes
 from infinity.distributed.world import world

@@ -141,7 +141,7 @@ class InfinityTrainerMixin:
             self.accelerator.close(engine)  # a subclass has made another one
         else:
             if isinstance(own, EngineOptimizer):
-                self.optimizer = own.engine.client_optimizer  # which `initialize` says begins anew
+                self.optimizer = own.engine.passed_optimizer  # which `initialize` says begins anew
             if engine is not None:  # a trial's, or one that only evaluated
                 self.accelerator.close(engine)
             if not is_of_config or self.optimizer is not None:

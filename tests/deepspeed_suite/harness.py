@@ -30,7 +30,7 @@ import pytest
 import torch
 
 import infinity.as_deepspeed
-from infinity.deepspeed_modules import why_absent
+from infinity.deepspeed.modules import why_absent
 from infinity.errors import InfinityError
 from tests.deepspeed_suite.suite import RESULTS_VARIABLE
 
@@ -364,7 +364,7 @@ class _Raises:
 
 
 def _initialize(*args: Any, **kwargs: Any) -> Any:
-    """`infinity.initialize` after what DeepSpeed does first: weights are rounded to 16 bits, before main weights are made."""
+    """`deepspeed.initialize` after what DeepSpeed does first: weights are rounded to 16 bits, before main weights are made."""
     model = kwargs.get("model", args[1] if len(args) > 1 else None)
     config = (
         kwargs.get("config") or kwargs.get("config_params") or getattr(kwargs.get("args"), "deepspeed_config", None)
@@ -374,7 +374,7 @@ def _initialize(*args: Any, **kwargs: Any) -> Any:
         for parameter in model.parameters() if isinstance(model, torch.nn.Module) and dtype is not None else ():
             if parameter.dtype == torch.float32:
                 parameter.copy_(parameter.to(dtype))
-    return infinity.initialize(*args, **kwargs)
+    return infinity.deepspeed.initialize(*args, **kwargs)
 
 
 class _OnAnyDevice(torch.nn.parallel.DistributedDataParallel):

@@ -192,7 +192,7 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
                 engine.backward(engine(torch.ones(2, width, requires_grad=True)).sum())
                 engine.step()
                 engine.flush()  # all is written
-                infinity.comm.barrier()
+                infinity.deepspeed.comm.barrier()
                 if step == 0:
                     before = fetches.copy()
                     moved.clear()
@@ -391,7 +391,7 @@ def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
             engine.save_16bit_model(tmp_path / "saved")
             if rank == 0:
                 assert infinity.safe_get_full_fp32_param(engine.module.layers[2].weight) is not None
-            infinity.comm.barrier()
+            infinity.deepspeed.comm.barrier()
 
     _require(2, look, tmp_path)
 

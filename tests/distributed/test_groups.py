@@ -16,10 +16,10 @@ from torch import distributed as dist
 from torch import nn
 
 import infinity
-from infinity import comm
+from infinity.deepspeed import comm
+from infinity.deepspeed.runtime.utils import see_memory_usage
+from infinity.deepspeed.utils import log_dist, logger
 from infinity.errors import ConfigError, RankError
-from infinity.runtime.utils import see_memory_usage
-from infinity.utils import log_dist, logger
 from tests.internals import world
 from tests.ranks import run_ranks
 
@@ -77,7 +77,7 @@ def _timeout_of(group: Any) -> timedelta:
     ],
 )
 def test_processes_of_mpirun_do_not_train_alone(name: str, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    infinity.comm.destroy_process_group()
+    infinity.deepspeed.comm.destroy_process_group()
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv(name, "4")
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}}
@@ -85,10 +85,10 @@ def test_processes_of_mpirun_do_not_train_alone(name: str, launcher: str, monkey
         with pytest.raises(ConfigError, match=rf"{launcher} has started 4 processes \({name}\).* with torchrun"):
             begin()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert infinity.comm.get_world_size() == 1
+    assert infinity.deepspeed.comm.get_world_size() == 1
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv(name, "1")
-    assert infinity.comm.get_world_size() == 1
+    assert infinity.deepspeed.comm.get_world_size() == 1
 
 
 def test_a_script_may_begin_in_another_thread(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_what_small_groups_keep_read_write_and_send(tmp_path: Path) -> None:
                     engine.backward(engine(torch.ones(2, 128, requires_grad=True)).sum())
                     engine.step()
                     engine.flush()
-                    infinity.comm.barrier()
+                    infinity.deepspeed.comm.barrier()
                 trace = engine._parts.pager.residency.training_trace
                 given = storage._sizes, storage._request, storage._placement, trace.order, trace.backward_start
                 predicted = predict(*given).kinds["weights"]

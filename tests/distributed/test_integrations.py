@@ -72,7 +72,7 @@ def _require_equal_to_the_engine(
             assert torch.equal(weights[name], value), name
     own = torch.cat([x for x, _ in got])
     of_ranks = [torch.empty_like(own) for _ in range(2)]
-    infinity.comm.all_gather(of_ranks, own)
+    infinity.deepspeed.comm.all_gather(of_ranks, own)
     rows = {tuple(row.tolist()) for of_rank in of_ranks for row in of_rank}
     assert len(rows) == 2 * len(own)
 
@@ -171,7 +171,7 @@ def test_the_trainer(tmp_path: Path) -> None:
             trainer.engine.close()
             if not resumes:
                 _require_equal_to_the_engine(tmp_path, model.got, weights[0], norm)
-            infinity.comm.barrier()
+            infinity.deepspeed.comm.barrier()
         for name, value in weights[0].items():
             assert torch.equal(weights[1][name], value), name
 

@@ -51,12 +51,12 @@ engine.load_checkpoint(shared / "saved", missing_ok=True)
 began = engine.global_steps
 for x, y in loader:
     engine.backward(torch.nn.functional.mse_loss(engine(x), y))
-    if engine.global_steps == hangs_in and infinity.comm.get_rank() == 1:
+    if engine.global_steps == hangs_in and infinity.deepspeed.comm.get_rank() == 1:
         (shared / "hangs").touch()
         time.sleep(600)
     engine.step()
     engine.save_checkpoint(shared / "saved", keep_last=1)
-torch.save([began, engine.module.state_dict()], shared / f"end {infinity.comm.get_rank()}")
+torch.save([began, engine.module.state_dict()], shared / f"end {infinity.deepspeed.comm.get_rank()}")
 """
 
 

@@ -195,7 +195,7 @@ def test_tensor_parallelism_beside_ddp(stage: int, is_mesh: bool, tmp_path: Path
             who = {"mesh_param": dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))}
         config = _config(tmp_path)
         config["zero_optimization"]["stage"] = stage
-        engine = infinity.initialize(model=_model(tensor, rank), config=config, **who)[0]
+        engine = infinity.deepspeed.initialize(model=_model(tensor, rank), config=config, **who)[0]
         assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 2)
         assert (engine.get_data_parallel_rank(), engine.get_tensor_parallel_rank()) == (rank // 2, rank % 2)
         assert engine.gradient_accumulation_steps() == 2
@@ -281,7 +281,7 @@ def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None
             dist.new_group(members)
         engine = _tensor_engine(rank, tmp_path)
         _train(engine, rank // 2, range(1))
-        groups = import_module("infinity.utils.groups")
+        groups = import_module("infinity.deepspeed.utils.groups")
         for name, expected in (
             ("data", [rank % 2, rank % 2 + 2]),
             ("tensor_model", [rank // 2 * 2, rank // 2 * 2 + 1]),
@@ -362,7 +362,7 @@ def test_what_makes_no_sense_is_refused_by_all(who: Any, error: Any, message: st
 )
 def test_all_may_have_the_whole_model(who: Any, tmp_path: Path) -> None:
     def train(rank: int) -> None:
-        engine = infinity.initialize(
+        engine = infinity.deepspeed.initialize(
             model=nn.Linear(4, 4), config={"train_batch_size": 4, "optimizer": {"type": "SGD"}}, **who()
         )[0]
         assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (4, 1, rank)
@@ -444,10 +444,10 @@ def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(tmp_p
         for step in range(2):
             _train(engine, rank // 2, range(step, step + 1))
             engine.save_checkpoint(saved)
-            infinity.comm.barrier()
+            infinity.deepspeed.comm.barrier()
             if rank == 1:
                 shutil.move(own, tmp_path / f"away{step}")
-            infinity.comm.barrier()
+            infinity.deepspeed.comm.barrier()
             if step == 0:
                 assert engine.load_checkpoint(saved, missing_ok=True) == (None, None)
                 assert engine.global_steps == 1
@@ -495,8 +495,8 @@ def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
     def draw(rank: int) -> None:
         torch.manual_seed(0)
         engine = infinity.initialize(model=nn.Linear(2, 2), config=_config(tmp_path), mesh_param=_mesh("dp", "tp"))[0]
-        tracker = infinity.checkpointing.get_cuda_rng_tracker()
-        for seed in (infinity.checkpointing.model_parallel_cuda_manual_seed, _seed_again):
+        tracker = infinity.deepspeed.checkpointing.get_cuda_rng_tracker()
+        for seed in (infinity.deepspeed.checkpointing.model_parallel_cuda_manual_seed, _seed_again):
             seed(7)
             with tracker.fork():
                 found = torch.rand(4)
@@ -508,7 +508,7 @@ def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
 
 
 def _seed_again(seed: int) -> None:
-    infinity.checkpointing.model_parallel_reconfigure_tp_seed(seed)
+    infinity.deepspeed.checkpointing.model_parallel_reconfigure_tp_seed(seed)
 
 
 def _require_bits(engine: Any, expected: dict[str, torch.Tensor]) -> None:
@@ -532,7 +532,7 @@ def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
         dist.all_gather(of_all, own)
         assert torch.equal(of_all[rank], of_all[rank ^ 1])  # tensor ranks see the same samples
         assert sorted(torch.cat(of_all[::2]).tolist()) == list(range(8))
-        groups = import_module("infinity.utils.groups")
+        groups = import_module("infinity.deepspeed.utils.groups")
         assert groups.get_data_parallel_world_size() == groups.get_model_parallel_world_size() == 2
         assert (groups.get_data_parallel_rank(), groups._get_tensor_model_parallel_rank()) == (rank // 2, rank % 2)
         assert dist.get_process_group_ranks(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
@@ -547,7 +547,7 @@ def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModelError, match="one over the other"):
             engine.save_16bit_model(tmp_path / "one")
         engine.save_16bit_model(tmp_path / f"of{engine.get_model_parallel_rank()}")
-        infinity.comm.barrier()
+        infinity.deepspeed.comm.barrier()
         found: dict[str, torch.Tensor] = {}
         for file in (tmp_path / f"of{rank % 2}").glob("*.safetensors"):
             found |= load_file(file)

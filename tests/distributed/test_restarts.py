@@ -24,6 +24,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import infinity
+from infinity.deepspeed import comm
 
 out, dies_with = Path(sys.argv[1]), sys.argv[2]
 attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -41,7 +42,7 @@ config = {
 engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=data)
 engine.load_checkpoint(out / "saved", missing_ok=True)
 for x, y in loader:
-    rank, steps = infinity.comm.get_rank(), engine.global_steps
+    rank, steps = comm.get_rank(), engine.global_steps
     loss = torch.nn.functional.mse_loss(engine(x), y)
     engine.backward(loss)
     if rank == 1 and steps == 2 and attempt == 0:
@@ -51,7 +52,7 @@ for x, y in loader:
         os.kill(os.getpid(), signal.SIGKILL)
     engine.step()
     engine.save_checkpoint(out / "saved", keep_last=1)
-torch.save([infinity.comm.get_world_size(), attempt, engine.module.state_dict()], out / f"end {infinity.comm.get_rank()}")
+torch.save([comm.get_world_size(), attempt, engine.module.state_dict()], out / f"end {comm.get_rank()}")
 """
 
 

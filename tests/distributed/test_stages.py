@@ -185,7 +185,7 @@ def test_what_is_read_and_replaced_together(tmp_path: Path) -> None:
             for other in {0, stage}:
                 engine.load_checkpoint(tmp_path / "saved", tag=other)
                 _require_same(_train(engine, rank, 1), {k[7:]: v for k, v in found.items() if k.startswith("loaded ")})
-            infinity.comm.barrier()
+            infinity.deepspeed.comm.barrier()
             found |= {f"file {k}": v for k, v in load_file(tmp_path / f"exported {stage}/model.safetensors").items()}
             engine.close()
             expected = expected or found

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
+from infinity.deepspeed import comm
 from tests.ranks import run_ranks
 
 _LITTLE = "410KiB"
@@ -206,12 +207,18 @@ def test_all_skip_a_step_that_overflows_on_one(stage: int, tmp_path: Path) -> No
 def test_sizes_samples_and_names(tmp_path: Path) -> None:
     def look(rank: int) -> None:
         data = [(x, y) for number in range(3) for x, y in zip(*_batch(0, number), strict=True)]
-        engine, _, loader, _ = infinity.initialize(model=_Model(0), config=_config(tmp_path), training_data=data)
+        engine, _, loader, _ = infinity.deepspeed.initialize(
+            model=_Model(0), config=_config(tmp_path), training_data=data
+        )
         assert (engine.global_rank, engine.local_rank, engine.world_size) == (rank, rank, 2)
-        assert (engine.train_batch_size(), infinity.comm.get_rank(), infinity.comm.get_world_size()) == (16, rank, 2)
+        assert (
+            engine.train_batch_size(),
+            comm.get_rank(),
+            comm.get_world_size(),
+        ) == (16, rank, 2)
         own = torch.cat([x for x, _ in loader])
         seen = [torch.empty_like(own) for _ in range(2)]
-        infinity.comm.all_gather(seen, own)
+        comm.all_gather(seen, own)
         assert {tuple(x.tolist()) for x in torch.cat(seen)} == {tuple(x.tolist()) for x, _ in data}
         engine.set_train_batch_size(8)
         assert engine.gradient_accumulation_steps() == 1
@@ -220,7 +227,7 @@ def test_sizes_samples_and_names(tmp_path: Path) -> None:
                 engine.module.head.weight.data.fill_(3.0)
         assert torch.equal(engine.module.state_dict()["head.weight"], torch.full((4, 64), 3.0))
         engine.save_16bit_model(tmp_path / "exported")
-        infinity.comm.barrier()
+        comm.barrier()
         exported: dict[str, torch.Tensor] = {}
         for file in (tmp_path / "exported").glob("*.safetensors"):
             exported |= load_file(file)

@@ -111,6 +111,7 @@ class Lockstep:
         reference_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer] | None = None,
         arguments: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
         loop: str = "engine",
+        initialize: Callable[..., Any] = infinity.initialize,
     ) -> Lockstep:
         """
         Args:
@@ -118,6 +119,7 @@ class Lockstep:
             reference_optimizer: over the main weights by FQN; by default what the default config's AdamW means.
             arguments: more arguments of ``infinity.initialize``, from the model.
             loop: ``plain`` when the test divides no losses and calls no ``engine.backward``.
+            initialize: ``infinity.deepspeed.initialize`` when the test uses DeepSpeed's names.
         """
         config = everything_on_nvme(directory, changes)
         is_half = config.get("fp16", {}).get("enabled")
@@ -138,7 +140,7 @@ class Lockstep:
             if is_half or config.get("torch_autocast", {}).get("dtype") == "fp16"
             else None,
         )
-        engine, optimizer, loader, scheduler = infinity.initialize(model=model, config=config, **arguments(model))
+        engine, optimizer, loader, scheduler = initialize(model=model, config=config, **arguments(model))
         return cls(reference, model, engine, optimizer, loader, scheduler, case, dtype)
 
     def __enter__(self) -> Lockstep:

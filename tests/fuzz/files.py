@@ -40,10 +40,10 @@ from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 
 import infinity
 from infinity.checkpoint import manifest as manifests
-from infinity.checkpoint.deepspeed.conversion import convert
 from infinity.checkpoint.saved import Checkpoint, seal
 from infinity.cli.main import main
 from infinity.config.load import load_config
+from infinity.deepspeed.importer.conversion import convert
 from infinity.errors import InfinityError
 from infinity.reporting.verdict import judge
 from infinity.run_log import RunLog, read_run, showing

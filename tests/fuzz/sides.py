@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.deepspeed.ops.lamb import FusedLamb
 from infinity.errors import BudgetTooSmallError
-from infinity.ops.lamb import FusedLamb
 from tests.exactness.reference import _half_up
 from tests.states import state_of
 

@@ -49,7 +49,7 @@ def test_a_config_in_a_file(tmp_path: Path) -> None:
 
 def test_arguments_that_deepspeed_takes(tmp_path: Path) -> None:
     config = everything_on_nvme(tmp_path)
-    engine, *_ = infinity.initialize(args=None, model=PLAIN.make("none"), config_params=config)
+    engine, *_ = infinity.deepspeed.initialize(args=None, model=PLAIN.make("none"), config_params=config)
     with engine:
         engine.backward(engine(**make_batch(0)))
         engine.step()
@@ -60,9 +60,9 @@ def test_one_config_only(tmp_path: Path) -> None:
     args = argparse.Namespace(deepspeed_config=str(path))
     for given in ({"config": config}, {"config_params": str(tmp_path / "third.json")}):
         with pytest.raises(ConfigError, match=r"two configs: .* and args.deepspeed_config \('.*other.json'\)"):
-            infinity.initialize(args, PLAIN.make("none"), **given)
+            infinity.deepspeed.initialize(args, PLAIN.make("none"), **given)
     path.write_text(json.dumps(config))
-    engine, *_ = infinity.initialize(args, PLAIN.make("none"), config=path)
+    engine, *_ = infinity.deepspeed.initialize(args, PLAIN.make("none"), config=path)
     engine.close()
 
 

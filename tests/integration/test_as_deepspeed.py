@@ -141,8 +141,9 @@ def test_it_is_seen_wherever_libraries_look() -> None:
         version = importlib.metadata.version("deepspeed")
         import deepspeed, infinity
         assert deepspeed.__version__ == version
-        assert deepspeed.initialize.__wrapped__ is infinity.initialize
-        assert deepspeed.DeepSpeedEngine is infinity.Engine
+        assert deepspeed.initialize is infinity.deepspeed.initialize
+        assert deepspeed.DeepSpeedEngine is infinity.deepspeed.DeepSpeedEngine
+        assert issubclass(deepspeed.DeepSpeedEngine, infinity.Engine)
         import deepspeed.comm as dist
         from deepspeed.accelerator import get_accelerator
         from deepspeed.ops.adam import DeepSpeedCPUAdam

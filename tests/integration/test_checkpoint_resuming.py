@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.utils import RepeatingLoader
+from infinity.deepspeed.utils import RepeatingLoader
 from tests.exactness.lockstep import BF16, everything_on_nvme
 
 

@@ -1,4 +1,4 @@
-"""``infinity.checkpointing``: DeepSpeed's calls, to the bits of plain torch."""
+"""``infinity.deepspeed.checkpointing``: DeepSpeed's calls, to the bits of plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity import checkpointing
+from infinity.deepspeed.contents import checkpointing
 from infinity.errors import ConfigError
 from tests.exactness.lockstep import everything_on_nvme
 
@@ -99,7 +99,7 @@ def test_the_function_itself() -> None:
 def test_a_config_and_arguments_over_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(BASE | {"activation_checkpointing": {"profile": True, "number_checkpoints": 4}}))
-    caplog.set_level(logging.INFO, logger="infinity.checkpointing")
+    caplog.set_level(logging.INFO, logger="infinity.deepspeed.contents.checkpointing")
     x = torch.ones(3, requires_grad=True)
     checkpointing.configure(None, deepspeed_config=str(file))
     checkpointing.checkpoint(torch.sin, x).sum().backward()

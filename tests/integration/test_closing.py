@@ -110,7 +110,7 @@ def _page_owners() -> list[tuple[str, int]]:
 
 def test_what_a_library_has_closed_names_the_cure_in_that_library(tmp_path: Path) -> None:
     """transformers calls ``destroy`` before each training, and goes on with the engine that it has."""
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
+    engine, *_ = infinity.deepspeed.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
     engine.destroy()
     with pytest.raises(EngineClosedError, match=r"second trainer\.train.*make another Trainer"):
         engine(**make_batch(0))

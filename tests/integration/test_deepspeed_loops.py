@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
+from infinity.deepspeed import initialize
 from infinity.errors import BatchSizeError, ConfigError, ConfigValueError, StepOrderError, UnknownConfigKeyError
 from tests.exactness import lockstep
 from tests.exactness.case import loss_of
@@ -37,7 +37,7 @@ def _config(mode: str, **more: Any) -> dict[str, Any]:
 
 
 def _start(directory: Path, mode: str, **more: Any) -> Lockstep:
-    return Lockstep.start(directory, changes=_config(mode, **more))
+    return Lockstep.start(directory, initialize=initialize, changes=_config(mode, **more))
 
 
 def _micro_batch(both: Lockstep, step: int, index: int, backward: Callable[[torch.Tensor], Any], *, calls: str) -> None:
@@ -100,7 +100,7 @@ def test_dividing_by_three_says_that_the_last_bit_may_differ(tmp_path: Path, cap
 def test_fp16_with_a_scaled_loss_and_an_own_backward(tmp_path: Path) -> None:
     # What plain torch halves before backward is halved afterwards here: the same, unless a gradient is below fp16's normal ones.
     scaling = {"fp16": {**_FP16["fp16"], "initial_scale_power": 11}}
-    with Lockstep.start(tmp_path, changes={**scaling, "gradient_accumulation_steps": 2}) as both:
+    with Lockstep.start(tmp_path, initialize=initialize, changes={**scaling, "gradient_accumulation_steps": 2}) as both:
         for step in range(4):
             for index in range(2):
                 _micro_batch(both, step, index, lambda loss: both.engine.scale(loss).backward(), calls="engine")
@@ -155,10 +155,10 @@ def test_backwards_whose_gradients_are_averaged_once_are_one_step(mode: str, tmp
 
 def test_gradients_are_averaged_once_only_with_zero_and_counted_micro_batches() -> None:
     config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine, *_ = infinity.initialize(model=nn.Linear(2, 2), config={**config, "zero_optimization": {"stage": 0}})
+    engine, *_ = initialize(model=nn.Linear(2, 2), config={**config, "zero_optimization": {"stage": 0}})
     with engine, pytest.raises(NotImplementedError, match="stage 0"), engine.coalesce_grad_reduction():
         pass
-    engine, *_ = infinity.initialize(
+    engine, *_ = initialize(
         model=nn.Linear(2, 2),
         config={**config, "zero_optimization": {"stage": 1}, "managed_gradient_accumulation": False},
     )
@@ -282,7 +282,7 @@ def test_every_step_is_an_update_if_the_config_says_so(mode: str, tmp_path: Path
 def test_unmanaged_accumulation_cannot_update_in_backward(tmp_path: Path) -> None:
     changes = {"managed_gradient_accumulation": False, "infinity": {"update": "in_backward"}}
     with pytest.raises(ConfigValueError, match="managed_gradient_accumulation"):
-        infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
+        initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
 
 
 @pytest.mark.deep
@@ -341,10 +341,10 @@ def test_two_engines_train_against_each_other(tmp_path: Path) -> None:
     net_g, net_d = make()
     twin_g, twin_d = make()
     config = everything_on_nvme(tmp_path, {"optimizer": None})
-    engine_d, optimizer_d, *_ = infinity.initialize(
+    engine_d, optimizer_d, *_ = initialize(
         model=net_d, model_parameters=net_d.parameters(), optimizer=adam(net_d), config=config
     )
-    engine_g, optimizer_g, *_ = infinity.initialize(
+    engine_g, optimizer_g, *_ = initialize(
         model=net_g, model_parameters=net_g.parameters(), optimizer=adam(net_g), config=config
     )
     twin_optimizer_g, twin_optimizer_d = adam(twin_g), adam(twin_d)
@@ -400,8 +400,7 @@ def test_one_backward_through_two_engines_is_divided_once(calls: str, tmp_path: 
     config = everything_on_nvme(tmp_path, {"optimizer": None, "gradient_accumulation_steps": 2})
     optimizers = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins]
     engines = [
-        infinity.initialize(model=net, config=config, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))[0]
-        for net in nets
+        initialize(model=net, config=config, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1))[0] for net in nets
     ]
     generator, discriminator = engines
     backward: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -454,9 +453,7 @@ def _evaluates(directory: Path, changes: dict[str, Any], *, requires_grad: bool)
     model = PLAIN.make("none").requires_grad_(requires_grad)
     dtype = torch.bfloat16 if "bf16" in changes else torch.float32
     twin = PLAIN.make("none").requires_grad_(requires_grad).to(dtype)
-    engine, optimizer, loader, scheduler = infinity.initialize(
-        model=model, config=everything_on_nvme(directory, changes)
-    )
+    engine, optimizer, loader, scheduler = initialize(model=model, config=everything_on_nvme(directory, changes))
     with engine:
         assert (optimizer, loader, scheduler, engine.optimizer) == (None, None, None, None)
         engine.eval()
@@ -483,7 +480,7 @@ def _evaluates(directory: Path, changes: dict[str, Any], *, requires_grad: bool)
 def test_arguments_for_the_schedule(tmp_path: Path) -> None:
     changes = _config("deferred")
     arguments = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)}
-    with Lockstep.start(tmp_path, changes=changes, arguments=lambda _: arguments) as both:
+    with Lockstep.start(tmp_path, initialize=initialize, changes=changes, arguments=lambda _: arguments) as both:
         first = both.engine.get_lr()
         for metrics in (1.0, None, 2.0):
             both.engine.backward(loss_of(both.engine(**both.batch(0))))
@@ -534,7 +531,7 @@ def test_autocast_by_the_config(
 ) -> None:
     monkeypatch.setattr(lockstep, "PlainTorch", _Autocast)
     changes = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "gradient_accumulation_steps": 2, **more}
-    with Lockstep.start(tmp_path, changes=changes) as both:
+    with Lockstep.start(tmp_path, initialize=initialize, changes=changes) as both:
         assert (both.engine.torch_autocast_enabled(), both.engine.torch_autocast_dtype()) == (True, torch.bfloat16)
         for step in range(3):
             (both.engine_step if calls == "engine.backward" else both.batch_step)(step)
@@ -549,7 +546,7 @@ def test_autocast_around_weights_of_the_same_dtype(schedule: str, name: str, tmp
     dtype = torch.bfloat16 if name == "bf16" else torch.float16
     changes = {"torch_autocast": {"enabled": True, "dtype": name}, "gradient_accumulation_steps": 2}
     changes |= {"infinity": {"schedule": schedule}, **(BF16 if name == "bf16" else _FP16)}
-    with Lockstep.start(tmp_path, changes=changes) as both:
+    with Lockstep.start(tmp_path, initialize=initialize, changes=changes) as both:
         call = both.reference.model.forward
         both.reference.model.forward = torch.autocast("cpu", dtype)(call)
         for step in range(3):
@@ -567,14 +564,14 @@ def test_autocast_around_weights_of_the_same_dtype(schedule: str, name: str, tmp
 def test_autocast_that_does_not_fit_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     config = everything_on_nvme(tmp_path, {"torch_autocast": {"enabled": True}, **changes})
     with pytest.raises(ConfigError, match=words):
-        infinity.initialize(model=PLAIN.make("none"), config=config)
+        initialize(model=PLAIN.make("none"), config=config)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_inputs_are_cast_if_the_config_says_so(name: str, tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     config = everything_on_nvme(tmp_path, {name: {"enabled": True, "auto_cast": True}})
-    engine, *_ = infinity.initialize(model=model, config=config)
+    engine, *_ = initialize(model=model, config=config)
     with engine:
         x = torch.ones(3, 4)
         for out in (engine(x), engine(input=x)):
@@ -587,14 +584,14 @@ def test_inputs_are_cast_if_the_config_says_so(name: str, tmp_path: Path) -> Non
 def test_keys_with_dots_are_those_of_their_block(tmp_path: Path) -> None:
     """As TRL writes them."""
     config = everything_on_nvme(tmp_path, {"zero_optimization.reduce_bucket_size": 100, "zero_optimization.stage": 2})
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
+    engine, *_ = initialize(model=PLAIN.make("none"), config=config)
     with engine:
         assert engine.zero_optimization_stage() == 2
         assert engine.config.offload_param.device == "nvme"
         assert any("zero_optimization.stage" in notice for notice in engine.config.notices)
     config["zero_optimisation.stage"] = 2
     with pytest.raises(UnknownConfigKeyError, match="zero_optimization"):
-        infinity.initialize(model=PLAIN.make("none"), config=config)
+        initialize(model=PLAIN.make("none"), config=config)
 
 
 _DEFAULTS = {
@@ -633,11 +630,11 @@ def test_the_users_default_dtype_and_device_change_nothing(
 ) -> None:
     """Set before ``initialize`` and while training; the reference has torch's own."""
     model = PLAIN.make("none")
-    with Lockstep.start(tmp_path, changes=changes) as both:
+    with Lockstep.start(tmp_path, initialize=initialize, changes=changes) as both:
         both.engine.close()
         _DEFAULTS[default]()
         both.model = model
-        both.engine, both.optimizer, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
+        both.engine, both.optimizer, *_ = initialize(model=model, config=everything_on_nvme(tmp_path, changes))
         _put_back()
         for step in range(3):
             batches = [both.batch(step, index) for index in range(both.reference.num_micro_batches)]
@@ -658,7 +655,7 @@ def test_the_users_default_dtype_and_device_change_nothing(
 
 def test_train_batch_trains_in_training_mode(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
-    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
+    with initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
         engine.eval()
         assert engine.train_batch(iter([torch.ones(1, 8)]), lambda output, _: output.sum()).item() == 0
         assert (

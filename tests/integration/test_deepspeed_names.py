@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import infinity as deepspeed
+import infinity
+import infinity.deepspeed as deepspeed
+from infinity.deepspeed.utils import logger
 from infinity.errors import (
     BatchSizeError,
     CheckpointError,
@@ -25,9 +27,19 @@ from infinity.errors import (
     NonFiniteLossWarning,
     UnsupportedModelError,
 )
-from infinity.utils import logger
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+
+
+def test_names_of_deepspeeds_alone_are_in_a_package_of_their_own(engine: Any, tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'zero'.*: import infinity\.deepspeed as deepspeed"):
+        infinity.zero  # noqa: B018
+    plain, *_ = infinity.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path))
+    with plain:
+        assert (type(plain), type(engine)) == (infinity.Engine, deepspeed.DeepSpeedEngine)
+        assert engine.zero_optimization_stage() == 3
+        with pytest.raises(AttributeError, match=r"'zero_optimization_stage'.*infinity\.deepspeed\.initialize makes"):
+            plain.zero_optimization_stage()
 
 
 @pytest.fixture
@@ -106,7 +118,7 @@ def test_the_schedule_counts_as_deepspeeds(engine: Any) -> None:
 
 
 def test_parameters_answer_as_those_of_stage_3(engine: Any) -> None:
-    from infinity.runtime.zero.partition_parameters import ZeroParamStatus  # type: ignore[import-not-found]
+    from infinity.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus  # type: ignore[import-not-found]
 
     weight, bias = engine.module.blocks[0].up.weight, engine.module.blocks[0].up.bias
     assert weight.ds_id != bias.ds_id
@@ -119,7 +131,7 @@ def test_parameters_answer_as_those_of_stage_3(engine: Any) -> None:
 
 
 def test_calls_that_move_states_move_nothing(engine: Any) -> None:
-    from infinity.runtime.zero.offload_config import (  # type: ignore[import-not-found]
+    from infinity.deepspeed.runtime.zero.offload_config import (  # type: ignore[import-not-found]
         OffloadDeviceEnum,
         OffloadStateTypeEnum,
     )
@@ -145,7 +157,7 @@ def test_the_timer_of_throughput(engine: Any) -> None:
 
 
 def test_the_name_of_the_optimizer(engine: Any, tmp_path: Path) -> None:
-    from infinity.runtime.config import (  # type: ignore[import-not-found]
+    from infinity.deepspeed.runtime.config import (  # type: ignore[import-not-found]
         ADAMW_OPTIMIZER,
         DEEPSPEED_OPTIMIZERS,
         ONEBIT_LAMB_OPTIMIZER,
@@ -181,7 +193,7 @@ def test_hooks_that_trl_takes_off(engine: Any) -> None:
 
 
 def test_files_that_lightning_converts(engine: Any, tmp_path: Path) -> None:
-    from infinity.utils.zero_to_fp32 import get_model_state_file, get_optim_files  # type: ignore[import-not-found]
+    from infinity.deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files  # type: ignore[import-not-found]
 
     engine.save_checkpoint(str(tmp_path / "saved"), client_state={"epoch": 3, "loops": {"fit": 1}}, tag="checkpoint")
     folder = str(tmp_path / "saved" / "checkpoint")
@@ -193,7 +205,7 @@ def test_files_that_lightning_converts(engine: Any, tmp_path: Path) -> None:
 
 
 def test_groups_without_experts() -> None:
-    from infinity.moe.utils import (  # type: ignore[import-not-found]
+    from infinity.deepspeed.moe.utils import (  # type: ignore[import-not-found]
         has_moe_layers,
         split_params_into_different_moe_groups_for_optimizer,
     )
@@ -207,7 +219,7 @@ def test_groups_without_experts() -> None:
 
 
 def test_monitors_without_an_engine(tmp_path: Path) -> None:
-    from infinity.monitor.monitor import MonitorMaster  # type: ignore[import-not-found]
+    from infinity.deepspeed.monitor.monitor import MonitorMaster  # type: ignore[import-not-found]
 
     block = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     monitor = MonitorMaster(deepspeed.DeepSpeedConfig({"train_batch_size": 1, **block}).monitor_config)
@@ -217,7 +229,7 @@ def test_monitors_without_an_engine(tmp_path: Path) -> None:
 
 
 def test_the_accelerators_interface() -> None:
-    from infinity.accelerator.real_accelerator import get_accelerator  # type: ignore[import-not-found]
+    from infinity.deepspeed.accelerator.real_accelerator import get_accelerator  # type: ignore[import-not-found]
 
     here = get_accelerator()
     assert 0 <= here.memory_reserved() <= here.total_memory() and 0 < here.available_memory() <= here.total_memory()
@@ -243,9 +255,9 @@ def test_the_accelerators_interface() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("from infinity.moe.layer import MoE", "Experts in a ModuleList"),
-        ("from infinity.compression import init_compression", "Compress the model before"),
-        ("from infinity.monitor.monitor import csvMonitor", r"monitor\.MonitorMaster"),
+        ("from infinity.deepspeed.moe.layer import MoE", "Experts in a ModuleList"),
+        ("from infinity.deepspeed.compression import init_compression", "Compress the model before"),
+        ("from infinity.deepspeed.monitor.monitor import csvMonitor", r"monitor\.MonitorMaster"),
     ],
 )
 def test_what_a_module_of_the_table_lacks_is_explained(line: str, words: str) -> None:
@@ -280,10 +292,10 @@ def test_what_is_not_there_says_what_to_do(engine: Any) -> None:
         _ = engine.flops_profiler
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = engine.nothing
-    with pytest.raises(ModuleNotFoundError, match=r"infinity.moe.layer.* ModuleList"):
-        importlib.import_module("infinity.moe.layer")
+    with pytest.raises(ModuleNotFoundError, match=r"infinity.deepspeed.moe.layer.* ModuleList"):
+        importlib.import_module("infinity.deepspeed.moe.layer")
     with pytest.raises(ImportError, match="train_batch"):
-        from infinity.pipe import PipelineModule  # type: ignore[import-not-found]  # noqa: F401
+        from infinity.deepspeed.pipe import PipelineModule  # type: ignore[import-not-found]  # noqa: F401
     with pytest.raises(AttributeError, match="train_batch"):
         _ = deepspeed.PipelineModule
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'infinity\.nothing'"):
@@ -372,7 +384,7 @@ def test_a_loader_without_a_batch_size(tmp_path: Path) -> None:
 
 
 def test_a_repeating_loader_begins_anew() -> None:
-    from infinity.utils import RepeatingLoader  # type: ignore[import-not-found]
+    from infinity.deepspeed.utils import RepeatingLoader  # type: ignore[import-not-found]
 
     loader = RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
@@ -406,12 +418,12 @@ _IMPORTS = {
 
 @pytest.mark.parametrize("module", _IMPORTS)
 def test_modules_that_scripts_import(module: str) -> None:
-    found = importlib.import_module(f"infinity.{module}")
+    found = importlib.import_module(f"infinity.deepspeed.{module}")
     assert [name for name in _IMPORTS[module].split() if not hasattr(found, name)] == []
 
 
 def test_modules_are_attributes_too() -> None:
-    assert deepspeed.ops.adam.FusedAdam is importlib.import_module("infinity.ops.adam").FusedAdam
+    assert deepspeed.ops.adam.FusedAdam is importlib.import_module("infinity.deepspeed.ops.adam").FusedAdam
     assert deepspeed.utils.logger is deepspeed.utils.logging.logger
 
 
@@ -419,7 +431,7 @@ def test_a_config_is_loaded_by_deepspeeds_class(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"train_batch_size": 2}')
     loaded = [deepspeed.DeepSpeedConfig(each) for each in (str(path), {"train_batch_size": 2})]
-    assert loaded == [deepspeed.load_config(path)] * 2
+    assert loaded == [infinity.load_config(path)] * 2
     assert all(isinstance(each, deepspeed.runtime.config.DeepSpeedConfig) for each in loaded)
     with pytest.raises(ConfigError):
         deepspeed.DeepSpeedConfig({"train_batch_siez": 2})
@@ -442,8 +454,8 @@ def test_a_checkpoint_needs_a_directory(engine: Any) -> None:
 
 
 def test_messages_of_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    from infinity.runtime.utils import see_memory_usage  # type: ignore[import-not-found]
-    from infinity.utils import log_dist, logger
+    from infinity.deepspeed.runtime.utils import see_memory_usage  # type: ignore[import-not-found]
+    from infinity.deepspeed.utils import log_dist, logger
 
     lines: list[str] = []
 
@@ -464,9 +476,9 @@ def test_messages_of_scripts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from infinity.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
-    from infinity.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
-    from infinity.ops.lion import FusedLion  # type: ignore[import-not-found]
+    from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
+    from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
+    from infinity.deepspeed.ops.lion import FusedLion  # type: ignore[import-not-found]
 
     model = nn.Linear(4, 4)
     made = DeepSpeedCPUAdam(model.parameters(), 0.1, True, (0.8, 0.9))
@@ -505,7 +517,7 @@ def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch, once in a process
 def test_adagrad_takes_sparse_gradients_without_an_engine() -> None:
-    from infinity.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
+    from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
 
     torch.manual_seed(0)
     model = nn.Embedding(8, 4, sparse=True)
@@ -522,7 +534,7 @@ def test_adagrad_takes_sparse_gradients_without_an_engine() -> None:
 
 
 def test_leaf_modules_are_found() -> None:
-    from infinity.utils import (
+    from infinity.deepspeed.utils import (
         get_z3_leaf_modules,
         set_z3_leaf_modules,
         set_z3_leaf_modules_by_name,
@@ -603,14 +615,14 @@ def test_a_frozen_parameter_has_no_main_weight(tmp_path: Path) -> None:
 
 def infinity_of(weight: nn.Parameter) -> Any:
     """As scripts for DeepSpeed ask for it."""
-    from infinity.utils import safe_get_full_fp32_param
+    from infinity.deepspeed.utils import safe_get_full_fp32_param
 
     return safe_get_full_fp32_param(weight)
 
 
 def test_names_of_keys_are_those_keys() -> None:
-    from infinity.runtime.config import ADAM_OPTIMIZER
-    from infinity.runtime.lr_schedules import WARMUP_LR, WARMUP_MIN_LR, WARMUP_NUM_STEPS
+    from infinity.deepspeed.runtime.config import ADAM_OPTIMIZER
+    from infinity.deepspeed.runtime.lr_schedules import WARMUP_LR, WARMUP_MIN_LR, WARMUP_NUM_STEPS
 
     optimizer = {"type": ADAM_OPTIMIZER, "params": {"lr": 0.5}}
     scheduler = {"type": WARMUP_LR, "params": {WARMUP_MIN_LR: 0.25, WARMUP_NUM_STEPS: 4}}
@@ -621,7 +633,7 @@ def test_names_of_keys_are_those_keys() -> None:
 
 
 def test_local_parts_are_the_whole(tmp_path: Path) -> None:
-    from infinity.utils import (
+    from infinity.deepspeed.utils import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_local_fp32_param,
@@ -654,7 +666,7 @@ def test_local_parts_are_the_whole(tmp_path: Path) -> None:
 
 
 def test_small_functions(tmp_path: Path) -> None:
-    from infinity.runtime.utils import (
+    from infinity.deepspeed.runtime.utils import (
         clip_grad_norm_,
         copy_to_device,
         ensure_directory_exists,
@@ -662,7 +674,7 @@ def test_small_functions(tmp_path: Path) -> None:
         move_to_device,
         set_random_seed,
     )
-    from infinity.utils import OnDevice, log_dist_once, recursive_getattr, recursive_setattr, should_log_le
+    from infinity.deepspeed.utils import OnDevice, log_dist_once, recursive_getattr, recursive_setattr, should_log_le
 
     set_random_seed(3)
     first = torch.rand(2)
@@ -695,7 +707,7 @@ def test_small_functions(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_fp32_weights_of_a_checkpoint(engine: Any, tmp_path: Path) -> None:
-    from infinity.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
+    from infinity.deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
         load_state_dict_from_zero_checkpoint,
@@ -735,7 +747,7 @@ class _Tied(nn.Module):
 
 
 def test_fp32_weights_have_all_names_of_what_is_tied(tmp_path: Path) -> None:
-    from infinity.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
+    from infinity.deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
         convert_zero_checkpoint_to_fp32_state_dict,
         get_fp32_state_dict_from_zero_checkpoint,
     )

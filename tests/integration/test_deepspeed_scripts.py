@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import infinity as deepspeed
-from infinity.accelerator import get_accelerator
+import infinity
+import infinity.deepspeed as deepspeed
+from infinity.deepspeed import get_accelerator
 from infinity.errors import ConfigError
 from tests.exactness.lockstep import everything_on_nvme
 
@@ -174,7 +175,7 @@ def _plain_cifar(epochs: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     net = _Net()
     # DeepSpeed's "Adam" is AdamW, and its WarmupLR begins at 0 with a logarithm.
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.001, betas=(0.8, 0.999), weight_decay=3e-7, fused=True)
-    schedule = deepspeed.schedules.WarmupLR(optimizer, 0, 0.001, 1000)
+    schedule = infinity.schedules.WarmupLR(optimizer, 0, 0.001, 1000)
     losses = []
     for _ in range(epochs):
         images_drawn = _Images(64)

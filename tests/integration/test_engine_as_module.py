@@ -75,8 +75,8 @@ def test_state_dicts_have_the_models_names_and_weights(both: Lockstep) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     zeros = {name: torch.zeros_like(value) for name, value in expected.items()}
     both.engine.load_state_dict(zeros)
-    assert not any(value.any() for value in both.engine.module_state_dict().values())
-    both.engine.load_module_state_dict({"module": expected})
+    assert not any(value.any() for value in both.engine.state_dict().values())
+    both.engine.load_state_dict(expected)
     both.engine_step(1)
     both.require_equal()
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+from infinity.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import main
 from tests.small_transformers import MODELS, assert_equal

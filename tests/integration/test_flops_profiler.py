@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
+import infinity.deepspeed
+from infinity.deepspeed.profiler.flops_profiler import get_model_profile
 
 _WIDTH, _BATCH, _NUM_BLOCKS = 64, 4, 3
 _FLOPS = 2 * _BATCH * _WIDTH * _WIDTH * _NUM_BLOCKS
@@ -40,7 +41,7 @@ def _batches() -> Iterator[torch.Tensor]:
 
 
 def _losses(config: dict[str, Any], num_steps: int = 3) -> list[torch.Tensor]:
-    with infinity.initialize(model=_model(), config=config)[0] as engine:
+    with infinity.deepspeed.initialize(model=_model(), config=config)[0] as engine:
         found = []
         for _, x in zip(range(num_steps), _batches(), strict=False):
             loss = engine(x).square().mean()
@@ -57,7 +58,7 @@ def test_the_step_is_printed_and_changes_no_bit(nvme_dir: Path, capsys: pytest.C
     assert all(map(torch.equal, plain, _losses(_config(nvme_dir, flops_profiler=block, wall_clock_breakdown=True))))
     out = capsys.readouterr().out
     assert out.count("Profile Summary at step 2:") == 1
-    number = infinity.profiling.flops_profiler.number_to_string(_FLOPS)
+    number = infinity.deepspeed.profiling.flops_profiler.number_to_string(_FLOPS)
     assert f"{'fwd flops per GPU:':<70}  {number}\n" in out
     assert f"{'batch size per GPU:':<70}  {_BATCH}\n" in out
     assert "bwd FLOPS per GPU = 2 * " in out
@@ -74,7 +75,7 @@ def test_train_batch_goes_in_order_for_it(nvme_dir: Path, tmp_path: Path) -> Non
     file = tmp_path / "profiles" / "step.txt"
     block = {"enabled": True, "profile_step": 1, "detailed": False, "output_file": str(file)}
     config = _config(nvme_dir, flops_profiler=block, gradient_accumulation_steps=2)
-    with infinity.initialize(model=_model(), config=config)[0] as engine:
+    with infinity.deepspeed.initialize(model=_model(), config=config)[0] as engine:
         assert engine.flops_profiler_enabled()
         schedules, batches = [], ((x,) for x in _batches())
         for _ in range(3):
@@ -99,7 +100,7 @@ def test_a_file_that_cannot_be_written_ends_no_training(
 
 def test_evaluation_is_not_profiled(nvme_dir: Path) -> None:
     config = _config(nvme_dir, flops_profiler={"enabled": True, "profile_step": 0})
-    with infinity.initialize(model=_model(), config=config)[0] as engine:
+    with infinity.deepspeed.initialize(model=_model(), config=config)[0] as engine:
         engine.eval()
         engine(next(_batches()))
         assert engine.flops_profiler.get_total_flops() == 0
@@ -112,5 +113,12 @@ def test_evaluation_is_not_profiled(nvme_dir: Path) -> None:
 
 
 def test_deepspeeds_modules_have_it() -> None:
-    for name in ("infinity.profiling.flops_profiler", "infinity.profiling.flops_profiler.profiler"):
-        assert importlib.import_module(name).get_model_profile is infinity.get_model_profile
+    for name in ("infinity.deepspeed.profiling.flops_profiler", "infinity.deepspeed.profiling.flops_profiler.profiler"):
+        assert importlib.import_module(name).get_model_profile is get_model_profile
+
+
+def test_the_native_engine_says_who_counts(nvme_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = _config(nvme_dir, flops_profiler={"enabled": True, "profile_step": 0})
+    with infinity.initialize(model=_model(), config=config)[0] as engine:
+        assert not hasattr(engine, "flops_profiler")
+    assert '"flops_profiler" counts nothing here: call infinity.deepspeed.initialize' in caplog.text

@@ -154,7 +154,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.
 @pytest.mark.parametrize("dtype", _FLOAT8, ids=str)
 def test_frozen_float8_keeps_every_bit(dtype: torch.dtype, place: dict[str, Any], tmp_path: Path) -> None:
     plain, model = (nn.Sequential(Scaled(dtype), Scaled(dtype)) for _ in range(2))
-    from infinity.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
+    from infinity.deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
         get_fp32_state_dict_from_zero_checkpoint,
     )
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.deepspeed.monitor.monitor import MonitorMaster
 from infinity.errors import ConfigValueError
-from infinity.monitor.monitor import MonitorMaster
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.ranks import run_ranks
 

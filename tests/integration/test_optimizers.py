@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.ops.adam import FusedAdam
+from infinity.deepspeed.ops.adam import FusedAdam
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.optimizers import parameter_groups
 from tests.exactness.paged import paged_snapshot

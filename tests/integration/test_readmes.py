@@ -31,7 +31,7 @@ from tests.warm_process import run_script
 _ROOT = Path(__file__).resolve().parents[2]
 _WITH_CODE = (
     *("", "infinity", "swapper", "configs", "tools/examples"),
-    *("infinity/as_deepspeed", "infinity/checkpoint", "infinity/run_log"),
+    *("infinity/deepspeed", "infinity/checkpoint", "infinity/run_log"),
 )
 _FOLDERS = ("infinity", "swapper", "configs", "tools", "tests")
 _READMES = [_ROOT / "README.md", *(page for folder in _FOLDERS for page in sorted((_ROOT / folder).rglob("README.md")))]
@@ -71,9 +71,7 @@ def test_the_first_page_is_short() -> None:
 def test_the_code_runs(folder: str, tmp_path: Path) -> None:
     page = _ROOT / folder / "README.md"
     (tmp_path / "script.py").write_text("\n".join(_blocks(page, "python")))
-    if (
-        folder == "infinity/as_deepspeed"
-    ):  # must be imported before the libraries, so it cannot be run in the warm process
+    if folder == "infinity/deepspeed":  # must be imported before the libraries, so it cannot be run in the warm process
         command = [sys.executable, "script.py"]
         subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(_ROOT)}, timeout=560, check=True)
         return
@@ -260,7 +258,9 @@ def test_no_page_names_a_place_in_a_file(page: Path) -> None:
 def test_errors_that_are_named_exist() -> None:
     for page in [*_READMES, _ERRORS]:
         for name in re.findall(r"`(?:swapper\.)?([A-Z]\w+(?:Error|Warning))`", page.read_text()):
-            known = any(hasattr(module, name) for module in (infinity.errors, infinity, swapper, builtins))
+            known = any(
+                hasattr(module, name) for module in (infinity.errors, infinity, infinity.deepspeed, swapper, builtins)
+            )
             assert known, f"{page}: {name}"
 
 

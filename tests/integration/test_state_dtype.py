@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import infinity
+from infinity.deepspeed.ops.lion import FusedLion
 from infinity.errors import ConfigValueError
-from infinity.ops.lion import FusedLion
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.paged import paged_snapshot

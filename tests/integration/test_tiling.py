@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.deepspeed.contents.tiling import TiledLinear, TiledLinearReturnBias
 from infinity.errors import BudgetTooSmallError, ModelError
-from infinity.tiling import TiledLinear, TiledLinearReturnBias
 from tests.exactness.lockstep import everything_on_nvme
 
 

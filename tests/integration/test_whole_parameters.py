@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.deepspeed.ops.lamb import FusedLamb
 from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotPageableError
-from infinity.ops.lamb import FusedLamb
 from tests.exactness.lockstep import BF16, IN_MEMORY, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 from tests.exactness.optimizers import parameter_groups
 from tests.internals import BY_NAME

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.deepspeed.ops.lamb import FusedLamb
 from infinity.errors import BudgetTooSmallError
-from infinity.ops.lamb import FusedLamb
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import WORKERS, Row

@@ -153,8 +153,8 @@ def test_modules_by_deepspeeds_names_come_first() -> None:
         "import torch\n"
         "for name in sys.argv[1:]:\n"
         "    if os.fork() == 0:\n"
-        "        found = importlib.import_module(f'infinity.{name}')\n"
-        "        os._exit(0 if found.__name__ == f'infinity.{name}' and sys.modules[found.__name__] is found else 1)\n"
+        "        found = importlib.import_module(f'infinity.deepspeed.{name}')\n"
+        "        os._exit(0 if found.__name__ == f'infinity.deepspeed.{name}' and sys.modules[found.__name__] is found else 1)\n"
         "    _, status = os.wait()\n"
         "    print(name, status)\n"
     )

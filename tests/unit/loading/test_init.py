@@ -289,11 +289,11 @@ def test_an_existing_module_is_moved(config: dict[str, Any]) -> None:
     model, before = nn.Linear(16, 32), nn.Linear(16, 32)
     before.load_state_dict(model.state_dict())
     parameters = list(model.parameters())
-    infinity.zero.Init(module=model, config_dict_or_path=config, remote_device="nvme")
+    infinity.deepspeed.zero.Init(module=model, config_dict_or_path=config, remote_device="nvme")
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
     assert all(on_drive(p) for p in parameters)
     assert_same(model, before)
-    assert infinity.zero.Init is infinity.Init
+    assert infinity.deepspeed.zero.Init is infinity.Init
 
 
 def test_blocks_nest_and_end_with_an_exception(config: dict[str, Any]) -> None:
@@ -369,7 +369,9 @@ def nothing_told() -> Iterator[None]:
 def test_without_a_drive_models_are_built_in_memory_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="infinity"):
         for _ in range(2):
-            with infinity.zero.Init(config={"zero_optimization": {"stage": 3}}, mpu=object(), pin_memory=True):
+            with infinity.deepspeed.zero.Init(
+                config={"zero_optimization": {"stage": 3}}, mpu=object(), pin_memory=True
+            ):
                 assert not on_drive(nn.Linear(4, 4).weight)
     assert caplog.text.count("built in host memory") == 1
     assert "zero.Init: without effect: pin_memory, mpu" in caplog.text

@@ -1,0 +1,223 @@
+"""``get_accelerator()``: the compute device as scripts for DeepSpeed ask for it. For scripts; the engine does not use it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from infinity.device.host_memory import free_bytes, memory_limits
+
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+"""What makes tensors of a dtype on the device, by DeepSpeed's names."""
+
+
+class Accelerator:
+    """Answers of the current GPU if there is one, else of the CPU, by DeepSpeed's names.
+
+    What it does not know is looked up in ``torch.cuda`` or ``torch.cpu``.
+    """
+
+    def __init__(self) -> None:
+        self._name = "cuda" if torch.cuda.is_available() else "cpu"
+        self._namespace: Any = torch.cuda if self._name == "cuda" else torch.cpu
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _TENSORS:
+            on_device = functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
+            return getattr(torch, name) if self._name == "cpu" else on_device
+        found = None if name.startswith("_") else getattr(self._namespace, name, None)
+        if found is None:
+            raise AttributeError(
+                f"get_accelerator() has no '{name}' here, nor has torch.{self._name}. Call what torch has for it, for the device "
+                "get_accelerator().current_device_name()",
+                name=name,
+                obj=self,
+            )
+        return found
+
+    def is_available(self) -> bool:
+        """True: there is always a CPU."""
+        return True
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """ "cuda:0" for an index; without one, and on a CPU, the device's type."""
+        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """On a GPU a context manager that makes it the current one."""
+        return torch.device(self.device_name(device_index)) if self._name == "cpu" else torch.cuda.device(device_index)
+
+    def set_device(self, device_index: int) -> None:
+        """Make that GPU the current one."""
+        if self._name != "cpu":
+            torch.cuda.set_device(device_index)
+
+    def current_device(self) -> Any:
+        """Index of the current GPU, or "cpu"."""
+        return torch.cuda.current_device() if self._name == "cuda" else "cpu"
+
+    def current_device_name(self) -> str:
+        """With the index of the current GPU, or "cpu"."""
+        return f"cuda:{torch.cuda.current_device()}" if self._name == "cuda" else "cpu"
+
+    def device_count(self) -> int:
+        """Number of GPUs, or 1."""
+        return torch.cuda.device_count() if self._name == "cuda" else 1
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for the GPU."""
+        if self._name == "cuda":
+            torch.cuda.synchronize(device_index)
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Of weights that are trained."""
+        narrow = [(torch.float16, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported())]
+        return [torch.float32, *(dtype for dtype, is_supported in narrow if is_supported)]
+
+    def communication_backend_name(self) -> str:
+        """Of ``torch.distributed``."""
+        return "nccl" if self._name == "cuda" else "gloo"
+
+    def random(self) -> Any:
+        """The module of torch's random numbers."""
+        return torch.random
+
+    def manual_seed(self, seed: int) -> Any:
+        """Seed the current device's generator."""
+        return torch.cuda.manual_seed(seed) if self._name == "cuda" else torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> Any:
+        """Seed those of all GPUs, or the CPU's."""
+        return torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        """What the current device's generator was seeded with."""
+        return torch.cuda.initial_seed() if self._name == "cuda" else torch.initial_seed()
+
+    def default_generator(self, device_index: int = 0) -> torch.Generator:
+        """That of a device."""
+        return torch.cuda.default_generators[device_index] if self._name == "cuda" else torch.default_generator
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """Of a device's generator, the current one's by default, uint8."""
+        if self._name == "cpu":
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """What `get_rng_state` gave."""
+        if self._name == "cpu":
+            torch.set_rng_state(new_state)
+        else:
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
+
+    def empty_cache(self) -> None:
+        """Give cached GPU memory back."""
+        if self._name == "cuda":
+            torch.cuda.empty_cache()
+
+    def is_bf16_supported(self) -> bool:
+        """Whether it computes in bf16."""
+        return self._name == "cpu" or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in fp16."""
+        return True
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of GPU memory; 0 on a CPU."""
+        return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else 0
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Most bytes of GPU memory so far; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(device_index) if self._name == "cuda" else 0
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Forget that most."""
+        if self._name == "cuda":
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes of GPU memory that torch has, those that it keeps for later included; 0 on a CPU."""
+        return torch.cuda.memory_reserved(device_index) if self._name == "cuda" else 0
+
+    memory_cached = memory_reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Most of them so far; 0 on a CPU."""
+        return torch.cuda.max_memory_reserved(device_index) if self._name == "cuda" else 0
+
+    max_memory_cached = max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Torch's numbers about GPU memory; none on a CPU."""
+        return torch.cuda.memory_stats(device_index) if self._name == "cuda" else {}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the GPU, or of host memory as far as this process may use it."""
+        if self._name == "cuda":
+            return torch.cuda.get_device_properties("cuda" if device_index is None else device_index).total_memory
+        whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min([whole, *(limit.limit_bytes for limit in memory_limits())])
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Those of them that nobody uses."""
+        return torch.cuda.mem_get_info(device_index)[0] if self._name == "cuda" else free_bytes()
+
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """The tensor in pinned host memory, if there is a GPU to pin it for."""
+        return tensor.pin_memory() if self._name == "cuda" else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether it is in pinned host memory."""
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on this kind of device."""
+        return tensor.device.type == self._name
+
+    def is_synchronized_device(self) -> bool:
+        """Whether calls return when their work is done: on a CPU."""
+        return self._name == "cpu"
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> None:
+        """Begin a range of NVTX; nothing on a CPU."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_push(msg)
+
+    def range_pop(self, domain: Any = None) -> None:
+        """End it."""
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_pop()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> None:
+        """Call it, when the device is ready."""
+        if self._name == "cuda":
+            torch.cuda.init()
+        callback()
+
+
+_accelerators: list[Accelerator] = []
+
+
+def get_accelerator() -> Accelerator:
+    """The one of this process."""
+    if not _accelerators:
+        _accelerators.append(Accelerator())
+    return _accelerators[0]

@@ -1,0 +1,291 @@
+"""DeepSpeed's module ``checkpointing``: activation checkpointing as scripts call it, by torch's own.
+
+Activations are not divided among processes; `configure` checks and keeps what it is given about that all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+from infinity.config import load_config
+from infinity.config.reading import tidy, validate
+from infinity.config.schema.block import Findings
+from infinity.config.schema.blocks import ActivationCheckpointingBlock
+from infinity.deepspeed.contents.accelerator import get_accelerator
+from infinity.distributed.meshes import tensor_rank
+from infinity.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+_TRACKED = "model-parallel-rng"
+
+
+class _Configuration:
+    """What `configure` was told last."""
+
+    def __init__(self) -> None:
+        self.settings = ActivationCheckpointingBlock()
+        self.mpu: Any = None
+        self.is_made = False
+
+    def set(self, settings: ActivationCheckpointingBlock) -> None:
+        self.settings = settings
+        self.is_made = True
+
+
+_configuration = _Configuration()
+
+
+class CudaRNGStatesTracker:
+    """Random states of the current device by name, to draw from them in between. On a CPU, of its generator."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """All of them, by name: a new dict of the same states."""
+        return copy.copy(self.states_)
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """What `get_states` gave."""
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        """A state that begins with ``seed``.
+
+        Raises:
+            ValueError: the name or the seed is taken.
+        """
+        if seed in self.seeds_:
+            raise ValueError(f"seed {seed} already exists")
+        if name in self.states_:
+            raise ValueError(f"cuda rng state {name} already exists")
+        accelerator = get_accelerator()
+        before = accelerator.get_rng_state()
+        accelerator.manual_seed(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = accelerator.get_rng_state()
+        accelerator.set_rng_state(before)
+
+    @contextmanager
+    def fork(self, name: str = _TRACKED) -> Iterator[None]:
+        """Inside the ``with`` block random numbers come from the named state, which goes on where it ended.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        if name not in self.states_:
+            raise KeyError(f"cuda rng state {name} is not added")
+        accelerator = get_accelerator()
+        before = accelerator.get_rng_state()
+        accelerator.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = accelerator.get_rng_state()
+            accelerator.set_rng_state(before)
+
+
+_tracker = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """The one of this process. Its states are replayed in backward by `checkpoint`."""
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the current device, and the tracked state for model parallel regions with ``seed + 2718`` + the tensor rank.
+
+    That is of `configure`'s ``mpu_``, or of the last `infinity.initialize`. All processes call it.
+    """
+    _tracker.reset()
+    get_accelerator().manual_seed(seed)
+    _tracker.add(_TRACKED, _part_seed(seed))
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the tracked state anew, as `model_parallel_cuda_manual_seed` does."""
+    with _tracker.fork():
+        get_accelerator().manual_seed(_part_seed(seed))
+
+
+def _part_seed(seed: int) -> int:
+    return seed + 2718 + tensor_rank(_configuration.mpu)
+
+
+class _Run:
+    """A function that draws from the same tracked states whenever it is called, as the first time."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._states = _tracker.get_states()
+        self._has_run = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self._has_run:
+            self._has_run = True
+            with _watched("forward"):
+                return self._function(*args)
+        before = _tracker.get_states()
+        _tracker.set_states(dict(self._states))
+        try:
+            with _watched("recomputation"):
+                return self._function(*args)
+        finally:
+            _tracker.set_states(before)
+
+
+@contextmanager
+def _watched(what: str) -> Iterator[None]:
+    """``synchronize_checkpoint_boundary`` and ``profile``."""
+    settings = _configuration.settings
+    if settings.synchronize_checkpoint_boundary:
+        get_accelerator().synchronize()
+    begin = time.perf_counter()
+    yield
+    if settings.synchronize_checkpoint_boundary:
+        get_accelerator().synchronize()
+    if settings.profile:
+        logger.info("checkpoint: %s took %.2f ms", what, 1e3 * (time.perf_counter() - begin))
+
+
+def _keeping() -> AbstractContextManager[Any]:
+    """Where inputs wait for backward: with ``cpu_checkpointing`` on a GPU, in pinned host memory."""
+    if _configuration.settings.cpu_checkpointing and get_accelerator().device_name() != "cpu":
+        return torch.autograd.graph.save_on_cpu(pin_memory=True)
+    return nullcontext()
+
+
+def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], *, use_reentrant: bool) -> Any:
+    with _keeping():
+        return torch_checkpoint.checkpoint(_Run(function), *args, use_reentrant=use_reentrant)
+
+
+def _by_position(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The same call without keywords: torch's reentrant checkpointing carries gradients to positional arguments only."""
+    if not kwargs:
+        return function, args
+    names, num_positional = list(kwargs), len(args)
+
+    @functools.wraps(function)
+    def call(*values: Any) -> Any:
+        return function(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
+
+    return call, (*args, *kwargs.values())
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``, keep its arguments only, and call it once more in backward (``torch.utils.checkpoint``, reentrant).
+
+    Args:
+        function: from tensors and others to a tensor, or a tuple of tensors and others.
+        args, kwargs: its arguments; tensors among them, by keyword as well, get their gradients.
+
+    Random states, those of `get_cuda_rng_tracker` included, and autocast are the same both times.
+    """
+    return _checkpoint(*_by_position(function, args, kwargs), use_reentrant=True)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `checkpoint`, by torch's non-reentrant way, which works where no input needs a gradient as well."""
+    return _checkpoint(*_by_position(function, args, kwargs), use_reentrant=False)
+
+
+class CheckpointFunction:
+    """For scripts that call DeepSpeed's autograd function itself: its ``apply`` is `checkpoint`."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """As `checkpoint`; everything that ``run_function`` returns is put into ``all_outputs``, too."""
+        outputs = checkpoint(run_function, *args)
+        all_outputs += [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        return outputs
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say how `checkpoint` works from now on. What is not given is taken from ``deepspeed_config``, or off.
+
+    Args:
+        mpu_: says which part of the model this process has, from which `model_parallel_cuda_manual_seed` takes its seed.
+        deepspeed_config: a config as `infinity.load_config` takes it; its block ``activation_checkpointing`` counts.
+        partition_activations, contiguous_checkpointing, num_checkpoints: checked, without effect: they divide activations
+            between processes.
+        checkpoint_in_cpu: inputs wait in pinned host memory for backward. On a CPU they are there anyway.
+        synchronize: wait for the device before and after each call of a checkpointed function.
+        profile: log how long each such call takes.
+
+    Raises:
+        ConfigError: the config cannot be read, or contiguous checkpointing lacks what it needs.
+    """
+    given = {
+        "partition_activations": partition_activations,
+        "contiguous_memory_optimization": contiguous_checkpointing,
+        "number_checkpoints": num_checkpoints,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    settings = _settings_in(deepspeed_config)
+    settings = settings.model_copy(update={name: value for name, value in given.items() if value is not None})
+    if settings.contiguous_memory_optimization and not settings.partition_activations:
+        raise ConfigError("contiguous checkpointing needs partition_activations. Set both to true, or neither")
+    if settings.contiguous_memory_optimization and settings.number_checkpoints is None:
+        raise ConfigError("contiguous checkpointing needs the number of checkpoints. Give num_checkpoints")
+    _configuration.set(settings)
+    _configuration.mpu = mpu_
+
+
+def _settings_in(config: Any) -> ActivationCheckpointingBlock:
+    if config is None:
+        return ActivationCheckpointingBlock()
+    read = load_config(config, check_storage=False)
+    return validate(tidy(read.source, Findings())).activation_checkpointing
+
+
+def _changed(**changes: Any) -> ActivationCheckpointingBlock:
+    return _configuration.settings.model_copy(update=changes)
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _configuration.is_made
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Taken without effect: activations are not divided among processes."""
+    _configuration.set(_changed(partition_activations=partition_activation))
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Taken without effect: there are no contiguous buffers."""
+    _configuration.set(_changed(number_checkpoints=nlayers))
+
+
+def reset() -> None:
+    """Without effect: there are no buffers between forward and backward but autograd's own."""

@@ -1,0 +1,110 @@
+"""What scripts log through DeepSpeed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+from infinity.deepspeed.contents.accelerator import get_accelerator
+from infinity.distributed.process_groups import process_rank
+
+logger = logging.getLogger("infinity.script")
+"""The script's own: as with DeepSpeed, what it says from INFO on goes to the standard output."""
+logger.setLevel(logging.INFO)
+logger.propagate = False
+logger.addHandler(logging.StreamHandler(sys.stdout))
+
+log_levels: dict[str, int] = {
+    name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")
+}
+"""Number of each level of messages."""
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log, if ``ranks`` has this process, or is None or has -1."""
+    rank = process_rank()
+    if ranks is None or {rank, -1} & set(ranks):
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+_once = functools.cache(log_dist)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """As `log_dist`, each message once per process."""
+    _once(message, None if ranks is None else tuple(ranks), level)
+
+
+@functools.cache
+def warning_once(message: str) -> None:
+    """Log a warning, each message once per process."""
+    logger.warning(message)
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of "debug", "info", "warning", "error" or "critical".
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if log_level_str.lower() not in log_levels:
+        raise ValueError(f"{log_level_str!r} is no level of messages. Take one of {', '.join(log_levels)}")
+    return log_levels[log_level_str.lower()]
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Let ``custom_logger``, or `logger`, say what is of that level or above.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    level = get_log_level_from_string(log_level_str)
+    (custom_logger or logger).setLevel(level)
+    for handler in (custom_logger or logger).handlers:
+        handler.setLevel(level)
+
+
+def get_current_level() -> int:
+    """The level of `logger`."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether the level of `logger` is that one or a lower one.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+
+
+def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
+    """With ``force``, log what is used of the GPU's and the machine's memory, in GiB; of several processes the first does."""
+    if force and process_rank() == 0:
+        memory, accelerator = psutil.virtual_memory(), get_accelerator()
+        logger.info(
+            "%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB",
+            message,
+            accelerator.memory_allocated() / (1 << 30),
+            accelerator.max_memory_allocated() / (1 << 30),
+            (memory.total - memory.available) / (1 << 30),
+            memory.total / (1 << 30),
+        )
+
+
+__all__ = [
+    "get_current_level",
+    "get_log_level_from_string",
+    "log_dist",
+    "log_dist_once",
+    "log_levels",
+    "logger",
+    "set_log_level_from_string",
+    "should_log_le",
+    "warning_once",
+]

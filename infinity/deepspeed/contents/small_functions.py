@@ -1,0 +1,164 @@
+"""Functions of DeepSpeed's that have nothing to do with engines, and that scripts borrow."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.distributed.meshes import current_mesh
+from infinity.errors import ConfigError, UnsupportedModelError
+
+_PART_SIZES = (
+    "get_model_parallel_world_size",
+    "get_slice_parallel_world_size",
+    "get_tensor_model_parallel_world_size",
+    "get_pipe_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+)
+"""What an ``mpu`` may answer to, DeepSpeed's and Megatron's names."""
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed % (1 << 63))
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the directory that the file is to be in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
+    """``item`` with copies on ``device`` of what ``criterion_func`` says yes to, also inside lists, tuples and dicts."""
+    return item.to(device) if criterion_func(item) else _inside(item, copy_to_device, device, criterion_func)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """``item`` with its tensors on ``device``, also inside lists, tuples and dicts.
+
+    Args:
+        item: a tensor, or a list, tuple or dict of such.
+        device: where to.
+        criterion_func: those that it says yes to are moved in place.
+    """
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    found = _inside(item, move_to_device, device, criterion_func)
+    return item.to(device) if found is item else found
+
+
+def _inside(item: Any, function: Callable[..., Any], *args: Any) -> Any:
+    if isinstance(item, list | tuple):
+        return (list if isinstance(item, list) else tuple)(function(each, *args) for each in item)
+    if isinstance(item, Mapping):
+        return {key: function(each, *args) for key, each in item.items()}
+    return item
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
+    """``torch.nn.utils.clip_grad_norm_``. With an engine, ``gradient_clipping`` of the config does it.
+
+    Args:
+        parameters: a tensor, or several.
+        max_norm: largest norm.
+        norm_type: of which kind.
+        mpu: without effect where each process has the whole model.
+
+    Returns:
+        The norm before.
+
+    Raises:
+        ConfigError: processes have different parts of the model, of which each would be clipped by a norm of its own.
+        GradientNotResidentError: as reading ``param.grad`` does.
+    """
+    sizes = [getattr(mpu, name)() for name in _PART_SIZES if callable(getattr(mpu, name, None))]
+    if max(sizes, default=1) > 1 or (mpu is not None and current_mesh().is_divided):
+        raise ConfigError(
+            "clip_grad_norm_ with an mpu whose processes have different parts of the model: each part would be clipped by a "
+            'norm of its own. Set "gradient_clipping" in the config, which takes the norm of all parts'
+        )
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The norm of several norms."""
+    return math.sqrt(sum(norm**2.0 for norm in norm_list))
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """An attribute of attributes, by its name with dots."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set such an attribute."""
+    above, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, above) if above else model, last, module)
+
+
+def instrument_w_nvtx(func: Any) -> Any:
+    """``func`` as it is: the timeline (see the config's block "infinity") shows what an engine does."""
+    return func
+
+
+@contextlib.contextmanager
+def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> Iterator[None]:
+    """Inside the ``with`` block tensors are made on ``device``, and floating-point ones in ``dtype``."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def clone_tensors_for_torch_save(item: Any, *args: Any, **kwargs: Any) -> Any:
+    """``item`` as it is: a tensor of ours has no larger storage that ``torch.save`` would write with it."""
+    return item
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether an engine, or `infinity.deepspeed.zero.Init`, has it."""
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
+
+
+def has_moe_layers(m: Any) -> tuple[bool, int]:
+    """(False, 0): there is no layer of DeepSpeed's for experts."""
+    return False, 0
+
+
+def is_moe_param(param: Any) -> bool:
+    """Whether a script says by ``param.allreduce = False`` that it is an expert's, which only some processes have."""
+    return not getattr(param, "allreduce", True)
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """A list of the groups as they are: without experts of DeepSpeed's there is nothing to split off.
+
+    Raises:
+        UnsupportedModelError: one has a parameter of such an expert.
+    """
+    groups: list[Any] = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    for group in groups:
+        group["params"] = list(group["params"])
+        if any(map(is_moe_param, group["params"])):
+            raise UnsupportedModelError(
+                "a parameter has allreduce = False: it is an expert's that DeepSpeed gives to some processes only",
+                cure="Experts in a ModuleList need no groups of their own: only those that a batch goes to are read",
+            )
+    return groups

@@ -1,0 +1,54 @@
+"""DeepSpeed's module ``zero``, as far as scripts need it: `GatheredParameters` and `Init`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from infinity.deepspeed.contents.leaf_modules import set_z3_leaf_modules
+from infinity.deepspeed.contents.tiling import TiledLinear, TiledLinearReturnBias
+from infinity.loading.init import Init
+from infinity.paging.gathered_parameters import GatheredParameters
+from infinity.units.parameter import ZeroParamStatus
+
+MiCS_Init = Init
+"""Groups follow from the config's ``mics_shard_size``, and weights are divided in `infinity.initialize`."""
+
+
+class ZeroParamType(Enum):
+    """DeepSpeed's kinds of parameters."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+def register_external_parameter(module: Any, parameter: Any) -> None:
+    """Not needed: a parameter is fetched whoever uses it."""
+
+
+def unregister_external_parameter(module: Any, parameter: Any) -> None:
+    """As `register_external_parameter`."""
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Inside the ``with`` block, ``model`` as it is: it generates with paged weights, and nothing is gathered for it."""
+    yield model
+
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "MiCS_Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "set_z3_leaf_modules",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]

@@ -1,0 +1,406 @@
+"""`DeepSpeedEngine`: the engine with the names that scripts for DeepSpeed use besides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from infinity.config import InfinityConfig
+from infinity.deepspeed.contents.constants import DEEPSPEED_OPTIMIZERS
+from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
+from infinity.deepspeed.profiler.profiled_step import ProfiledStep
+from infinity.distributed.process_groups import local_rank
+from infinity.engine.engine import Engine
+from infinity.engine.parts import Parts
+from infinity.errors import StepOrderError
+
+_ABSENT = {
+    "flops_profiler": ": set flops_profiler.enabled to true in the config, or call "
+    "deepspeed.profiling.flops_profiler.get_model_profile(model, ...)",
+    "allreduce_gradients": ": backward and step average gradients, where several processes train together",
+}
+"""What scripts ask for, that is not there, and the cure."""
+
+
+class DeepSpeedEngine(Engine):
+    """Made by `infinity.deepspeed.initialize`. A checkpoint that is missing is no error to it, as with DeepSpeed.
+
+    Attributes:
+        local_rank: This process among those of its machine.
+        dp_world_size, mp_world_size: How many have the same part of the model as this one, each with its own data, and how many
+            parts there are: 1, unless the script says so (``mpu``, ``mesh_param``).
+        mpu, client_optimizer, client_lr_scheduler, training_data, collate_fn: As passed to `initialize`.
+        timers: Stop watches for the script.
+        tput_timer: Counts epochs if the script tells it, and knows the samples per second of the last step.
+    """
+
+    seq_parallel_group = None
+    has_moe_layers = False
+    is_compiled = False
+    sparse_tensor_module_names: frozenset[str] = frozenset()
+    _is_missing_ok = True
+
+    def __init__(self, config: InfinityConfig, parts: Parts) -> None:
+        """Not meant to be called: see `initialize`."""
+        super().__init__(config, parts)
+        self.local_rank = local_rank()
+        self.dp_world_size, self.mp_world_size, self.mpu = self._mesh.data.num, self._mesh.parts.num, self._mesh.source
+        self.training_data: Any = None
+        self.collate_fn: Callable[[Any], Any] | None = None
+        self.client_optimizer: Any = None
+        self.client_lr_scheduler: Any = None
+        self.timers = Timers()
+        self.tput_timer = ThroughputTimer(self._samples_per_second)
+        self._profiled: ProfiledStep | None = None
+        if config.flops_profiler is not None and self.global_rank == 0:
+            self._profiled = ProfiledStep(self.module, config.flops_profiler, self)
+            self.flops_profiler = self._profiled.profiler
+
+    def note_arguments(
+        self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
+    ) -> None:
+        """What was passed to `initialize`."""
+        self.client_optimizer, self.client_lr_scheduler = optimizer, lr_scheduler
+        self.training_data, self.collate_fn = training_data, collate_fn
+
+    @staticmethod
+    def _cure_of_absent(name: str) -> str:
+        return _ABSENT.get(name, "")
+
+    # --------------------------------------------------------------------------------------------------- the flops profiler
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. Arguments and result are those of ``module.forward``."""
+        profiled = self._due_profile() if self.module.training and torch.is_grad_enabled() else None
+        with profiled.counting() if profiled is not None else contextlib.nullcontext():
+            return super().forward(*args, **kwargs)
+
+    def obstacle(self) -> str | None:
+        """See `Engine.obstacle`."""
+        if self._due_profile() is not None:
+            return "flops_profiler looks at this step, one micro-batch after the other"
+        return super().obstacle()
+
+    def _end_update(self) -> None:
+        profiled = self._due_profile()
+        super()._end_update()
+        if profiled is not None:
+            profiled.show()
+
+    def _due_profile(self) -> ProfiledStep | None:
+        """What counts the operations of the present step; None if nothing does."""
+        return self._profiled if self._profiled is not None and self._profiled.is_due(self.global_steps) else None
+
+    def flops_profiler_enabled(self) -> bool:
+        """Whether a step's operations are counted and printed."""
+        return self.config.flops_profiler is not None
+
+    # ---------------------------------------------------------------------------------------------------- batch sizes
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """Samples per step, samples per micro-batch, micro-batches per step."""
+        return self.counts.batch_size, self.counts.micro_batch_size, self.counts.num_micro_batches
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Micro-batches per step from now on.
+
+        Raises:
+            BatchSizeError: fewer than one.
+            StepOrderError: the present step has begun.
+        """
+        self.counts.set_num_micro_batches(steps)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Samples per step from now on, in micro-batches of the same size.
+
+        Raises:
+            BatchSizeError: it is no multiple of the micro-batch.
+            StepOrderError: the present step has begun.
+        """
+        self.counts.set_batch_size(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Samples per micro-batch from now on; the number of micro-batches stays."""
+        self.counts.set_micro_batch_size(micro_batch_size)
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Gradients of all backwards inside are averaged over the processes once, by the `step` after it.
+
+        It is `no_sync`, with any ZeRO stage but 0.
+
+        Raises:
+            StepOrderError: as `no_sync`; or every `step` is a boundary by the config.
+            NotImplementedError: without ZeRO, as in DeepSpeed.
+        """
+        if not self.config.managed_gradient_accumulation:
+            problem = "it is not supported with managed_gradient_accumulation=False"
+            raise StepOrderError("engine.coalesce_grad_reduction()", problem, cure="Use engine.no_sync()")
+        if self.config.zero_stage == 0:
+            raise NotImplementedError(
+                "coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0. Use engine.no_sync()"
+            )
+        if self._is_in_no_sync:
+            problem = "it cannot be nested inside another no_sync context"
+            raise StepOrderError(
+                "engine.coalesce_grad_reduction()", problem, cure="One block around all of it suffices"
+            )
+        with self.no_sync():
+            yield
+
+    # ------------------------------------------------------------------------------------------------------ the config
+
+    def zero_optimization_stage(self) -> int:
+        """The stage of the config: what several processes divide. One process runs all stages in the same way."""
+        return self.config.zero_stage
+
+    def zero_optimization(self) -> bool:
+        """Whether the stage is above 0."""
+        return self.config.zero_stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether the stage is at least 2."""
+        return self.config.zero_stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether the stage is 3."""
+        return self.config.zero_stage >= 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: whole weights are always saved."""
+        return True
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer states rest in host memory."""
+        return self.config.offload_optimizer.device == "cpu"
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether optimizer states rest on NVMe."""
+        return self.config.offload_optimizer.device == "nvme"
+
+    def fp16_enabled(self) -> bool:
+        """Whether the compute dtype is fp16."""
+        return self.config.compute_dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the compute dtype is bf16."""
+        return self.config.compute_dtype == torch.bfloat16
+
+    def amp_enabled(self) -> bool:
+        """False: there is no Apex."""
+        return False
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether the model runs under ``torch.autocast``."""
+        return self.config.autocast_dtype is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """Of ``torch.autocast``; bf16 without."""
+        return self.config.autocast_dtype or torch.bfloat16
+
+    def gradient_clipping(self) -> float:
+        """Largest global norm; 0 for no clipping."""
+        return self.config.gradient_clipping
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows the steps."""
+        scaling = self.config.loss_scaling
+        return scaling is not None and scaling.is_dynamic
+
+    def initial_dynamic_scale(self) -> float:
+        """The loss scale of the first step; 1 without scaling."""
+        scaling = self.config.loss_scaling
+        return 1.0 if scaling is None else scaling.initial
+
+    def optimizer_name(self) -> str | None:
+        """The class of an optimizer that was passed; else its type in the config, in small letters if DeepSpeed knows it.
+
+        None if there is neither.
+        """
+        if self.client_optimizer is not None:
+            named = self.client_optimizer if callable(self.client_optimizer) else type(self.client_optimizer)
+            return str(getattr(named, "__name__", type(named).__name__))
+        if self.config.optimizer is None:
+            return None
+        name = self.config.optimizer.type
+        return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """A copy of the optimizer's parameters in the config."""
+        return None if self.config.optimizer is None else dict(self.config.optimizer.params)
+
+    def scheduler_name(self) -> str | None:
+        """The schedule's type in the config; None if it names none."""
+        return None if self.config.scheduler is None else self.config.scheduler.type
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """A copy of the schedule's parameters in the config."""
+        return None if self.config.scheduler is None else dict(self.config.scheduler.params)
+
+    def steps_per_print(self) -> int | None:
+        """A progress line every so many steps."""
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether the time of each step is logged."""
+        return self.config.wall_clock_breakdown
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether the loader drops the last, smaller batch."""
+        return self.config.dataloader_drop_last
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches."""
+        return self.config.managed_gradient_accumulation
+
+    # ----------------------------------------------------------------------------------------------- the optimizer's groups
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in self._groups():
+            if isinstance(group.get("lr"), torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of each parameter group, or its betas."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """What each parameter group has as ``type``; 0 without."""
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """As ``optimizer.optimizer``; None without."""
+        return None if self.optimizer is None else self.optimizer.optimizer
+
+    # ---------------------------------------------------------------------------------------------------------- weights
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """As ``state_dict``, without frozen parameters if that is asked for."""
+        found: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters(prefix=prefix.rstrip("."), remove_duplicate=False):
+                if not parameter.requires_grad:
+                    found.pop(name, None)
+        return found
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """As `module_state_dict`; accelerate and transformers ask for it by this name."""
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+    ) -> None:
+        """Load weights: a state dict, or a mapping that has it as "module".
+
+        Args:
+            checkpoint: what to load.
+            strict: whether all names have to match.
+            custom_load_fn: called with ``src`` and ``dst`` instead.
+        """
+        inner = checkpoint.get("module")
+        weights = inner if isinstance(inner, Mapping) else checkpoint
+        if custom_load_fn is not None:
+            custom_load_fn(src=weights, dst=self.module)
+        else:
+            self.module.load_state_dict(weights, strict=strict)
+
+    # ------------------------------------------------------------------------------------------------------------ others
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader over a data set, see `data_loader`.
+
+        Args:
+            dataset, batch_size, collate_fn: as there; by default `initialize`'s ``collate_fn``.
+            route: "train" shuffles. "eval" and "predict" keep the data set's order.
+            pin_memory: taken as DeepSpeed takes it, without effect.
+            data_sampler: the order instead.
+            num_local_io_workers: processes that read. None: none, where DeepSpeed takes two for each GPU.
+
+        Raises:
+            BatchSizeError: neither ``batch_size`` nor the config says how many samples.
+        """
+        return self.data_loader(
+            dataset,
+            batch_size,
+            shuffles=route == "train",
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers or 0,
+        )
+
+    def destroy(self) -> None:
+        """As `close`. Later calls are told what a library's user does then."""
+        self._guard.note_destroyed()
+        self.close()
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile each block of the model by itself: what is not in memory all at once cannot be one graph.
+
+        Args:
+            backend, compile_kwargs: for ``torch.compile``.
+            schedule, compiled_autograd_enabled: taken as DeepSpeed takes them, without effect.
+        """
+        super().compile(backend=backend, **(compile_kwargs or {}))
+        self.is_compiled = True
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Finish pending updates. States rest where the config says, whatever is asked for here; budgets say how much."""
+        self.flush()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Nothing to do: what is needed is fetched when it is needed."""
+
+    def empty_partition_cache(self) -> None:
+        """Finish pending updates; what is kept in memory is within the budgets."""
+        self.flush()
+
+    def _samples_per_second(self) -> float | None:
+        if self.report is None or self.report.num_samples is None or not self.report.seconds:
+            return None
+        return self.report.num_samples / self.report.seconds
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of each of `timers`."""
+        return {name: timer.elapsed(reset=False) for name, timer in self.timers.get_timers().items()}
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: each process has whole sequences."""
+
+    def get_data_parallel_rank(self) -> int:
+        """This process among those that have the same part of the model, each with its own data."""
+        return self._mesh.data.index
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Which part of the tensors of its stage this process has."""
+        return self._mesh.place.tensor

@@ -1,0 +1,104 @@
+"""``deepspeed.initialize``: takes DeepSpeed's arguments, and makes a `DeepSpeedEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from infinity.config import ConfigSource
+from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.process_counts import check_accelerate
+from infinity.distributed.process_groups import init_distributed, num_processes
+from infinity.distributed.world import world
+from infinity.entry import engine_of, make_engine
+from infinity.errors import ConfigError
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: Any = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: ConfigSource | None = None,
+    mesh_param: Any = None,
+    config_params: ConfigSource | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
+    """As `infinity.initialize`, with DeepSpeed's arguments.
+
+    An engine that has trained this very model is closed for another one that trains it: libraries close none of their own
+    (Lightning's second ``fit`` of a model, and that after ``lr_find``).
+
+    Args:
+        args: an object with ``deepspeed_config``, as DeepSpeed's launcher makes it, in place of ``config``.
+        distributed_port, dist_init_required: taken as DeepSpeed takes them, without effect: the process group is the one that
+            there is, or what the launcher's environment variables say.
+        config_params: the config under DeepSpeed's older name.
+        model, optimizer, model_parameters, training_data, lr_scheduler, mpu, collate_fn, config, mesh_param, device: see
+            `infinity.initialize`.
+
+    Raises:
+        ConfigError, ModelError, OptimizerNotPageableError: as `infinity.initialize`.
+    """
+    source = _only_config(args, config, config_params)
+    if num_processes() > 1:
+        init_distributed()
+    check_accelerate(world().num)
+    earlier = engine_of(model) if isinstance(model, nn.Module) else None
+    trains = optimizer is not None or bool(model_parameters)
+    if trains and earlier is not None and earlier.module is model and earlier.optimizer is not None:
+        earlier.hand_over()
+    made = make_engine(
+        DeepSpeedEngine,
+        model,  # type: ignore[arg-type]  # it says so if it is none
+        source,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        collate_fn=collate_fn,
+        mesh_param=mesh_param,
+        device=device,
+        device_rank=getattr(args, "device_rank", None),
+    )
+    if made[0] is not earlier:
+        made[0].note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
+    return made
+
+
+def _only_config(args: Any, config: Any, config_params: Any) -> Any:
+    given = {"config": config, "config_params": config_params}
+    for name in ("deepspeed_config", "deepscale_config"):
+        given[f"args.{name}"] = getattr(args, name, None) or None
+    found = {name: value for name, value in given.items() if value is not None}
+    if not found:
+        raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to deepspeed.initialize")
+    first, *others = found
+    for other in others:
+        if not _is_same_source(found[first], found[other]):
+            shown = " and ".join(f"{each} ({_shown(found[each])})" for each in (first, other))
+            raise ConfigError(f"two configs: {shown}. Pass one of them to deepspeed.initialize")
+    return found[first]
+
+
+def _is_same_source(one: Any, other: Any) -> bool:
+    if isinstance(one, str | Path) and isinstance(other, str | Path):
+        return str(one) == str(other) or Path(one).absolute() == Path(other).absolute()
+    return one is other or bool(one == other)
+
+
+def _shown(source: Any) -> str:
+    is_path = isinstance(source, str | Path) and not str(source).lstrip().startswith("{")
+    return f"'{source}'" if is_path else f"a {type(source).__name__}"

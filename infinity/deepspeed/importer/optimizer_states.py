@@ -1,0 +1,281 @@
+"""Reads the optimizer's states of ZeRO stages 1 to 3: fp32 weights and moments, cut up over ranks.
+
+[Note: how ZeRO cuts] In stages 1 and 2, the parameters of a group lie one after the other in one flat tensor, padded at its
+end and, in newer versions, behind each parameter. It is cut into equal parts, one of each rank, so a parameter may lie on
+several; each rank's file says which range of its part belongs to which parameter. In stage 3, each parameter is cut into
+equal parts by itself, the last ones padded, and a rank's parts lie one after the other in a flat tensor of a sub-group; a
+group has several of these, in order. The moments lie as the weights do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.arrays import WEIGHT, ArraySpec
+from infinity.deepspeed.importer.contents import COPY_ALL, OF_DEEPSPEED, OF_ONE_SAVE, ONLY_WEIGHTS, FoundTensor
+from infinity.deepspeed.importer.model_states import ModelStates
+from infinity.deepspeed.importer.pickles import read
+from infinity.errors import CheckpointError
+from infinity.torch_internals.pickles import Record
+
+_MECHANICS = frozenset(["params", "step", "foreach", "fused", "capturable", "differentiable", "bias_correction"])
+"""Of a group: what it consists of, and how a device is to compute; no hyperparameters."""
+_ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
+_ERRORS_OF_ONE_BIT = {"worker_error", "server_error"}
+_KEY = "optimizer_state_dict"
+
+
+class OptimizerStates:
+    """Of all ranks; they have been compared."""
+
+    def __init__(self, paths: Sequence[Path], model: ModelStates, *, skips_unknown: bool) -> None:
+        """
+        Raises:
+            CheckpointError: files cannot be read, disagree, or cannot be taken over.
+        """
+        self._paths, self._model = paths, model
+        self._ranks = [_read(path, skips_unknown=skips_unknown) for path in paths]
+        self.scaler = self._ranks[0].get("loss_scaler")
+        """DeepSpeed's loss scaler, or None."""
+        self.stage = stage_of(paths[0], self._ranks[0], model.ds_config)
+        check_optimizer(paths[0], model.ds_config)
+        for path, rank in zip(paths, self._ranks, strict=True):
+            for key in ("partition_count", "ds_version"):
+                if rank.get(key) != self._ranks[0].get(key):
+                    self._disagree(path, f"its '{key}' is")
+            if stage_of(path, rank, model.ds_config) != self.stage:
+                self._disagree(path, "its ZeRO stage is")
+            if [len(each) for each in self._base(rank, path)["param_groups"]] != [len(each) for each in self._groups]:
+                self._disagree(path, "its groups are")
+        count = self._ranks[0].get("partition_count", len(paths))
+        num_ranks = max(count) if isinstance(count, list) else int(count)
+        if num_ranks != len(paths) or (self.stage == 3 and model.num_ranks != num_ranks):
+            raise CheckpointError(
+                paths[0].parent,
+                f"it was saved by {num_ranks} ranks, and has optimizer states of {len(paths)}"
+                + (f" and model states of {model.num_ranks}" if self.stage == 3 else ""),
+                cure=COPY_ALL,
+            )
+        if self._ranks[0].get("ds_zero_partition_groups") is not None:
+            raise CheckpointError(
+                paths[0], "its parameters are divided by groups of ranks", cure="It cannot be taken over"
+            )
+
+    @property
+    def _groups(self) -> Sequence[Mapping[str, Any]]:
+        found: Sequence[Mapping[str, Any]] = self._base(self._ranks[0], self._paths[0])["param_groups"]
+        return found
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters, and whose they are; see `groups_of`."""
+        return groups_of(self._paths[0], self._groups, self._model.shapes)
+
+    def tensors(self) -> tuple[list[FoundTensor], dict[str, dict[str, Any]]]:
+        """fp32 weights and element-wise states; and per FQN those states that are one number.
+
+        Raises:
+            CheckpointError: a parameter has more or fewer elements than its shape.
+        """
+        pieces: dict[tuple[str, str], list[torch.Tensor]] = {}
+        scalars: dict[str, dict[str, Any]] = {}
+        for rank, path in enumerate(self._paths):
+            for index, flat, state in self._flat(rank):
+                numbers = {name: each for name, each in state.items() if not _is_flat(each)}
+                for fqn, start, numel in self._ranges(rank, index):
+                    for kind, values in {WEIGHT: flat, **state}.items():
+                        if not _is_flat(values):
+                            continue
+                        if start < 0 or start + numel > flat.numel():
+                            problem = f"'{fqn}' would end at element {start + numel} of {flat.numel()}"
+                            raise CheckpointError(path, problem, cure=OF_ONE_SAVE)
+                        if start + numel > values.numel():  # stages 1 and 2 leave out what fills up the last one
+                            raise CheckpointError(
+                                path,
+                                f"its optimizer keeps '{kind}', which is not one number per element (an 8-bit one?)",
+                                cure=ONLY_WEIGHTS,
+                            )
+                        pieces.setdefault((fqn, kind), []).append(values[start : start + numel])
+                    if state:
+                        self._check_scalars(path, fqn, scalars.setdefault(fqn, numbers), numbers)
+        return [self._whole(fqn, kind, each) for (fqn, kind), each in pieces.items()], scalars
+
+    def _whole(self, fqn: str, kind: str, pieces: list[torch.Tensor]) -> FoundTensor:
+        shape = next(each[fqn] for each in self._model.shapes if fqn in each)
+        numel = sum(piece.numel() for piece in pieces)
+        if numel != math.prod(shape):
+            raise CheckpointError(
+                self._paths[0].parent,
+                f"'{fqn}' ({kind}) has {numel} elements in the files of all ranks, not {shape}",
+                cure=OF_ONE_SAVE,
+            )
+        return FoundTensor(ArraySpec.of("parameters", fqn, kind, shape, torch.float32), pieces)
+
+    def _check_scalars(self, path: Path, fqn: str, first: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+        if {name: float(each) for name, each in first.items()} != {name: float(each) for name, each in other.items()}:
+            self._disagree(path, f"what it has of '{fqn}' besides tensors ({dict(other)}) is")
+
+    def _disagree(self, path: Path, what: str) -> None:
+        raise CheckpointError(path, f"{what} not that of '{self._paths[0].name}'", cure=OF_ONE_SAVE)
+
+    def _base(self, rank: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+        base = rank.get(_KEY if self.stage == 3 else "base_optimizer_state")
+        if not isinstance(base, dict) or "param_groups" not in base:
+            raise CheckpointError(
+                path,
+                "its optimizer's states have another form ('zero_optimization.elastic_checkpoint')",
+                cure="Load it with DeepSpeed, and save it with that key set to false",
+            )
+        return base
+
+    def _flat(self, rank: int) -> Iterator[tuple[int, torch.Tensor, Mapping[str, Any]]]:
+        """Number, weights and states of each flat tensor of a rank."""
+        path, saved = self._paths[rank], self._ranks[rank]
+        flats = saved.get("fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups")
+        base = self._base(saved, path)
+        ids = [key for group in base["param_groups"] for key in group["params"]]
+        if not isinstance(flats, list) or len(flats) != len(self._model.shapes) or len(ids) != len(flats):
+            raise CheckpointError(
+                path,
+                f"it has {len(flats) if isinstance(flats, list) else 'no'} flat tensors of fp32 weights and "
+                f"{len(ids)} of states, where the model's file names {len(self._model.shapes)}",
+                cure=OF_ONE_SAVE,
+            )
+        for index, (flat, key) in enumerate(zip(flats, ids, strict=True)):
+            state = _settled(base["param_groups"], key, base["state"].get(key, {}))
+            if not flat.numel():
+                raise CheckpointError(
+                    path,
+                    "its fp32 weights and states are not in it: the optimizer was offloaded to NVMe",
+                    cure='Load it with DeepSpeed, and save it with "offload_optimizer": {"device": "cpu"}',
+                )
+            if _ERRORS_OF_ONE_BIT & set(state):
+                raise _one_bit(path, "1-bit Adam or LAMB")
+            yield index, flat.reshape(-1), state
+
+    def _ranges(self, rank: int, index: int) -> Iterator[tuple[str, int, int]]:
+        """FQN, first element and number of elements of each parameter's part in a flat tensor of a rank."""
+        if self.stage != 3:
+            mappings = self._ranks[rank].get("param_slice_mappings")
+            if not mappings:
+                raise CheckpointError(
+                    self._paths[rank],
+                    "it does not say where its parameters lie ('param_slice_mappings'): an old DeepSpeed wrote it",
+                    cure="Load it with a newer DeepSpeed, and save it again",
+                )
+            for fqn, address in mappings[index].items():
+                yield fqn, int(address.state["start"]), int(address.state["numel"])
+            return
+        start = 0
+        for fqn, shape in self._model.shapes[index].items():
+            numel = math.prod(shape)
+            part = -(-numel // len(self._paths))
+            yield fqn, start, max(min(part, numel - rank * part), 0)
+            start += part
+
+
+def groups_of(
+    path: Path, groups: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Sequence[int]]]
+) -> list[dict[str, Any]]:
+    """Groups with the FQNs of their parameters as "params", out of those of the base optimizer.
+
+    Args:
+        path: of the file, for messages.
+        groups: the base optimizer's; each of their members stands for one mapping of ``shapes``.
+        shapes: see `ModelStates`.
+
+    Raises:
+        CheckpointError: they are not as many, or Adam's moments are not corrected as torch does.
+    """
+    ids = [key for group in groups for key in group["params"]]
+    if sorted(ids) != list(range(len(shapes))):
+        raise CheckpointError(
+            path,
+            f"its groups have {len(ids)} flat tensors, and the model's file names {len(shapes)}",
+            cure=OF_ONE_SAVE,
+        )
+    found = []
+    for group in groups:
+        if group.get("bias_correction", True) is False:
+            raise CheckpointError(
+                path,
+                "its Adam has bias_correction=False",
+                cure="Load its weights alone: the states of such an Adam are not converted",
+            )
+        settings = {name: value for name, value in group.items() if name not in _MECHANICS}
+        found.append({**settings, "params": [fqn for key in group["params"] for fqn in shapes[key]]})
+    return found
+
+
+def loss_scale_of(scaler: Any) -> dict[str, float]:
+    """What our rule of the loss scale goes on from. ``scaler``: DeepSpeed's, or None."""
+    if not isinstance(scaler, Record):
+        return {"dynamic": False, "scale": 1.0, "patience": 1, "num_finite": 0}
+    facts = scaler.state
+    num_finite = int(facts.get("cur_iter", 0)) - int(facts.get("last_overflow_iter", -1)) - 1
+    patience = int(facts.get("cur_hysteresis", 1))
+    scale, is_dynamic = float(facts["cur_scale"]), bool(facts.get("dynamic", True))
+    return {"dynamic": is_dynamic, "scale": scale, "patience": patience, "num_finite": num_finite}
+
+
+def stage_of(path: Path, states: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int:
+    """ZeRO's.
+
+    Raises:
+        CheckpointError: it is none of those that there are.
+    """
+    stage = states.get("zero_stage", (ds_config.get("zero_optimization") or {}).get("stage"))
+    if isinstance(stage, Record):
+        (stage,) = stage.arguments or (None,)
+    if stage not in (1, 2, 3):
+        raise CheckpointError(path, f"its ZeRO stage is {stage!r}", cure="Give a checkpoint of stage 1, 2 or 3")
+    return int(stage)
+
+
+def check_optimizer(path: Path, ds_config: Mapping[str, Any]) -> None:
+    """Refuse those whose state is more than what each element has.
+
+    Raises:
+        CheckpointError: it is a 1-bit one.
+    """
+    name = str((ds_config.get("optimizer") or {}).get("type", ""))
+    if name.lower() in _ONE_BIT:
+        raise _one_bit(path, name)
+    if int((ds_config.get("zero_optimization") or {}).get("mics_shard_size", -1)) > 0:
+        raise CheckpointError(path, "it was divided by MiCS ('mics_shard_size')", cure="It cannot be taken over")
+
+
+def _one_bit(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        path,
+        f"its optimizer, {name}, compresses gradients, and keeps their errors",
+        cure=ONLY_WEIGHTS,
+    )
+
+
+def _settled(groups: Sequence[Mapping[str, Any]], key: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """States, with the step that fused optimizers keep in the group."""
+    group = next(each for each in groups if key in each["params"])
+    state = {name: each for name, each in state.items() if each is not None}  # SGD's, before there is a momentum
+    if state and "step" not in state and "step" in group:
+        state = {**state, "step": group["step"]}
+    step = state.get("step")
+    if step is None:
+        return state
+    return {**state, "step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _read(path: Path, *, skips_unknown: bool) -> Mapping[str, Any]:
+    found = read(path, skips_unknown=skips_unknown)
+    states = found.get(_KEY) if isinstance(found, dict) else None
+    if not isinstance(states, dict):
+        raise CheckpointError(path, "it holds no optimizer's states", cure=OF_DEEPSPEED)
+    return states

@@ -1,0 +1,81 @@
+"""DeepSpeed's files, read as data: see [Note: foreign pickles] in ``infinity.torch_internals.pickles``.
+
+No class is imported, neither DeepSpeed's nor anybody else's. Tensors are views of the mapped file: their memory is the page
+cache, which the system takes back when it needs it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from infinity.deepspeed.importer.contents import COPY_ALL
+from infinity.errors import CheckpointError
+from infinity.torch_internals.pickles import DamagedPickleError, Record, UnknownObjectsError, read_pickle
+from swapper.volumes.mapped import map_file
+
+_OWN = "deepspeed."
+_BLOCK_BYTES = 8 << 20
+
+
+def read(path: Path, *, skips_unknown: bool = False) -> Any:
+    """What the file holds; tensors are mapped, and `Record` stands for DeepSpeed's objects.
+
+    Args:
+        path: of the file.
+        skips_unknown: whether `Record` may stand for other classes as well.
+
+    Raises:
+        CheckpointError: it is truncated, no such file, or names classes that are not DeepSpeed's.
+    """
+    if not path.is_file():
+        raise CheckpointError(path, "it is missing", cure=COPY_ALL)
+    try:
+        return read_pickle(path, map_file(path), lambda name: skips_unknown or name.startswith(_OWN))
+    except UnknownObjectsError as error:
+        cure = "Leave out what such objects are part of: --skip-unknown (skips_unknown=True)"
+        raise CheckpointError(path, str(error), cure=cure) from error
+    except (DamagedPickleError, OSError) as error:
+        raise CheckpointError(path, f"it cannot be read: {error}", cure="Copy the file again") from error
+
+
+def check(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Read the whole file and compare the checksums in it.
+
+    Args:
+        path: of the file.
+        progress: told of bytes that have been read.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED:
+                    raise zipfile.BadZipFile(f"{member.filename!r} is compressed, as torch.save never does")
+                with archive.open(member) as file:
+                    while data := file.read(_BLOCK_BYTES):
+                        progress(len(data))
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, OverflowError, struct.error) as error:
+        raise CheckpointError(path, f"it is damaged: {error}", cure="Copy the file again") from error
+
+
+def without_records(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The entries that hold no `Record` anywhere, and the names of the others."""
+    kept = {name: value for name, value in values.items() if not _has_record(value)}
+    return kept, [name for name in values if name not in kept]
+
+
+def _has_record(value: Any) -> bool:
+    if isinstance(value, Record):
+        return True
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = value
+    return any(_has_record(each) for each in inner)

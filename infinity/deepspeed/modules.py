@@ -1,0 +1,275 @@
+"""The names under which scripts import DeepSpeed's parts: ``from infinity.deepspeed.utils import logger`` and the like.
+
+Few of them are files. Each line of the table below becomes a module: of `infinity.deepspeed` when a script first uses one of
+these names (see `infinity.deepspeed.path`), and of `deepspeed` where `infinity.as_deepspeed` stands in for it. A name that is
+not in the table raises an error that says what there is instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from enum import Enum, IntEnum
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from infinity.checkpoint import full_tensors
+from infinity.config.schema.vocabulary import nearest
+from infinity.deepspeed.config import DeepSpeedConfig
+from infinity.deepspeed.contents import (
+    checkpointing,
+    comm,
+    constants,
+    fp32_weights,
+    groups,
+    leaf_modules,
+    memory_needs,
+    messages,
+    optimizers,
+    small_functions,
+    tiling,
+    zero,
+)
+from infinity.deepspeed.contents.accelerator import get_accelerator
+from infinity.deepspeed.contents.arguments import add_config_arguments
+from infinity.deepspeed.contents.refused import REFUSED
+from infinity.deepspeed.contents.timers import Timers
+from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.entry import initialize
+from infinity.deepspeed.path import PATH, explained, relative
+from infinity.deepspeed.profiler import flops_profiler
+from infinity.distributed.process_groups import init_distributed
+from infinity.errors import ConfigError
+from infinity.loop.loader import RepeatingLoader
+from infinity.monitors.monitors import MonitorMaster
+from infinity.optim import lr_schedules
+from infinity.optim.facade.paged_optimizer import PagedOptimizer
+
+
+class OffloadDeviceEnum(str, Enum):  # noqa: UP042  # DeepSpeed's prints as such a class does
+    """For ``engine.offload_states``."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):  # noqa: UP042
+    """For ``engine.offload_states``."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class ZeroStageEnum(IntEnum):
+    """ZeRO's stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+def _those_of(module: Any) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+_ZERO = _those_of(zero)
+_CHECKPOINTING = {
+    name: value for name, value in vars(checkpointing).items() if callable(value) and not name.startswith("_")
+}
+_INIT_INTERNALS = {
+    # transformers puts a function of its own around the first while it builds a model.
+    "zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn,
+    "_orig_torch_arange": torch.arange,
+    "get_accelerator": get_accelerator,
+}
+_OFFLOADS = {"OffloadDeviceEnum": OffloadDeviceEnum, "OffloadStateTypeEnum": OffloadStateTypeEnum}
+_OPTIMIZERS = {"DeepSpeedOptimizer": PagedOptimizer, "ZeROOptimizer": PagedOptimizer}
+_GLOBALS = {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500}
+
+_MODULES: dict[str, dict[str, Any]] = {
+    "accelerator": {"get_accelerator": get_accelerator},
+    "accelerator.real_accelerator": {"get_accelerator": get_accelerator},
+    "checkpoint": {},
+    "checkpoint.utils": {"clone_tensors_for_torch_save": small_functions.clone_tensors_for_torch_save},
+    "checkpointing": _CHECKPOINTING,
+    "comm": _those_of(comm),
+    "comm.comm": _those_of(comm),
+    "compression": {},
+    "compression.helper": {
+        "recursive_getattr": small_functions.recursive_getattr,
+        "recursive_setattr": small_functions.recursive_setattr,
+    },
+    "constants": _GLOBALS,
+    "launcher": {},
+    "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
+    "moe": {},
+    "moe.utils": {
+        "has_moe_layers": small_functions.has_moe_layers,
+        "is_moe_param": small_functions.is_moe_param,
+        "split_params_into_different_moe_groups_for_optimizer": (
+            small_functions.split_params_into_different_moe_groups_for_optimizer
+        ),
+    },
+    "monitor": {},
+    "monitor.monitor": {"MonitorMaster": MonitorMaster},
+    "ops": {},
+    "ops.adagrad": {"DeepSpeedCPUAdagrad": optimizers.DeepSpeedCPUAdagrad},
+    "ops.adam": {"DeepSpeedCPUAdam": optimizers.DeepSpeedCPUAdam, "FusedAdam": optimizers.FusedAdam},
+    "ops.lamb": {"FusedLamb": optimizers.FusedLamb},
+    "ops.lion": {"DeepSpeedCPULion": optimizers.DeepSpeedCPULion, "FusedLion": optimizers.FusedLion},
+    "profiling": {},
+    "profiling.flops_profiler": flops_profiler.NAMES,
+    "profiling.flops_profiler.profiler": flops_profiler.NAMES,
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.base_optimizer": _OPTIMIZERS,
+    "runtime.config": {
+        "DeepSpeedConfig": DeepSpeedConfig,
+        "DeepSpeedConfigError": ConfigError,
+        **constants.OPTIMIZERS,
+    },
+    "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
+    "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
+    "runtime.lr_schedules": {
+        **lr_schedules.SCHEDULES,
+        "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES),
+        **constants.LR_SCHEDULES,
+    },
+    "runtime.utils": {
+        "clip_grad_norm_": small_functions.clip_grad_norm_,
+        "copy_to_device": small_functions.copy_to_device,
+        "ensure_directory_exists": small_functions.ensure_directory_exists,
+        "get_global_norm": small_functions.get_global_norm,
+        "move_to_device": small_functions.move_to_device,
+        "see_memory_usage": messages.see_memory_usage,
+        "set_random_seed": small_functions.set_random_seed,
+    },
+    "runtime.zero": _ZERO,
+    "runtime.zero.config": {"ZeroStageEnum": ZeroStageEnum},
+    "runtime.zero.offload_config": _OFFLOADS,
+    "runtime.zero.partition_parameters": {**_ZERO, **_INIT_INTERNALS},
+    "runtime.zero.stage3": {name: value for name, value in _those_of(memory_needs).items() if "zero3" in name},
+    "runtime.zero.stage_1_and_2": {name: value for name, value in _those_of(memory_needs).items() if "zero2" in name},
+    "runtime.zero.tiling": _those_of(tiling),
+    "runtime.zero.utils": {"is_zero_param": small_functions.is_zero_param},
+    "utils": {
+        **_those_of(messages),
+        **_those_of(full_tensors),
+        **_those_of(leaf_modules),
+        **groups.PUBLIC,
+        "OnDevice": small_functions.OnDevice,
+        "RepeatingLoader": RepeatingLoader,
+        "instrument_w_nvtx": small_functions.instrument_w_nvtx,
+        "recursive_getattr": small_functions.recursive_getattr,
+        "recursive_setattr": small_functions.recursive_setattr,
+    },
+    "utils.groups": groups.PUBLIC,
+    "utils.init_on_device": {"OnDevice": small_functions.OnDevice},
+    "utils.logging": _those_of(messages),
+    "utils.nvtx": {"instrument_w_nvtx": small_functions.instrument_w_nvtx},
+    "utils.tensor_fragment": _those_of(full_tensors),
+    "utils.timer": {"SynchronizedWallClockTimer": Timers},
+    "utils.z3_leaf_module": _those_of(leaf_modules),
+    "utils.zero_to_fp32": _those_of(fp32_weights),
+    "zero": _ZERO,
+    "zero.partition_parameters": {**_ZERO, **_INIT_INTERNALS},
+}
+
+_OF_THE_PACKAGE: dict[str, Any] = {
+    **_GLOBALS,
+    "DeepSpeedConfig": DeepSpeedConfig,
+    "DeepSpeedConfigError": ConfigError,
+    "DeepSpeedEngine": DeepSpeedEngine,
+    "DeepSpeedOptimizer": PagedOptimizer,
+    "OnDevice": small_functions.OnDevice,
+    "add_config_arguments": add_config_arguments,
+    "dist": comm,
+    "get_accelerator": get_accelerator,
+    "init_distributed": init_distributed,
+    "initialize": initialize,
+    "log_dist": messages.log_dist,
+    "logger": messages.logger,
+}
+"""What DeepSpeed's package itself has, besides the modules of the table."""
+
+
+def why_absent(name: str) -> str:
+    """What to say about a name of DeepSpeed's, with dots, that there is not."""
+    above, _, last = name.rpartition(".")
+    there = {each: module for module in sorted(_MODULES, key=len, reverse=True) for each in _MODULES[module]}
+    if name in REFUSED:
+        return REFUSED[name]
+    if last in there and there[last] != above:
+        return f"It is in {there[last]}"
+    own = [each for each in _MODULES.get(above, {}) if not each.startswith("_") and each.isupper() == last.isupper()]
+    near = nearest(last, own)
+    if near is not None:
+        return f"The nearest there is: {above}.{near}"
+    parts = name.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
+    cure = next((REFUSED[prefix] for prefix in prefixes if prefix in REFUSED), None)
+    if cure is not None:
+        return cure
+    near = nearest(last, list(there))
+    if near is not None:
+        return f"The nearest there is: {there[near]}.{near}"
+    return f"Of DeepSpeed's modules there are {', '.join(_MODULES)}"
+
+
+class _Part(ModuleType):
+    """One of the modules below a package."""
+
+    def __init__(self, name: str, content: dict[str, Any]) -> None:
+        super().__init__(name, "One of DeepSpeed's modules, as far as scripts need it.")
+        vars(self).update(content, __getattr__=explained(name), __path__=[PATH])
+        self.__spec__ = ModuleSpec(name, _Made(), is_package=True)
+
+
+class _Made(Loader):
+    """The loader of a module that exists already."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to do."""
+
+
+def spec_of(name: str) -> ModuleSpec:
+    """How to load a module of the table.
+
+    Raises:
+        ModuleNotFoundError: it is not in the table; says what there is instead.
+    """
+    if name in sys.modules:
+        return ModuleSpec(name, _Made(), is_package=True)
+    # Without `name=`: where a name is imported from a module, Python replaces the message by its own otherwise.
+    raise ModuleNotFoundError(f"there is no {name} here. {why_absent(relative(name))}")
+
+
+def install(package: ModuleType) -> None:
+    """Make the modules of the table parts of ``package``, if it has no files for them."""
+    for name, value in _OF_THE_PACKAGE.items():
+        vars(package).setdefault(name, value)
+    if PATH not in package.__path__:
+        package.__path__.append(PATH)
+    names = {f"{package.__name__}.{name}": content for name, content in _MODULES.items()}
+    made = {name: _Part(name, content) for name, content in names.items() if name not in sys.modules}
+    for name, part in made.items():
+        above, _, last = name.rpartition(".")
+        vars(made.get(above) or sys.modules[above]).setdefault(last, part)  # a function may have that name
+    sys.modules.update(made)  # last: another thread finds them complete
+
+
+install(importlib.import_module("infinity.deepspeed"))

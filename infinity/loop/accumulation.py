@@ -1,0 +1,163 @@
+"""Micro-batches and steps, counted: which micro-batch is the last one of its step, and how many there have been."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from infinity.config import InfinityConfig
+from infinity.errors import BatchSizeError, StepOrderError
+
+COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+"""What a checkpoint has of it."""
+
+
+class Accumulation:
+    """The batch sizes, which are the config's until they are set, and the position in them.
+
+    Example: with four micro-batches in a step, ``micro_steps`` of 4 to 7 belong to the second step, and the micro-batch that
+    begins at 7 is its boundary.
+
+    Attributes:
+        batch_size, micro_batch_size: samples of a step on all ranks, and of a micro-batch on one; None: the loader says.
+        num_micro_batches: of a step.
+        is_managed: whether they are counted; else every `Engine.step` is a boundary.
+        boundary: what the script says of the next backward; None: it is counted.
+        is_in_step: whether `Engine.step` runs, with its update.
+        num_backwards: of the present step.
+        global_steps, micro_steps, skipped_steps, global_samples: so far.
+    """
+
+    def __init__(self, config: InfinityConfig, num_ranks: int) -> None:
+        """``num_ranks``: how many have data of their own."""
+        self.batch_size = config.train_batch_size
+        self.micro_batch_size = config.train_micro_batch_size_per_gpu
+        self.num_micro_batches = config.gradient_accumulation_steps
+        self.is_managed = config.managed_gradient_accumulation
+        self.boundary: bool | None = None
+        self.is_in_step = False
+        self.num_backwards = 0
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self._num_ranks = num_ranks
+
+    @property
+    def position(self) -> int:
+        """How many micro-batches of the present step have passed."""
+        return self.micro_steps % self.num_micro_batches
+
+    def is_boundary(self) -> bool:
+        """Whether the present micro-batch is the last of its step."""
+        if self.boundary is not None:
+            return self.boundary
+        return self.position + 1 == self.num_micro_batches if self.is_managed else self.is_in_step
+
+    def begin_step(self) -> None:
+        """The micro-batches of the present step that have passed are not counted."""
+        self.micro_steps -= self.position
+
+    def abandon_step(self) -> None:
+        """The present step begins anew, its backwards included."""
+        self.begin_step()
+        self.num_backwards = 0
+
+    def count_backwards(self, num: int) -> None:
+        """So many backwards of the present step are done. All but the last have passed without an `Engine.step` of their own."""
+        self.num_backwards += num
+        self.micro_steps += num - 1
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Inside the ``with`` block `Engine.step` updates."""
+        self.is_in_step = True
+        try:
+            yield
+        finally:
+            self.is_in_step = False
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """See `Engine.set_gradient_accumulation_boundary`."""
+        if not self.is_managed:
+            raise StepOrderError(
+                "engine.set_gradient_accumulation_boundary()",
+                "the config says that every engine.step() is a boundary",
+                cure='Remove "managed_gradient_accumulation": false',
+                step=self.global_steps,
+            )
+        self.boundary = is_boundary
+        if is_boundary is None:
+            self.begin_step()
+
+    def set_num_micro_batches(self, num: int) -> None:
+        """Micro-batches per step from now on.
+
+        Raises:
+            BatchSizeError: fewer than one.
+            StepOrderError: the present step has begun.
+        """
+        if num < 1:
+            raise BatchSizeError(f"{num!r} micro-batches per step", cure="Take a whole number from 1 on")
+        if self.boundary is None and self.is_managed and self.position:
+            raise StepOrderError(
+                "setting the accumulation steps",
+                "some micro-batches of the present step have passed",
+                cure="Set them after the engine.step() that ends a step",
+                step=self.global_steps,
+            )
+        self.num_micro_batches = num
+        if self.micro_batch_size is not None:
+            self.set_micro_batch_size(self.micro_batch_size)
+        self.micro_steps = 0 if self.position else self.micro_steps
+
+    def set_batch_size(self, size: int) -> None:
+        """Samples per step from now on, in micro-batches of the same size.
+
+        Raises:
+            BatchSizeError: it is no multiple of the micro-batch.
+            StepOrderError: the present step has begun.
+        """
+        per_round = (self.micro_batch_size or 1) * self._num_ranks
+        if self.micro_batch_size is None or size % per_round or size < per_round:
+            problem = (
+                f"a batch of {size} cannot be divided into micro-batches of {self.micro_batch_size or 'unknown'} samples"
+                + (f" on {self._num_ranks} processes" if self._num_ranks > 1 else "")
+            )
+            raise BatchSizeError(problem, cure='Take a multiple of "train_micro_batch_size_per_gpu"')
+        self.set_num_micro_batches(size // per_round)
+
+    def set_micro_batch_size(self, size: int) -> None:
+        """Samples per micro-batch from now on; the number of micro-batches stays."""
+        self.micro_batch_size = size
+        self.batch_size = size * self.num_micro_batches * self._num_ranks
+
+    def count_samples(self, num_seen: int | None) -> None:
+        """A step has ended: count its samples, where micro-batches are not counted those of its backwards.
+
+        ``num_seen``: counts where the config leaves their number open.
+        """
+        num_samples = self.batch_size
+        if not self.is_managed:
+            num_samples = (self.micro_batch_size or 0) * self._num_ranks * (self.num_backwards or 1)
+        self.global_samples += num_samples or num_seen or 0
+        self.num_backwards = 0
+
+    def check_counted(self, call: str) -> None:
+        """Raise if micro-batches are not counted, for a call that takes a whole step of them."""
+        if self.boundary is not None:
+            problem, cure = "the boundary is set by hand", "Call engine.set_gradient_accumulation_boundary(None) before"
+        elif not self.is_managed and self.num_micro_batches > 1:
+            problem, cure = "every engine.step() is a boundary", 'Remove "managed_gradient_accumulation": false'
+        else:
+            return
+        raise StepOrderError(call, problem, cure=cure, step=self.global_steps)
+
+    def state(self) -> dict[str, int]:
+        """For `load_state`."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. The present step stays where it is: no gradients are saved."""
+        position = self.position
+        for name in COUNTERS:
+            setattr(self, name, state[name])
+        self.micro_steps += position - self.position
