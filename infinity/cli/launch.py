@@ -47,9 +47,9 @@ Examples:
   infinity launch --num_gpus 4 train.py --epochs 3
   infinity launch --hostfile hosts --include worker-1@worker-2:0,2 train.py""",
 )
-@click.option("--hostfile", type=PathType(), help="Hosts, in lines like: worker-1 slots=8.")
-@click.option("--include", default="", help="Use only these hosts or slots: worker-1@worker-2:0,2.")
-@click.option("--exclude", default="", help="Do not use these hosts or slots.")
+@click.option("-H", "--hostfile", type=PathType(), help="Hosts, in lines like: worker-1 slots=8.")
+@click.option("-i", "--include", default="", help="Use only these hosts or slots: worker-1@worker-2:0,2.")
+@click.option("-e", "--exclude", default="", help="Do not use these hosts or slots.")
 @click.option("--num_nodes", type=int, help="Use only the first hosts of the hostfile, so many.")
 @click.option("--num_gpus", type=int, help="Processes on each host, on its first slots.")
 @click.option("--master_addr", help="Where the processes meet; by default the first host.")

@@ -314,11 +314,6 @@ class InfinityConfig(Mapping[str, Any]):
         return tuple(dict.fromkeys((*self.offload_param.nvme_paths, *self.offload_optimizer.nvme_paths)))
 
     @property
-    def monitor_config(self) -> MonitorsSection:
-        """DeepSpeed's name for `monitors`."""
-        return self.monitors
-
-    @property
     def most_micro_batches(self) -> int:
         """How many gradients may come together in a step, for what is planned with it."""
         return max(self.gradient_accumulation_steps, 1 if self.managed_gradient_accumulation else 2)

@@ -1,4 +1,4 @@
-"""Text of a config file to a dict: JSON, with comments and trailing commas allowed.
+"""Text of a config file to a dict: JSON, with comments and trailing commas allowed; all of HJSON where `hjson` is installed.
 
 People write comments (`//`, `#`, `/* */`) and trailing commas into these files because DeepSpeed lets them. They are
 blanked out here before the standard parser sees the text, so that its line and column stay those of the file.
@@ -18,7 +18,10 @@ _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 _READY = Path(__file__).with_name("ready")
-_CURE = "Comments and trailing commas are allowed; keys and texts need double quotes, and yes and no are true and false"
+_CURE = (
+    "Comments and trailing commas are allowed; keys and texts need double quotes, unless the package hjson is installed "
+    "(pip install hjson), and yes and no are true and false"
+)
 
 
 class _Object(dict[str, Any]):
@@ -59,8 +62,10 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
     try:
         content = json.loads(blank_comments(text), object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        raise ConfigSyntaxError(source, f"{error.msg} at {place}", cure=_CURE) from error
+        content = _by_hjson(text)
+        if content is None:
+            place = f"line {error.lineno}, column {error.colno}"
+            raise ConfigSyntaxError(source, f"{error.msg} at {place}", cure=_CURE) from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
         raise ConfigSyntaxError(
             source, str(error), cure="Give a config: nothing in one is as long or as deep"
@@ -69,6 +74,16 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
         raise ConfigSyntaxError(source, f"it holds a {type(content).__name__}, not an object", cure="Begin it with {")
     _refuse_duplicates(content, "", source)
     return content
+
+
+def _by_hjson(text: str) -> Any:
+    """What DeepSpeed, which reads by `hjson`, finds in it; None if that is nothing, or if the package is not installed."""
+    try:
+        import hjson
+
+        return hjson.loads(text, object_pairs_hook=_Object) if text.strip() else None
+    except (ImportError, ValueError, RecursionError):
+        return None
 
 
 def blank_comments(text: str) -> str:

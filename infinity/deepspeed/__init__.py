@@ -9,24 +9,23 @@ Modules are found under DeepSpeed's names, too: ``from infinity.deepspeed.ops.ad
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from infinity.deepspeed.contents.constants import VERSION
 from infinity.deepspeed.path import PATH
 
 if TYPE_CHECKING:
-    from infinity.deepspeed.config import DeepSpeedConfig
     from infinity.deepspeed.contents import checkpointing, comm, zero
     from infinity.deepspeed.contents import comm as dist
     from infinity.deepspeed.contents.accelerator import get_accelerator
-    from infinity.deepspeed.contents.arguments import add_config_arguments
+    from infinity.deepspeed.contents.config import DeepSpeedConfig
     from infinity.deepspeed.contents.messages import log_dist, logger
-    from infinity.deepspeed.contents.small_functions import OnDevice
+    from infinity.deepspeed.contents.small_functions import OnDevice, add_config_arguments
     from infinity.deepspeed.engine import DeepSpeedEngine
     from infinity.deepspeed.entry import initialize
     from infinity.distributed.process_groups import init_distributed
     from infinity.errors import ConfigError as DeepSpeedConfigError
     from infinity.optim.facade.paged_optimizer import PagedOptimizer as DeepSpeedOptimizer
 
-__version__ = version = "0.19.8+infinity"
-"""Of the DeepSpeed whose names these are."""
+__version__ = version = VERSION
 __git_hash__ = git_hash = __git_branch__ = git_branch = None
 
 __path__.append(PATH)  # for modules that are no files

@@ -3,27 +3,64 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from infinity.config import InfinityConfig
-from infinity.deepspeed.contents.constants import DEEPSPEED_OPTIMIZERS
+from infinity.deepspeed.contents.config import DeepSpeedConfig
+from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
 from infinity.deepspeed.profiler.profiled_step import ProfiledStep
+from infinity.distributed.agreement import together
+from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank
 from infinity.engine.engine import Engine
+from infinity.engine.export_calls import check_directory
 from infinity.engine.parts import Parts
 from infinity.errors import StepOrderError
 
+logger = logging.getLogger(__name__)
 _ABSENT = {
     "flops_profiler": ": set flops_profiler.enabled to true in the config, or call "
     "deepspeed.profiling.flops_profiler.get_model_profile(model, ...)",
     "allreduce_gradients": ": backward and step average gradients, where several processes train together",
 }
 """What scripts ask for, that is not there, and the cure."""
+
+
+_OF_THE_CONFIG = {
+    "zero_optimization_stage": "The stage of the config: what several processes divide.",
+    "fp16_enabled": "Whether the compute dtype is fp16.",
+    "bfloat16_enabled": "Whether the compute dtype is bf16.",
+    "fp16_auto_cast": "Whether inputs are cast to fp16.",
+    "amp_enabled": "False: there is no Apex.",
+    "torch_autocast_enabled": "Whether the model runs under ``torch.autocast``.",
+    "torch_autocast_dtype": "Of ``torch.autocast``; bf16 without.",
+    "communication_data_type": "In which gradients are exchanged; None if the config does not say.",
+    "gradient_clipping": "Largest global norm; 0 for no clipping.",
+    "gradient_predivide_factor": "As in the config.",
+    "prescale_gradients": "As in the config.",
+    "initial_dynamic_scale": "The loss scale of the first step; 1 without scaling.",
+    "dynamic_loss_scale_args": "How the loss scale follows the steps; None for the defaults.",
+    "optimizer_params": "The optimizer's parameters in the config.",
+    "scheduler_name": "The schedule's type in the config; None if it names none.",
+    "scheduler_params": "The schedule's parameters in the config.",
+    "zero_allow_untested_optimizer": "As in the config.",
+    "steps_per_print": "A progress line every so many steps.",
+    "wall_clock_breakdown": "Whether the time of each step is logged.",
+    "memory_breakdown": "As in the config.",
+    "dump_state": "As in the config.",
+    "dataloader_drop_last": "Whether the loader drops the last, smaller batch.",
+    "managed_gradient_accumulation": "Whether the engine counts micro-batches.",
+    "checkpoint_tag_validation_enabled": "Whether the ranks compare tags in `save_checkpoint`.",
+    "checkpoint_tag_validation_fail": "Whether tags that differ are an error.",
+}
+"""Methods that answer with the attribute of `DeepSpeedConfig` that has their name."""
 
 
 class DeepSpeedEngine(Engine):
@@ -47,6 +84,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         """Not meant to be called: see `initialize`."""
         super().__init__(config, parts)
+        self._config = DeepSpeedConfig(config)
         self.local_rank = local_rank()
         self.dp_world_size, self.mp_world_size, self.mpu = self._mesh.data.num, self._mesh.parts.num, self._mesh.source
         self.training_data: Any = None
@@ -154,10 +192,6 @@ class DeepSpeedEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------------ the config
 
-    def zero_optimization_stage(self) -> int:
-        """The stage of the config: what several processes divide. One process runs all stages in the same way."""
-        return self.config.zero_stage
-
     def zero_optimization(self) -> bool:
         """Whether the stage is above 0."""
         return self.config.zero_stage > 0
@@ -182,39 +216,10 @@ class DeepSpeedEngine(Engine):
         """Whether optimizer states rest on NVMe."""
         return self.config.offload_optimizer.device == "nvme"
 
-    def fp16_enabled(self) -> bool:
-        """Whether the compute dtype is fp16."""
-        return self.config.compute_dtype == torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether the compute dtype is bf16."""
-        return self.config.compute_dtype == torch.bfloat16
-
-    def amp_enabled(self) -> bool:
-        """False: there is no Apex."""
-        return False
-
-    def torch_autocast_enabled(self) -> bool:
-        """Whether the model runs under ``torch.autocast``."""
-        return self.config.autocast_dtype is not None
-
-    def torch_autocast_dtype(self) -> torch.dtype:
-        """Of ``torch.autocast``; bf16 without."""
-        return self.config.autocast_dtype or torch.bfloat16
-
-    def gradient_clipping(self) -> float:
-        """Largest global norm; 0 for no clipping."""
-        return self.config.gradient_clipping
-
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the steps."""
         scaling = self.config.loss_scaling
         return scaling is not None and scaling.is_dynamic
-
-    def initial_dynamic_scale(self) -> float:
-        """The loss scale of the first step; 1 without scaling."""
-        scaling = self.config.loss_scaling
-        return 1.0 if scaling is None else scaling.initial
 
     def optimizer_name(self) -> str | None:
         """The class of an optimizer that was passed; else its type in the config, in small letters if DeepSpeed knows it.
@@ -224,38 +229,8 @@ class DeepSpeedEngine(Engine):
         if self.client_optimizer is not None:
             named = self.client_optimizer if callable(self.client_optimizer) else type(self.client_optimizer)
             return str(getattr(named, "__name__", type(named).__name__))
-        if self.config.optimizer is None:
-            return None
-        name = self.config.optimizer.type
-        return name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """A copy of the optimizer's parameters in the config."""
-        return None if self.config.optimizer is None else dict(self.config.optimizer.params)
-
-    def scheduler_name(self) -> str | None:
-        """The schedule's type in the config; None if it names none."""
-        return None if self.config.scheduler is None else self.config.scheduler.type
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """A copy of the schedule's parameters in the config."""
-        return None if self.config.scheduler is None else dict(self.config.scheduler.params)
-
-    def steps_per_print(self) -> int | None:
-        """A progress line every so many steps."""
-        return self.config.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        """Whether the time of each step is logged."""
-        return self.config.wall_clock_breakdown
-
-    def dataloader_drop_last(self) -> bool:
-        """Whether the loader drops the last, smaller batch."""
-        return self.config.dataloader_drop_last
-
-    def managed_gradient_accumulation(self) -> bool:
-        """Whether the engine counts micro-batches."""
-        return self.config.managed_gradient_accumulation
+        name: str | None = self._config.optimizer_name
+        return name
 
     # ----------------------------------------------------------------------------------------------- the optimizer's groups
 
@@ -280,7 +255,29 @@ class DeepSpeedEngine(Engine):
         """As ``optimizer.optimizer``; None without."""
         return None if self.optimizer is None else self.optimizer.optimizer
 
-    # ---------------------------------------------------------------------------------------------------------- weights
+    # -------------------------------------------------------------------------------------------- checkpoints and weights
+
+    def save_checkpoint(self, save_dir: str | Path, tag: str | int | None = None, *args: Any, **kwargs: Any) -> bool:
+        """As `Engine.save_checkpoint`, with a script ``zero_to_fp32.py`` beside the checkpoint.
+
+        Where ranks have different tags, the first one's is taken, with a warning, unless the config's
+        ``checkpoint.tag_validation`` is "fail" or "ignore".
+
+        Raises:
+            RankError: tags differ, and the config says "fail".
+            CheckpointError, StorageError, ValueError: as there.
+        """
+        check_directory(save_dir)
+        if not self._config.checkpoint_tag_validation_fail:
+            ranks = self._mesh.everyone if self._mesh.is_divided else self._mesh.data
+            tags = together(ranks, "engine.save_checkpoint", lambda: None if tag is None else str(tag))
+            if self._config.checkpoint_tag_validation_enabled and len({*tags}) > 1:
+                logger.warning("engine.save_checkpoint: the ranks have the tags %s. The first is taken", tags)
+            tag = tags[0]
+        saved = super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        if self._mesh.data.index == 0:
+            write_script(folder_of(self._mesh, Path(save_dir)))
+        return saved
 
     def module_state_dict(
         self,
@@ -404,3 +401,15 @@ class DeepSpeedEngine(Engine):
     def get_tensor_parallel_rank(self) -> int:
         """Which part of the tensors of its stage this process has."""
         return self._mesh.place.tensor
+
+
+def _answer(attribute: str, text: str) -> Callable[[DeepSpeedEngine], Any]:
+    def answer(self: DeepSpeedEngine) -> Any:
+        return getattr(self._config, attribute)
+
+    answer.__doc__ = text
+    return answer
+
+
+for _name, _text in _OF_THE_CONFIG.items():
+    setattr(DeepSpeedEngine, _name, _answer(_name, _text))

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from infinity.config import ConfigSource
+from infinity.deepspeed.contents.constants import VERSION
+from infinity.deepspeed.contents.messages import log_dist
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.process_counts import check_accelerate
 from infinity.distributed.process_groups import init_distributed, num_processes
@@ -51,6 +53,7 @@ def initialize(
     Raises:
         ConfigError, ModelError, OptimizerNotPageableError: as `infinity.initialize`.
     """
+    log_dist(f"DeepSpeed info: version={VERSION}, git-hash=None, git-branch=None", ranks=[0])
     source = _only_config(args, config, config_params)
     if num_processes() > 1:
         init_distributed()

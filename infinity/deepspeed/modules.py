@@ -19,7 +19,6 @@ import torch
 
 from infinity.checkpoint import full_tensors
 from infinity.config.schema.vocabulary import nearest
-from infinity.deepspeed.config import DeepSpeedConfig
 from infinity.deepspeed.contents import (
     checkpointing,
     comm,
@@ -35,7 +34,7 @@ from infinity.deepspeed.contents import (
     zero,
 )
 from infinity.deepspeed.contents.accelerator import get_accelerator
-from infinity.deepspeed.contents.arguments import add_config_arguments
+from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.refused import REFUSED
 from infinity.deepspeed.contents.timers import Timers
 from infinity.deepspeed.engine import DeepSpeedEngine
@@ -193,7 +192,7 @@ _OF_THE_PACKAGE: dict[str, Any] = {
     "DeepSpeedEngine": DeepSpeedEngine,
     "DeepSpeedOptimizer": PagedOptimizer,
     "OnDevice": small_functions.OnDevice,
-    "add_config_arguments": add_config_arguments,
+    "add_config_arguments": small_functions.add_config_arguments,
     "dist": comm,
     "get_accelerator": get_accelerator,
     "init_distributed": init_distributed,

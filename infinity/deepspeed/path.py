@@ -10,6 +10,8 @@ import importlib
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,8 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.endswith(".launcher.runner.__main__"):  # what `python -m` runs of a package
+            return spec_from_file_location(name, Path(__file__).with_name("runner.py"))
         return None if name.rpartition(".")[2].startswith("__") else _modules().spec_of(name)
 
     @staticmethod

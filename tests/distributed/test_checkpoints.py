@@ -325,3 +325,22 @@ def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
             _require_equal(_contents(engine), expected)
 
     _run(3, train, tmp_path / "ranks")
+
+
+@pytest.mark.parametrize("mode", ["WARN", "ignore", "fail"])
+def test_tags_that_differ_are_what_deepspeeds_key_says(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(rank: int) -> None:
+        config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "checkpoint": {"tag_validation": mode}}
+        with infinity.deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0] as engine:
+            if mode == "fail":
+                with pytest.raises(RankError, match=f"tag 'of{rank}'"):
+                    engine.save_checkpoint(tmp_path, tag=f"of{rank}")
+                return
+            with caplog.at_level("WARNING"):
+                assert engine.save_checkpoint(tmp_path, tag=f"of{rank}")
+            assert ("the ranks have the tags ['of0', 'of1']" in caplog.text) is (mode == "WARN")
+            assert Path(engine.load_checkpoint(tmp_path)[0]).name == "of0"
+
+    _run(2, write, tmp_path / "write")

@@ -137,6 +137,7 @@ def test_exchanges_by_deepspeeds_names_of_arguments(tmp_path: Path) -> None:
     assert run_ranks(2, exchange, tmp_path) == ["", ""]
     own = torch.zeros(2)
     comm.reduce_scatter_tensor(output_tensor=own, tensor=torch.ones(2), prof=True)  # one process
+    comm.destroy_process_group()
     assert own.tolist() == [1.0, 1.0]
 
 
@@ -154,5 +155,3 @@ def test_one_process_sends_to_another(tmp_path: Path) -> None:
         assert torch.equal(received, torch.full((2,), 1.0 - rank))
 
     assert run_ranks(2, exchange, tmp_path) == ["", ""]
-    with pytest.raises(ValueError, match="nobody to send to"):
-        comm.send(torch.zeros(1), 1)

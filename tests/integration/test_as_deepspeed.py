@@ -251,6 +251,16 @@ def test_a_script_is_run_as_python_would(tmp_path: Path) -> None:
     assert f"['{script}', '--lr', '1'] 3" in found
 
 
+def test_deepspeeds_command_is_infinitys_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys, deepspeed\nprint(os.environ['RANK'], deepspeed.__version__, sys.argv[1:])\n")
+    start = ["-m", "infinity.as_deepspeed", "-m", "deepspeed.launcher.runner"]
+    found = run([*start, "-i", "localhost:0,1", "--master_port", "0", str(script), "--lr", "1"])
+    lines = sorted(line for line in found.splitlines() if "+infinity" in line)
+    assert lines == [f"{rank} 0.19.8+infinity ['--lr', '1']" for rank in range(2)]
+    assert "No such option '--autotuning'" in run([*start, "--autotuning", "run", str(script)], fails=True)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("words", "told"),

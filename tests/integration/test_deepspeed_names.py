@@ -6,6 +6,9 @@ import copy
 import importlib
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +32,8 @@ from infinity.errors import (
 )
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_names_of_deepspeeds_alone_are_in_a_package_of_their_own(engine: Any, tmp_path: Path) -> None:
@@ -431,10 +436,72 @@ def test_a_config_is_loaded_by_deepspeeds_class(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"train_batch_size": 2}')
     loaded = [deepspeed.DeepSpeedConfig(each) for each in (str(path), {"train_batch_size": 2})]
-    assert loaded == [infinity.load_config(path)] * 2
-    assert all(isinstance(each, deepspeed.runtime.config.DeepSpeedConfig) for each in loaded)
+    assert loaded == [{"train_batch_size": 2}] * 2
+    assert all(type(each) is deepspeed.runtime.config.DeepSpeedConfig for each in loaded)
     with pytest.raises(ConfigError):
         deepspeed.DeepSpeedConfig({"train_batch_siez": 2})
+
+
+def test_what_deepspeeds_config_answers() -> None:
+    """By default, and what is written: the values of DeepSpeed 0.19.8."""
+    plain = deepspeed.DeepSpeedConfig({"train_batch_size": 4})
+    assert (plain.train_micro_batch_size_per_gpu, plain.gradient_accumulation_steps, plain.world_size) == (4, 1, 1)
+    assert (plain.zero_enabled, plain.zero_config.stage, plain.zero_config.offload_optimizer) == (False, 0, None)
+    assert (plain.optimizer_name, plain.optimizer_params, plain.scheduler_name) == (None, None, None)
+    assert (plain.fp16_enabled, plain.bfloat16_enabled, plain.amp_enabled, plain.loss_scale) == (False, False, False, 0)
+    assert (plain.dynamic_loss_scale_args, plain.communication_data_type, plain.steps_per_print) == (None, None, None)
+    assert (plain.prescale_gradients, plain.gradient_predivide_factor, plain.sparse_gradients_enabled) == (
+        False,
+        1,
+        False,
+    )
+    assert (plain.dump_state, plain.wall_clock_breakdown, plain.memory_breakdown) == (False, False, False)
+    assert plain.checkpoint_tag_validation_enabled and not plain.checkpoint_tag_validation_fail
+    written: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.5,
+        "gradient_allreduce_op": "MEAN",
+        "communication_data_type": "bf16",
+        "steps_per_print": 7,
+        "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 9},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "CPU"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "checkpoint": {"tag_validation": "FAIL"},
+        "flops_profiler": {"enabled": True},
+    }
+    found = deepspeed.DeepSpeedConfig(written, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 4))
+    assert (found.train_batch_size, found.gradient_clipping, found.steps_per_print) == (24, 0.5, 7)
+    assert (found.zero_optimization_stage, found.zero_config.offload_param.device) == (3, "cpu")
+    assert found.zero_config.gather_16bit_weights_on_model_save
+    assert (found.fp16_enabled, found.initial_dynamic_scale, found.communication_data_type) == (
+        True,
+        16,
+        torch.bfloat16,
+    )
+    args = {"init_scale": 16, "scale_window": 9, "delayed_shift": 2, "consecutive_hysteresis": False, "min_scale": 1}
+    assert found.dynamic_loss_scale_args == args
+    assert (found.optimizer_name, found.optimizer_params) == ("adamw", {"lr": 0.5})
+    assert (found.scheduler_name, found.scheduler_params) == ("WarmupLR", {"warmup_num_steps": 5})
+    assert found.wall_clock_breakdown and found.checkpoint_tag_validation_fail
+    found.train_batch_size = 48
+    assert found.train_batch_size == 48 and found["gradient_allreduce_op"] == "MEAN"
+
+
+def test_what_deepspeed_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers' tests look for it."""
+    assert deepspeed.__git_hash__ is deepspeed.__git_branch__ is None
+    assert deepspeed.__version__ == deepspeed.version == "0.19.8+infinity"
+    with caplog.at_level(logging.INFO, logger.name):
+        logger.addHandler(caplog.handler)
+        deepspeed.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path))[0].close()
+        logger.removeHandler(caplog.handler)
+    assert "DeepSpeed info: version=0.19.8" in caplog.text
 
 
 def test_what_a_module_with_a_file_lacks_is_explained() -> None:
@@ -558,50 +625,50 @@ def test_leaf_modules_are_found() -> None:
         set_z3_leaf_modules_by_name(model, ["conv"])
 
 
+@pytest.fixture
+def no_group() -> Iterator[None]:
+    deepspeed.comm.destroy_process_group()
+    yield
+    deepspeed.comm.destroy_process_group()
+    assert not deepspeed.comm.is_initialized()
+
+
+@pytest.mark.usefixtures("no_group")
 def test_exchanges_of_one_process_with_itself() -> None:
     dist = deepspeed.comm
     given, taken = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
-    flat = torch.zeros(6)
+    assert (dist.get_rank(), dist.get_world_size(), dist.barrier()) == (0, 1, None) and not dist.is_initialized()
     calls: list[tuple[Any, Any]] = [
         (dist.all_gather, ([taken], given)),
         (dist.all_to_all, ([taken], [given])),
         (dist.reduce_scatter, (taken, [given])),
         (dist.scatter, (taken, [given])),
-        (dist.all_gather_into_tensor, (flat, given)),
+        (dist.all_gather_into_tensor, (taken, given)),
         (dist.reduce_scatter_tensor, (taken, given)),
         (dist.all_to_all_single, (taken, given)),
         (dist.all_gather_coalesced, ([taken], [given])),
     ]
     for call, arguments in calls:
         taken.zero_()
-        flat.zero_()
         assert call(*arguments) is None
-        assert torch.equal(flat.reshape(2, 3) if arguments[0] is flat else taken, given)
-        handle = call(*arguments, async_op=True)
-        assert handle.wait() and handle.is_completed()
+        assert torch.equal(taken, given)
+        assert call(*arguments, async_op=True).wait()
     dist.gather(given, [taken])
-    dist.gather(given)
-    for call in (dist.all_reduce, dist.broadcast, dist.reduce):
+    for call, arguments in ((dist.all_reduce, ()), (dist.broadcast, (0,)), (dist.reduce, (0,))):
         before = given.clone()
-        assert call(given, 0) is None and torch.equal(given, before)
+        assert call(given, *arguments) is None and torch.equal(given, before)
+    assert dist.all_reduce_coalesced([given, before]) is None and dist.all_reduce_coalesced([]) is None
     objects: list[Any] = [None]
     dist.all_gather_object(objects, {"a": 1})
     assert objects == [{"a": 1}]
     assert (dist.get_rank(), dist.get_world_size(), dist.get_all_ranks_from_group()) == (0, 1, [0])
-    for call, wrong in ((dist.all_gather, ([taken, taken], given)), (dist.all_to_all, ([taken], []))):
-        with pytest.raises(ValueError, match="1 process"):
-            call(*wrong)
-    try:
-        group = dist.new_group([0])
-        assert torch.distributed.get_world_size(group) == 1 == deepspeed.utils.groups.get_data_parallel_world_size()
-        assert (
-            dist.get_world_group() is torch.distributed.group.WORLD is deepspeed.utils.groups._get_data_parallel_group()
-        )
-        with pytest.raises(ConfigError, match="one process"):
-            dist.new_group([0, 1])
-    finally:
-        dist.destroy_process_group()
-    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="expected length 1, got 2"):
+        dist.all_gather([taken, taken], given)
+    group = dist.new_group([0])
+    assert torch.distributed.get_world_size(group) == 1 == deepspeed.utils.groups.get_data_parallel_world_size()
+    assert dist.get_world_group() is torch.distributed.group.WORLD is deepspeed.utils.groups._get_data_parallel_group()
+    with pytest.raises(ConfigError, match="one process"):
+        dist.new_group([0, 1])
 
 
 def test_a_frozen_parameter_has_no_main_weight(tmp_path: Path) -> None:
@@ -703,6 +770,17 @@ def test_small_functions(tmp_path: Path) -> None:
     assert should_log_le("info") and not should_log_le("debug")
     with pytest.raises(ValueError, match="'loud'"):
         should_log_le("loud")
+
+
+def test_the_script_beside_a_checkpoint_writes_its_weights(engine: Any, tmp_path: Path) -> None:
+    _step(engine)
+    engine.save_checkpoint(tmp_path / "saved")
+    expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    words = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "out")]
+    subprocess.run(words, cwd=tmp_path / "saved", env={**os.environ, "PYTHONPATH": str(_ROOT)}, check=True)
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert engine.load_checkpoint(tmp_path / "saved")[0] is not None
 
 
 @pytest.mark.deep

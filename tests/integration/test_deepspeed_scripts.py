@@ -250,6 +250,7 @@ def test_modules_that_scripts_ask_for(tmp_path: Path) -> None:
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    deepspeed.comm.destroy_process_group()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
         deepspeed.init_distributed()

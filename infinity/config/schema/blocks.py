@@ -358,7 +358,9 @@ class RootBlock(Block):
 
     activation_checkpointing: ActivationCheckpointingBlock = ActivationCheckpointingBlock()
     checkpoint: CheckpointBlock = CheckpointBlock()
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], NoEffect(EXACT_EXCHANGE, silent=("mean",))] = "mean"
+    gradient_allreduce_op: Annotated[
+        Literal["mean", "sum"], BeforeValidator(parse_choice), NoEffect(EXACT_EXCHANGE, silent=("mean",))
+    ] = "mean"
     communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(float_type)] = "fp32"
     """Data type in which gradients are exchanged between processes: "fp16" and "bf16" halve those bytes, and round each
     process's part of the mean, and the mean. The parts are added in fp32."""

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from infinity.config import load_config
-from infinity.config.reading import tidy, validate
-from infinity.config.schema.block import Findings
 from infinity.config.schema.blocks import ActivationCheckpointingBlock
 from infinity.deepspeed.contents.accelerator import get_accelerator
+from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.distributed.meshes import tensor_rank
 from infinity.errors import ConfigError
 
@@ -264,8 +262,8 @@ def configure(
 def _settings_in(config: Any) -> ActivationCheckpointingBlock:
     if config is None:
         return ActivationCheckpointingBlock()
-    read = load_config(config, check_storage=False)
-    return validate(tidy(read.source, Findings())).activation_checkpointing
+    found: ActivationCheckpointingBlock = DeepSpeedConfig(config).activation_checkpointing_config
+    return found
 
 
 def _changed(**changes: Any) -> ActivationCheckpointingBlock:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+VERSION = "0.19.8+infinity"
+"""That of the DeepSpeed whose names these are; the metadata of the stand-in says it as well."""
+
 _RANGE_TEST = ("min_lr", "step_rate", "step_size", "staircase")
 _CYCLE = ("first_step_size", "first_stair_count", "second_step_size", "second_stair_count", "min_lr", "max_lr")
 _DECAY = ("step_size", "lr_rate", "mom_rate")

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
+import logging
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from infinity.config.schema.quantities import parse_bytes
 from infinity.errors import ConfigValueError
 from infinity.units.unit import is_float8
 from swapper.volumes.publish import make_directory, opener
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +143,27 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             text.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
+def write_script(directory: Path) -> None:
+    """Write ``zero_to_fp32.py``, which writes these weights of the checkpoints in its directory, as DeepSpeed's does."""
+    try:
+        make_directory(directory)
+        with open(directory / "zero_to_fp32.py", "w", opener=opener) as file:
+            file.write(_SCRIPT)
+    except OSError as error:  # the checkpoint is complete without
+        logger.warning("zero_to_fp32.py was not written (%s). infinity export does the same", error)
+
+
+def main() -> None:
+    """What that script does."""
+    parser = argparse.ArgumentParser(description="writes the fp32 weights of a checkpoint as pytorch_model.bin")
+    parser.add_argument("checkpoint_dir", help="directory of the checkpoints")
+    parser.add_argument("output_dir", help="directory of the files; made if it is missing")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes of a file")
+    parser.add_argument("--safe_serialization", action="store_true", help="write model.safetensors")
+    parser.add_argument("-t", "--tag", help="which checkpoint; by default the newest")
+    convert_zero_checkpoint_to_fp32_state_dict(**vars(parser.parse_args()))
+
+
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
     """One small file for ``torch.load``, in which Lightning looks up the ZeRO stage.
 
@@ -158,6 +183,15 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     It is gone when the process ends. ``checkpoint_dir``, and what is raised, as in `get_optim_files`.
     """
     return _written("model", Checkpoint(Path(checkpoint_dir)).rest()["client_state"] or {})
+
+
+_SCRIPT = '''#!/usr/bin/env python
+"""Writes the fp32 weights of a checkpoint: python zero_to_fp32.py . OUTPUT_DIRECTORY"""
+
+from infinity.deepspeed.contents.fp32_weights import main
+
+main()
+'''
 
 
 def _written(name: str, content: dict[str, Any]) -> str:

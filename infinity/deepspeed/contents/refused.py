@@ -154,7 +154,7 @@ _LEAF = "marks are kept, and mean nothing: what is called in another order is fe
 DIFFERS = {
     "FlopsProfiler": "its flops are twice its MACs: operations element by element are not counted",
     "get_model_profile": "its flops are twice its MACs: operations element by element are not counted",
-    "DeepSpeedConfig": "loads an `infinity.InfinityConfig`: has attributes of its own, and is a mapping of what the file says",
+    "DeepSpeedConfig": "without what only DeepSpeed's own parts look at; it is a mapping of what the file says, too",
     "DeepSpeedEngine": "an `infinity.Engine` with DeepSpeed's names: pages what the budget does not hold",
     "DeepSpeedOptimizer": "the class of the optimizers that `initialize` returns",
     "OnDevice": "sets torch's default dtype and device, where DeepSpeed replaces torch's functions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import math
@@ -24,6 +25,16 @@ _PART_SIZES = (
     "get_pipeline_model_parallel_world_size",
 )
 """What an ``mpu`` may answer to, DeepSpeed's and Megatron's names."""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` (a flag for the script) and ``--deepspeed_config`` (a path, for ``args`` of `initialize`)."""
+    group = parser.add_argument_group("DeepSpeed", "the config of infinity-offload, in DeepSpeed's format")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="a flag for the script's own use")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="path of a JSON config")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
 
 
 def set_random_seed(seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,41 @@ def test_numbers_as_people_write_them() -> None:
 
 def test_error_names_line_and_column_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
-    path.write_text('// comment\n/* two\nlines */\n{\n  "a": 1\n  "b": 2\n}\n')
-    with pytest.raises(ConfigSyntaxError, match=r"ds_config.json'.*line 6, column 3.*double quotes"):
+    path.write_text('// comment\n/* two\nlines */\n{\n  "a": 1,\n  "b" 2\n}\n')
+    with pytest.raises(ConfigSyntaxError, match=r"ds_config.json'.*line 6, column 7.*double quotes"):
         read_file(path)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "{'a': 1}", '{"a": True}', '{"a" 1}', '{"a": 1,,}', '{"a": "x}', "[1, 2,, 3]"]
-)
+_HJSON = """
+{
+  # as DeepSpeed's users write it
+  train_batch_size: 8
+  zero_optimization: {
+    stage: 3
+    offload_param: {
+      device: nvme
+      nvme_path: '/data'
+    }
+  }
+  bf16: {"enabled": true},
+}
+"""
+
+
+def test_hjson_is_read_as_deepspeed_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(_HJSON)
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ConfigSyntaxError, match=r"line 4, column 3.*double quotes, unless.*pip install hjson"):
+        read_file(path)
+    monkeypatch.undo()
+    hjson = pytest.importorskip("hjson")
+    assert read_file(path) == hjson.loads(_HJSON)
+    with pytest.raises(ConfigSyntaxError, match="key 'a' stands there twice"):
+        read_text("{a: 1, a: 2}")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": True}', '{"a" 1}', '{"a": 1,,}', '{"a": "x}', "[1, 2,, 3]"])
 def test_broken_text(text: str) -> None:
     with pytest.raises(ConfigSyntaxError, match="line 1"):
         read_text(text)

@@ -1,0 +1,147 @@
+"""DeepSpeed's class for configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infinity.config import ConfigSource, InfinityConfig, load_config
+from infinity.config.reading import tidy, validate
+from infinity.config.schema.block import Findings
+from infinity.config.schema.blocks import RootBlock
+from infinity.deepspeed.contents.constants import DEEPSPEED_OPTIMIZERS
+
+_BLOCKS = {
+    "activation_checkpointing": "activation_checkpointing_config",
+    "aio": "aio_config",
+    "bf16": "bfloat16_config",
+    "checkpoint": "checkpoint_config",
+    "flops_profiler": "flops_profiler_config",
+    "fp16": "float16_config",
+    "hybrid_engine": "hybrid_engine",
+    "sparse_attention": "sparse_attention",
+}
+"""Key of a block -> the attribute that shows it."""
+_KEYS = (
+    *("dataloader_drop_last", "disable_allgather", "dump_state", "gradient_allreduce_op", "gradient_predivide_factor"),
+    *("graph_harvesting", "log_level", "managed_gradient_accumulation", "memory_breakdown", "prescale_gradients"),
+    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+)
+"""Keys whose values are attributes of the same name."""
+_SCALING = {
+    "initial_scale_power": "init_scale",
+    "loss_scale_window": "scale_window",
+    "hysteresis": "delayed_shift",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+    "min_loss_scale": "min_scale",
+}
+"""Key of ``fp16`` -> its name in ``dynamic_loss_scale_args``."""
+
+
+class DeepSpeedConfig(Mapping[str, Any]):
+    """A config that was read, by the names of DeepSpeed's attributes (``zero_config.stage``, ``fp16_enabled``, ...).
+
+    As a mapping it is the JSON. Attributes can be set, as of any object; an engine goes by what `initialize` was given.
+    """
+
+    def __init__(self, config: ConfigSource, mpu: Any = None, mesh_device: Any = None) -> None:
+        """
+        Args:
+            config: the path of a file, or the config as a dict or text.
+            mpu, mesh_device: say how many processes have data of their own, by DeepSpeed's names.
+
+        Raises:
+            ConfigError: config key, value and cure.
+        """
+        read = load_config(config, world_size=_num_data_ranks(mpu, mesh_device), check_storage=False)
+        root = validate(tidy(read.source, Findings()))
+        self._param_dict = dict(read.source)
+        self.world_size = read.world_size
+        for key, name in (*_BLOCKS.items(), *((key, key) for key in _KEYS)):
+            setattr(self, name, getattr(root, key))
+        for attributes in (_of_sizes(read), _of_precision(read, root), _of_zero(read, root), _of_optimizer(read)):
+            vars(self).update(attributes)
+        mode = root.checkpoint.tag_validation
+        self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "ignore", mode == "fail"
+        self.load_universal_checkpoint = root.checkpoint.load_universal
+        self.use_node_local_storage = root.checkpoint.use_node_local_storage
+        self.monitor_config = read.monitors
+        self.sparse_gradients_enabled = root.sparse_gradients
+        self.elasticity_enabled = self.pld_enabled = self.eigenvalue_enabled = self.curriculum_enabled_legacy = False
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __getitem__(self, key: str) -> Any:
+        return self._param_dict[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._param_dict)
+
+    def __len__(self) -> int:
+        return len(self._param_dict)
+
+
+def _num_data_ranks(mpu: Any, mesh_device: Any) -> int | None:
+    if mpu is not None:
+        return int(mpu.get_data_parallel_world_size())
+    return None if mesh_device is None else int(mesh_device["data_parallel"].size())
+
+
+def _of_sizes(read: InfinityConfig) -> dict[str, Any]:
+    return {
+        "train_batch_size": read.train_batch_size,
+        "train_micro_batch_size_per_gpu": read.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": read.gradient_accumulation_steps,
+        "gradient_clipping": read.gradient_clipping,
+        "steps_per_print": read.steps_per_print,
+        "wall_clock_breakdown": read.wall_clock_breakdown,
+    }
+
+
+def _of_precision(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
+    scaling = {name: getattr(root.fp16, key) for key, name in _SCALING.items()}
+    scaling["init_scale"] = 2 ** scaling["init_scale"]
+    has_dtype = "communication_data_type" in root.model_fields_set
+    return {
+        "fp16_enabled": read.compute_dtype == torch.float16,
+        "bfloat16_enabled": read.compute_dtype == torch.bfloat16,
+        "fp16_auto_cast": root.fp16.auto_cast,
+        "amp_enabled": False,
+        "torch_autocast_enabled": read.autocast_dtype is not None,
+        "torch_autocast_dtype": read.autocast_dtype or torch.bfloat16,
+        "loss_scale": root.fp16.loss_scale,
+        "initial_dynamic_scale": 1.0 if read.loss_scaling is None else read.loss_scaling.initial,
+        "dynamic_loss_scale_args": scaling
+        if root.fp16.enabled and _SCALING.keys() & root.fp16.model_fields_set
+        else None,
+        "communication_data_type": read.communication_dtype if has_dtype else None,
+        "grad_accum_dtype": root.data_types.grad_accum_dtype,
+    }
+
+
+def _of_zero(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
+    block = root.zero_optimization
+    values = {name: getattr(block, name) for name in type(block).model_fields}
+    values |= {name.removeprefix("stage3_"): value for name, value in values.items()} | {"stage": read.zero_stage}
+    values |= {name: None for name in ("offload_param", "offload_optimizer") if name not in block.model_fields_set}
+    return {
+        "zero_config": SimpleNamespace(**values),
+        "zero_optimization_stage": read.zero_stage,
+        "zero_enabled": read.zero_stage > 0,
+        "mics_shard_size": block.mics_shard_size,
+    }
+
+
+def _of_optimizer(read: InfinityConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for what, section in (("optimizer", read.optimizer), ("scheduler", read.scheduler)):
+        found[f"{what}_name"] = None if section is None else section.type
+        found[f"{what}_params"] = None if section is None else dict(section.params)
+    if str(found["optimizer_name"]).lower() in DEEPSPEED_OPTIMIZERS:
+        found["optimizer_name"] = found["optimizer_name"].lower()
+    return found
