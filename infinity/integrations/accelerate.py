@@ -416,7 +416,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         optimizer = self._optimizer()
         if optimizer is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        limit = optimizer.engine.gradient_clipping()
+        limit = optimizer.engine.config.gradient_clipping
         is_infinite = max_norm == float("inf")
         if limit and not is_infinite and (limit != max_norm or norm_type != 2):
             raise ConfigError(

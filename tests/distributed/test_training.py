@@ -103,7 +103,7 @@ def test_equal_to_ddp(place: str, tmp_path: Path) -> None:
                     (expected / 2).backward()
                 assert torch.equal(loss, expected)
                 engine.step()
-            norm = nn.utils.clip_grad_norm_(reference.parameters(), engine.gradient_clipping() or 1e9)
+            norm = nn.utils.clip_grad_norm_(reference.parameters(), engine.config.gradient_clipping or 1e9)
             assert engine.get_global_grad_norm() == float(norm)
             optimizer.step()
             optimizer.zero_grad()
