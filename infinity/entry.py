@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,9 +48,6 @@ from infinity.units.tiles import Tiling
 logger = logging.getLogger(__name__)
 
 
-EngineClass = TypeVar("EngineClass", bound=Engine)
-
-
 def initialize(
     model: nn.Module,
     optimizer: Any = None,
@@ -62,6 +59,8 @@ def initialize(
     config: str | Path | dict[str, Any] | InfinityConfig | None = None,
     mesh_param: Any = None,
     device: torch.device | str | None = None,
+    *,
+    engine_class: type[Engine] = Engine,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Take a model over: its states go where the config says, and what comes back trains it.
 
@@ -89,6 +88,7 @@ def initialize(
         config: path of a JSON file, the name of a ready config ("zero3_nvme"), a dict, or what `load_config` gave.
         device: compute device. None: the model's if it is on a GPU, else the current GPU if there is one (of several processes,
             each takes the one of its number on the machine, unless the script has chosen another), else the CPU.
+        engine_class: of the engine; `infinity.deepspeed.initialize` gives its own.
 
     Returns:
         engine, optimizer, loader (None without ``training_data``), lr scheduler (None without one).
@@ -100,42 +100,6 @@ def initialize(
     """
     if config is None:
         raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
-    return make_engine(
-        Engine,
-        model,
-        config,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        collate_fn=collate_fn,
-        mesh_param=mesh_param,
-        device=device,
-    )
-
-
-def make_engine(
-    engine_class: type[EngineClass],
-    model: nn.Module,
-    config: ConfigSource,
-    *,
-    optimizer: Any,
-    model_parameters: Iterable[Any] | None,
-    training_data: Any,
-    lr_scheduler: Any,
-    mpu: Any,
-    collate_fn: Callable[[Any], Any] | None,
-    mesh_param: Any,
-    device: torch.device | str | None,
-    device_rank: int | None = None,
-) -> tuple[EngineClass, Any, DataLoader[Any] | None, Any]:
-    """See `initialize`.
-
-    Args:
-        engine_class: of what comes back.
-        device_rank: which GPU of the machine; None: the one of this process's number there.
-    """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
     resolved, mesh = _agreed(config, model, mpu, mesh_param)
@@ -156,7 +120,7 @@ def make_engine(
         warn_of_gaps(model)
         share_weights(model, mesh.data)
         write_out()  # what a model that was built on drives still has in memory
-        torch_device = choose_device(model, device, local_rank() if device_rank is None else device_rank)
+        torch_device = choose_device(model, device, local_rank())
         parameters = list(model.parameters())
         if parts and isinstance(optimizer, torch.optim.Optimizer):
             parts.give_to(optimizer)

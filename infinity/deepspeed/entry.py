@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.process_counts import check_accelerate
 from infinity.distributed.process_groups import init_distributed, num_processes
 from infinity.distributed.world import world
-from infinity.entry import engine_of, make_engine
+from infinity.entry import engine_of
+from infinity.entry import initialize as infinity_initialize
 from infinity.errors import ConfigError
 
 
@@ -62,23 +63,25 @@ def initialize(
     trains = optimizer is not None or bool(model_parameters)
     if trains and earlier is not None and earlier.module is model and earlier.optimizer is not None:
         earlier.hand_over()
-    made = make_engine(
-        DeepSpeedEngine,
+    if device is None and torch.cuda.is_available() and getattr(args, "device_rank", None) is not None:
+        device = torch.device("cuda", args.device_rank)
+    made = infinity_initialize(
         model,  # type: ignore[arg-type]  # it says so if it is none
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        mpu,
+        collate_fn,
         source,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        collate_fn=collate_fn,
-        mesh_param=mesh_param,
-        device=device,
-        device_rank=getattr(args, "device_rank", None),
+        mesh_param,
+        device,
+        engine_class=DeepSpeedEngine,
     )
-    if made[0] is not earlier:
-        made[0].note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
-    return made
+    engine = cast(DeepSpeedEngine, made[0])
+    if engine is not earlier:
+        engine.note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
+    return engine, *made[1:]
 
 
 def _only_config(args: Any, config: Any, config_params: Any) -> Any:

@@ -23,6 +23,26 @@ _TENSORS = {
 """What makes tensors of a dtype on the device, by DeepSpeed's names."""
 
 
+_EARLIER_NAMES = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+_ON_A_CPU: dict[str, Callable[..., Any]] = {
+    **{name: lambda *_: None for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats")},
+    **{
+        name: lambda *_: 0
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    },
+    "memory_stats": lambda *_: {},
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "initial_seed": torch.initial_seed,
+}
+"""What the functions of ``torch.cuda`` do where there is no GPU."""
+
+
 class Accelerator:
     """Answers of the current GPU if there is one, else of the CPU, by DeepSpeed's names.
 
@@ -37,6 +57,12 @@ class Accelerator:
         if name in _TENSORS:
             on_device = functools.partial(torch.tensor, dtype=_TENSORS[name], device=self._name)
             return getattr(torch, name) if self._name == "cpu" else on_device
+        name = _EARLIER_NAMES.get(name, name)
+        if name in _ON_A_CPU:
+            function = _ON_A_CPU[name] if self._name == "cpu" else getattr(torch.cuda, name)
+            return lambda *args, **named: function(
+                *args, *named.values()
+            )  # the device is ``device_index`` to DeepSpeed
         found = None if name.startswith("_") else getattr(self._namespace, name, None)
         if found is None:
             raise AttributeError(
@@ -59,11 +85,6 @@ class Accelerator:
         """On a GPU a context manager that makes it the current one."""
         return torch.device(self.device_name(device_index)) if self._name == "cpu" else torch.cuda.device(device_index)
 
-    def set_device(self, device_index: int) -> None:
-        """Make that GPU the current one."""
-        if self._name != "cpu":
-            torch.cuda.set_device(device_index)
-
     def current_device(self) -> Any:
         """Index of the current GPU, or "cpu"."""
         return torch.cuda.current_device() if self._name == "cuda" else "cpu"
@@ -75,11 +96,6 @@ class Accelerator:
     def device_count(self) -> int:
         """Number of GPUs, or 1."""
         return torch.cuda.device_count() if self._name == "cuda" else 1
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the GPU."""
-        if self._name == "cuda":
-            torch.cuda.synchronize(device_index)
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Of weights that are trained."""
@@ -93,18 +109,6 @@ class Accelerator:
     def random(self) -> Any:
         """The module of torch's random numbers."""
         return torch.random
-
-    def manual_seed(self, seed: int) -> Any:
-        """Seed the current device's generator."""
-        return torch.cuda.manual_seed(seed) if self._name == "cuda" else torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        """Seed those of all GPUs, or the CPU's."""
-        return torch.cuda.manual_seed_all(seed) if self._name == "cuda" else torch.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        """What the current device's generator was seeded with."""
-        return torch.cuda.initial_seed() if self._name == "cuda" else torch.initial_seed()
 
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """That of a device."""
@@ -123,11 +127,6 @@ class Accelerator:
         else:
             torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
-    def empty_cache(self) -> None:
-        """Give cached GPU memory back."""
-        if self._name == "cuda":
-            torch.cuda.empty_cache()
-
     def is_bf16_supported(self) -> bool:
         """Whether it computes in bf16."""
         return self._name == "cpu" or torch.cuda.is_bf16_supported()
@@ -135,37 +134,6 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         """Whether it computes in fp16."""
         return True
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of GPU memory; 0 on a CPU."""
-        return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else 0
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Most bytes of GPU memory so far; 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(device_index) if self._name == "cuda" else 0
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Forget that most."""
-        if self._name == "cuda":
-            torch.cuda.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes of GPU memory that torch has, those that it keeps for later included; 0 on a CPU."""
-        return torch.cuda.memory_reserved(device_index) if self._name == "cuda" else 0
-
-    memory_cached = memory_reserved
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """Most of them so far; 0 on a CPU."""
-        return torch.cuda.max_memory_reserved(device_index) if self._name == "cuda" else 0
-
-    max_memory_cached = max_memory_reserved
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Torch's numbers about GPU memory; none on a CPU."""
-        return torch.cuda.memory_stats(device_index) if self._name == "cuda" else {}
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the GPU, or of host memory as far as this process may use it."""

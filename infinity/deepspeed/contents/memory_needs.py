@@ -1,94 +1,17 @@
-"""How much memory a model's states need: DeepSpeed's estimates, by its names, and what this engine takes at least.
+"""DeepSpeed's estimates of the memory that a model's states need, by its names: bytes per parameter, times a factor for buffers.
 
-DeepSpeed's are its formulas: bytes per parameter, times a factor for buffers. Ours are what `infinity.initialize` asks for
-(`place`), so a run with that ``host_memory_budget`` begins, and one with less is refused. More of it saves traffic. Neither
-has activations in it, nor the interpreter with its libraries.
+They say nothing of this engine, for which `infinity plan` does.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
-from infinity.config import load_config
 from infinity.console import Console
-from infinity.errors import BudgetTooSmallError
-from infinity.plan.inputs import make_units
-from infinity.plan.placement import place
-from infinity.plan.sizes import Request, UnitSize, needed_together
 
 _GIB = 1 << 30
-_ADAM_STATES = 2
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """What one process with this engine takes at least for weights, optimizer states (Adam) and gradients, in bf16.
-
-    Attributes:
-        offload_param, offload_optimizer: where they rest: "none", "cpu", "nvme".
-        is_on_cpu: whether the CPU computes; there is no device memory then.
-        budget_bytes: the least ``infinity.host_memory_budget``.
-        host_bytes: of the host: that, and on a CPU the gradients of the largest unit, which autograd keeps until all are there.
-        device_bytes: of the device: the two largest units, or all that stays there, and those gradients.
-    """
-
-    offload_param: str
-    offload_optimizer: str
-    is_on_cpu: bool
-    budget_bytes: int
-    host_bytes: int
-    device_bytes: int
-
-    def __str__(self) -> str:
-        where = ", on a CPU" if self.is_on_cpu else ""
-        options = f"offload_param={self.offload_param:4}, offload_optimizer={self.offload_optimizer:4}, infinity{where}"
-        return _row(self.host_bytes, self.device_bytes, options)
-
-
-def memory_needs(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[MemoryNeed]:
-    """What this engine takes at least for a model, which may lie on the meta device.
-
-    Args:
-        model: what is to be trained, with Adam.
-        dtype: of its weights: bf16, fp16 or fp32.
-    """
-    precision = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}}.get(dtype, {})
-    found = []
-    for param, optimizer, is_on_cpu in (
-        ("nvme", "nvme", False),
-        ("cpu", "nvme", False),
-        ("none", "nvme", False),
-        ("nvme", "nvme", True),
-    ):
-        tiers = {"offload_param": param, "offload_optimizer": optimizer}
-        zero: dict[str, Any] = {name: {"device": tier, "nvme_path": "."} for name, tier in tiers.items()} | {"stage": 3}
-        config = load_config({"train_batch_size": 1, "zero_optimization": zero, **precision}, check_storage=False)
-        units = make_units(model, config)
-        sizes = [UnitSize.of(unit, _ADAM_STATES) for unit in units]
-        request = Request.of(config, model, units, budget_bytes=0, shares_host_memory=is_on_cpu)
-        total = sum(size.weight_bytes for size in sizes)
-        device = total if param == "none" else needed_together(sizes, request, range(len(sizes)))
-        budget = _least(sizes, dataclasses.replace(request, device_budget_bytes=device))
-        gradients = max(request.trainable_bytes(size) for size in sizes)
-        host, device = (budget + gradients, 0) if is_on_cpu else (budget, device + gradients)
-        found.append(MemoryNeed(param, optimizer, is_on_cpu, budget, host, device))
-    return found
-
-
-def _least(sizes: list[UnitSize], request: Request) -> int:
-    try:
-        return place(sizes, request).minimum_bytes
-    except BudgetTooSmallError as error:
-        return error.minimum_bytes
-
-
-# -------------------------------------------------------------------------------------------------- DeepSpeed's estimates
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -142,14 +65,14 @@ def estimate_zero2_model_states_mem_needs(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print DeepSpeed's table for ZeRO-3, and below it what one process with this engine takes at least.
+    """Print DeepSpeed's table for ZeRO-3.
 
     Args:
         model: a model, which may lie on the meta device.
-        num_gpus_per_node, num_nodes, additional_buffer_factor: for DeepSpeed's rows.
+        num_gpus_per_node, num_nodes, additional_buffer_factor: of the cluster, and for buffers.
     """
     total, largest = _params_of(model)
-    _print(_zero3_table(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor), memory_needs(model))
+    _print(_zero3_table(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -163,26 +86,24 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
     Args:
         total_params: number of all parameters.
-        largest_layer_params: of the largest layer; our rows are for a model of layers of that size, each a block.
-        num_gpus_per_node, num_nodes, additional_buffer_factor: for DeepSpeed's rows.
+        largest_layer_params: of the largest layer.
+        num_gpus_per_node, num_nodes, additional_buffer_factor: of the cluster, and for buffers.
     """
-    table = _zero3_table(total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
-    _print(table, memory_needs(_model_of_layers(total_params, largest_layer_params)))
+    _print(_zero3_table(total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """As `estimate_zero3_model_states_mem_needs_all_live`, with DeepSpeed's table for ZeRO-2."""
-    table = _zero2_table(_params_of(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor)
-    _print(table, memory_needs(model))
+    _print(_zero2_table(_params_of(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """DeepSpeed's table for ZeRO-2. Ours needs the size of a layer: `estimate_zero3_model_states_mem_needs_all_cold`."""
-    _print(_zero2_table(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor), [])
+    """As `estimate_zero3_model_states_mem_needs_all_cold`, with DeepSpeed's table for ZeRO-2."""
+    _print(_zero2_table(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def _zero3_table(total: int, largest: int, num_gpus: int, num_nodes: int, factor: float) -> Iterator[str]:
@@ -217,20 +138,15 @@ def _row(host_bytes: int, device_bytes: int, options: str) -> str:
     return f" {host_bytes / _GIB:7.2f}GB | {device_bytes / _GIB:6.2f}GB | {options}"
 
 
-def _print(table: Iterator[str], needs: list[MemoryNeed]) -> None:
-    Console(soft_wrap=True, markup=False, highlight=False).print("\n".join([*table, *map(str, needs)]))
+def _print(table: Iterator[str]) -> None:
+    lines = [*table, "This engine pages what does not fit: infinity plan says what a run takes."]
+    Console(soft_wrap=True, markup=False, highlight=False).print("\n".join(lines))
 
 
 def _params_of(model: nn.Module) -> tuple[int, int]:
     """Number of all parameters, and of those of the module with most of its own."""
     layers = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
     return sum(p.numel() for p in model.parameters()), max(layers, default=0)
-
-
-def _model_of_layers(total: int, largest: int) -> nn.Module:
-    sizes = [largest] * (total // largest) + [total % largest] * bool(total % largest)
-    empty = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes)
-    return nn.ModuleList(nn.ParameterList([values]) for values in empty)
 
 
 __all__ = [
@@ -240,5 +156,4 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
-    "memory_needs",
 ]

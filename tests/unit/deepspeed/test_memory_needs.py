@@ -1,23 +1,13 @@
-"""DeepSpeed's tables of memory, and what of it is ours: the least that a run takes."""
+"""DeepSpeed's tables of memory."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import infinity
-from infinity.deepspeed.contents.memory_needs import memory_needs
-from tests.exactness.lockstep import everything_on_nvme
-
-_ROOT = Path(__file__).resolve().parents[3]
 _ZERO3 = """\
 Estimated memory needed for params, optim states and gradients for a:
 HW: Setup with 2 nodes, 8 GPUs per node.
@@ -45,8 +35,7 @@ def test_the_tables_are_deepspeeds(capsys: pytest.CaptureFixture[str]) -> None:
     stage3 = importlib.import_module("infinity.deepspeed.runtime.zero.stage3")
     stage3.estimate_zero3_model_states_mem_needs_all_cold(int(2.8e9), int(6.5e7), 8, 2)
     found = capsys.readouterr().out
-    assert found.startswith(_ZERO3)
-    assert found[len(_ZERO3) :].count("nvme") > 3
+    assert found.startswith(_ZERO3) and "infinity plan" in found[len(_ZERO3) :]
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(32)))
     zero2 = importlib.import_module("infinity.deepspeed.runtime.zero.stage_1_and_2")
@@ -58,27 +47,3 @@ def test_the_tables_are_deepspeeds(capsys: pytest.CaptureFixture[str]) -> None:
     zero2.estimate_zero2_model_states_mem_needs_all_cold(134_000_000)
     stage3.estimate_zero3_model_states_mem_needs_all_live(model)
     assert "134M total params, 4M largest layer" in capsys.readouterr().out
-
-
-def test_a_run_begins_with_the_least_and_not_with_less(tmp_path: Path) -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).bfloat16()
-    least = next(need for need in memory_needs(model) if need.is_on_cpu).budget_bytes
-    changes = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
-    memory = {"page_bytes": None, "keep_in_memory": None, "host_memory_budget": least - 1}
-    config = everything_on_nvme(tmp_path, {**changes, "infinity": memory})
-    with pytest.raises(infinity.InfinityError, match="host_memory_budget"):
-        infinity.initialize(model=model, config=config)
-    config["infinity"]["host_memory_budget"] = least
-    infinity.initialize(model=model, config=config)[0].close()
-
-
-@pytest.mark.deep
-def test_what_a_run_takes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.deepspeed.memory_taken", str(tmp_path)]
-    # What the C library's heap keeps of freed temporaries is no need: large blocks go back to the system at once.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=560, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    # On a busy machine less of it is taken at the same time: 0.84 was seen.
-    assert 0.75 < found["taken"] / found["needed"] < 1.1, found
