@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from infinity.optim.facade.paged_optimizer import PagedOptimizer as DeepSpeedOptimizer
 
 __version__ = version = VERSION
+__version_major__, __version_minor__, __version_patch__ = map(int, VERSION.partition("+")[0].split("."))
 __git_hash__ = git_hash = __git_branch__ = git_branch = None
 
 __path__.append(PATH)  # for modules that are no files

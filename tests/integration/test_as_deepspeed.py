@@ -142,6 +142,7 @@ def test_it_is_seen_wherever_libraries_look() -> None:
         import deepspeed, infinity
         assert deepspeed.__version__ == version
         assert deepspeed.initialize is infinity.deepspeed.initialize
+        assert (deepspeed.__version_minor__, deepspeed.__git_hash__) == (19, None)
         assert deepspeed.DeepSpeedEngine is infinity.deepspeed.DeepSpeedEngine
         assert issubclass(deepspeed.DeepSpeedEngine, infinity.Engine)
         import deepspeed.comm as dist

@@ -94,8 +94,9 @@ class Accelerator:
         return f"cuda:{torch.cuda.current_device()}" if self._name == "cuda" else "cpu"
 
     def device_count(self) -> int:
-        """Number of GPUs, or 1."""
-        return torch.cuda.device_count() if self._name == "cuda" else 1
+        """Number of GPUs; on a CPU, of the machine's processes, as their launcher says."""
+        on_cpu = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1
+        return torch.cuda.device_count() if self._name == "cuda" else int(on_cpu)
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Of weights that are trained."""

@@ -7,14 +7,14 @@ import sys
 
 import torch
 
-from infinity.deepspeed import __git_branch__, __git_hash__, __version__, modules, version
+from infinity import deepspeed
+from infinity.deepspeed import modules
 from infinity.deepspeed.path import explained
 from infinity.units.parameter import ZeroParamStatus
 
+globals().update({name: value for name, value in vars(deepspeed).items() if "version" in name or "git" in name})
 modules.install(sys.modules[__name__])
 __getattr__ = explained(__name__)
 
 # What an autograd function's backward gets of a weight that it has saved is no parameter here, but has its values (TRL asks).
 setattr(torch.Tensor, "ds_status", ZeroParamStatus.AVAILABLE)  # noqa: B010
-
-__all__ = ["__git_branch__", "__git_hash__", "__version__", "version"]
