@@ -26,7 +26,7 @@ from infinity.distributed.process_groups import init_distributed, local_rank, nu
 from infinity.distributed.world import world
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine
-from infinity.errors import BudgetTooSmallError, ConfigError, ConfigValueError, UnsupportedModelError
+from infinity.errors import BudgetTooSmallError, ConfigError, ModelError
 from infinity.loop.scheduler_steps import needs_samples
 from infinity.machine.autotune import tune_io
 from infinity.monitors import Monitors
@@ -101,7 +101,7 @@ def initialize(
     if config is None:
         raise ConfigError("no config: pass config= (the path of a JSON file, or a dict) to infinity.initialize")
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
     resolved, mesh = _agreed(config, model, mpu, mesh_param)
     earlier = engine_of(model)
     if earlier is not None and earlier.module is model:
@@ -276,9 +276,9 @@ def _template(
     return build_template(source, named, device, model_parameters=model_parameters, tiled=tiled)
 
 
-def _left_open(key: str, argument: str) -> ConfigValueError:
+def _left_open(key: str, argument: str) -> ConfigError:
     problem = "transformers, accelerate and InfinityTrainer put a number in its place, and here nobody has"
-    return ConfigValueError(key, "auto", problem, cure=f"Write a number, or pass {argument}= to initialize")
+    return ConfigError.value(key, "auto", problem, cure=f"Write a number, or pass {argument}= to initialize")
 
 
 def _scheduler(lr_scheduler: Any, config: InfinityConfig, optimizer: torch.optim.Optimizer) -> Any:

@@ -3,25 +3,20 @@
     SwapperError
     ├── ArgumentError (ValueError)      a setting, a size, a buffer or a range that cannot work
     ├── VolumeError                     scratch space could not be set up; nothing was left behind
-    │   ├── UnwritableDirectoryError
     │   ├── VolumeTooSmallError         what is needed and what there is are attributes
-    │   ├── NotOwnFileError             a file or directory is not this user's alone
     │   ├── RunInUseError               another process uses the directory of a durable run
     │   ├── DamagedCommitError          a commit of a durable run is not what was written
     │   └── NewerFormatError            another version wrote it
     ├── BackendUnavailableError         this way of moving bytes cannot be used here; says what would make it work
     ├── LimitError (RuntimeError)       a limit of the system on threads, memory or open files is reached
     ├── OutOfSpaceError                 no room for one more extent in an open volume
-    ├── ExtentError                     use after free, or in another swapper
-    │   ├── UnwrittenExtentError        a read of bytes that were never written
-    │   └── BrokenExtentError           a read of bytes whose last write failed
+    ├── ExtentError                     use after free or in another swapper, or a read of bytes that no write left there
     ├── TransferError                   the drive refused: file, offset, bytes and errno are attributes
     │   ├── ChecksumMismatchError       the drive gave back other bytes than were written
     │   └── StallError (TimeoutError)   no answer within the deadline
     ├── WrongDataError                  a drive test read other bytes than it had written
-    ├── ArenaError                      a page used or released after its release, or of a closed arena
-    │   └── ArenaExhaustedError (TimeoutError)   names who holds the pages
-    ├── SwapperClosedError              use after close, in a forked child, or cut short by close
+    ├── ArenaExhaustedError (TimeoutError)   no page became free in time; names who holds the pages
+    ├── SwapperClosedError              use after close or release, in a forked child, or cut short by close
     └── ReentryError (RuntimeError)     a signal handler or finalizer came in between, where this cannot be done
 
 Errors of the operating system are mapped where a transfer completes, and stay attached as ``__cause__``.
@@ -98,19 +93,27 @@ class VolumeError(SwapperError):
         self.directory = directory
         super().__init__(message)
 
-
-class UnwritableDirectoryError(VolumeError):
-    """A file cannot be made in the directory."""
-
-    def __init__(self, directory: Path, reason: OSError | str) -> None:
-        """``reason``: in words, or what the operating system said."""
+    @classmethod
+    def unwritable(cls, directory: Path, reason: OSError | str) -> VolumeError:
+        """A file cannot be made in the directory. ``reason``: in words, or what the operating system said."""
         cure = "give this user write access there or choose another directory"
         if isinstance(reason, OSError):
             if reason.errno == errno_codes.EROFS:
                 cure = "mount it with write access or choose another directory"
             cure = limit_cure(reason) or cure
             reason = error_words(reason)
-        super().__init__(directory, f"cannot make a scratch file in directory {str(directory)!r}: {reason}; {cure}")
+        return cls(directory, f"cannot make a scratch file in directory {str(directory)!r}: {reason}; {cure}")
+
+    @classmethod
+    def not_own(cls, path: Path, problem: str, *, cure: str = "") -> VolumeError:
+        """A file or directory with a name that others can guess is not this user's alone.
+
+        ``cure``: what may be done besides using another directory.
+        """
+        more = f", or {cure}" if cure else ""
+        return cls(
+            path, f"{str(path)!r} {problem}, so it is not used; name a directory that only you can write to{more}"
+        )
 
 
 class VolumeTooSmallError(VolumeError):
@@ -147,17 +150,6 @@ class VolumeTooSmallError(VolumeError):
                 f"{free_bytes} are free"
             )
         super().__init__(directory, f"{what}; free some space, add a directory on another drive, or ask for less")
-
-
-class NotOwnFileError(VolumeError):
-    """A file or directory with a name that others can guess is not this user's alone."""
-
-    def __init__(self, path: Path, problem: str, *, cure: str = "") -> None:
-        """``cure``: what may be done besides using another directory."""
-        more = f", or {cure}" if cure else ""
-        super().__init__(
-            path, f"{str(path)!r} {problem}, so it is not used; name a directory that only you can write to{more}"
-        )
 
 
 class RunInUseError(VolumeError):
@@ -284,31 +276,23 @@ class ExtentError(SwapperError):
         self.extent_name = extent_name
         super().__init__(message)
 
-
-class UnwrittenExtentError(ExtentError):
-    """A read of bytes that nobody has written."""
-
-    def __init__(self, extent_name: str, offset: int, num_bytes: int) -> None:
-        self.offset = offset
-        self.num_bytes = num_bytes
-        super().__init__(
-            extent_name,
+    @classmethod
+    def unwritten(cls, extent_name: str, offset: int, num_bytes: int) -> ExtentError:
+        """A read of bytes that nobody has written."""
+        message = (
             f"extent {extent_name!r} was never written at bytes {offset} to {offset + num_bytes}; "
-            "write it before reading",
+            "write it before reading"
         )
+        return cls(extent_name, message)
 
-
-class BrokenExtentError(ExtentError):
-    """A read of bytes whose last write failed: what lies there is neither old nor new."""
-
-    def __init__(self, extent_name: str, offset: int, num_bytes: int) -> None:
-        self.offset = offset
-        self.num_bytes = num_bytes
-        super().__init__(
-            extent_name,
+    @classmethod
+    def broken(cls, extent_name: str, offset: int, num_bytes: int) -> ExtentError:
+        """A read of bytes whose last write failed: what lies there is neither old nor new."""
+        message = (
             f"extent {extent_name!r} cannot be read at bytes {offset} to {offset + num_bytes}: the last write there "
-            "failed; write that range again, whole, or start over from saved data",
+            "failed; write that range again, whole, or start over from saved data"
         )
+        return cls(extent_name, message)
 
 
 class TransferError(SwapperError):
@@ -412,11 +396,7 @@ class WrongDataError(SwapperError):
         )
 
 
-class ArenaError(SwapperError):
-    """A page of a staging arena could not be had or was misused."""
-
-
-class ArenaExhaustedError(ArenaError, TimeoutError):
+class ArenaExhaustedError(SwapperError, TimeoutError):
     """No page became free in time."""
 
     def __init__(self, num_pages: int, waited_seconds: float, owners: Sequence[tuple[str, int]]) -> None:
@@ -431,7 +411,7 @@ class ArenaExhaustedError(ArenaError, TimeoutError):
 
 
 class SwapperClosedError(SwapperError):
-    """The swapper has been closed, or belongs to the parent of this process."""
+    """A swapper, an arena or a page is used after its close or release, or by a forked child of its process."""
 
 
 class ReentryError(SwapperError, RuntimeError):

@@ -241,7 +241,7 @@ class SavedActivations:
         with self._lock:
             self._sweep()
             if self._is_closed:
-                raise EngineClosedError("backward")
+                raise EngineClosedError.after_close("backward")
             source = stored.source
             if source is None:
                 if stored.memory is None:

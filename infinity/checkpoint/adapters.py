@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from infinity.units.buffers import persistent_buffers
 from swapper.volumes.publish import Staging, locked, sync_tree
 
@@ -53,11 +53,11 @@ def save_adapters(model: Any, directory: Path) -> None:
     """Write the adapters with the model's own ``save_pretrained``, all at once. Of the base model nothing is copied.
 
     Raises:
-        UnsupportedModelError: parameters outside the adapters are trained, or the adapters are gone, or of several kinds;
+        ModelError: parameters outside the adapters are trained, or the adapters are gone, or of several kinds;
             nothing has been written.
     """
     if isinstance(model, sys.modules["peft"].PeftMixedModel):
-        raise UnsupportedModelError(
+        raise ModelError(
             "it has adapters of several kinds (mixed=True), for which PEFT has no files",
             cure="Save engine.module.state_dict() with torch.save",
         )
@@ -69,13 +69,13 @@ def save_adapters(model: Any, directory: Path) -> None:
     saved = own | _saved_by_peft(model, tensors)
     # Adaption prompts are not named after their adapter.
     if not own and not any(tensors[fqn].requires_grad and "bias" not in fqn for fqn in saved):
-        raise UnsupportedModelError(
+        raise ModelError(
             "the adapters have been merged into the model and unloaded: PEFT would write none of the weights",
             cure="Save what merge_and_unload() returned, with its own save_pretrained(directory)",
         )
     for fqn, parameter in model.named_parameters():
         if parameter.requires_grad and fqn not in saved:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"'{fqn}' is trained, but belongs to no adapter, and PEFT saves adapters only",
                 cure="Name its module in the adapter config's modules_to_save, or save engine.module.state_dict()",
                 fqn=fqn,

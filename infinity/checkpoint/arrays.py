@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.errors import CheckpointError, UnsupportedModelError
+from infinity.errors import CheckpointError, ModelError
 from infinity.numerics.raw_bytes import raw_bytes
 from swapper.volumes.block_files import BlockFile, BlockThreads
 from swapper.volumes.thread_pool import Work
@@ -88,10 +88,10 @@ class ArraySpec:
         """With chunks of about `CHUNK_BYTES`.
 
         Raises:
-            UnsupportedModelError: there is no such number in the format.
+            ModelError: there is no such number in the format.
         """
         if name_of(dtype) not in STORED_AS:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"'{fqn}' is {dtype}, which a checkpoint has no form for", cure="Cast it to another dtype", fqn=fqn
             )
         return cls(group, fqn, kind, tuple(shape), dtype, chunk_of(shape, max(CHUNK_BYTES // dtype.itemsize, 1)))

@@ -69,7 +69,7 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """A copy of the gradient, fp32, between backward and step; None without one.
 
     Raises:
-        GradientNotResidentError: as reading ``param.grad`` does.
+        AccessError: as reading ``param.grad`` does.
     """
     gradient = param.grad
     return None if gradient is None else gradient.detach().float().cpu().clone()
@@ -79,7 +79,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the gradient between backward and step.
 
     Raises:
-        GradientNotResidentError: as assigning ``param.grad`` does.
+        AccessError: as assigning ``param.grad`` does.
         ValueError: ``value`` has another shape.
     """
     gradient = param.grad
@@ -121,7 +121,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """As `safe_get_full_grad`, 1-D.
 
     Raises:
-        GradientNotResidentError: as reading ``param.grad`` does.
+        AccessError: as reading ``param.grad`` does.
     """
     found = safe_get_full_grad(param)
     return None if found is None else found.flatten()
@@ -131,7 +131,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """As `safe_set_full_grad`, from as many elements in any shape.
 
     Raises:
-        GradientNotResidentError: as assigning ``param.grad`` does.
+        AccessError: as assigning ``param.grad`` does.
         ValueError: there are not as many.
     """
     safe_set_full_grad(param, _shaped(param, value))
@@ -147,7 +147,7 @@ def safe_update_full_grad_vectorized(
         update_func: from the gradient (fp32, of the parameter's shape) to the new one.
 
     Raises:
-        GradientNotResidentError: as reading ``param.grad`` does.
+        AccessError: as reading ``param.grad`` does.
     """
     for param in param_list:
         gradient = safe_get_full_grad(param)

@@ -20,7 +20,7 @@ import torch
 
 from infinity.checkpoint.safetensors_file import Entry, OpenSource
 from infinity.device.drive_tensors import large_results_on
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 
 _Dict = dict[str, torch.Tensor]
 
@@ -34,7 +34,7 @@ def original_entries(model: Any, entries: Sequence[Entry], directories: Sequence
         directories: where large tensors lie that conversions make.
 
     Raises:
-        UnsupportedModelError: its conversions cannot be taken back.
+        ModelError: its conversions cannot be taken back.
     """
     left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     entries = [entry for entry in entries if not left_out.intersection(entry.names)]
@@ -95,8 +95,8 @@ def _split(
         yield group
 
 
-def _cannot(model: Any, name: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
+def _cannot(model: Any, name: str) -> ModelError:
+    return ModelError(
         f"transformers' conversion of '{name}' of {type(model).__name__} cannot be taken back on its own",
         cure="Use engine.save_16bit_model, which writes the model's own names",
         fqn=name,

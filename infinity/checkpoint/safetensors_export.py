@@ -77,7 +77,7 @@ def save_units(weights: Weights, directory: Path, filename: str, *, trained_only
         max_shard_bytes: of a file, if it has more than one tensor.
 
     Raises:
-        UnsupportedModelError: something cannot be written so that it can be read; nothing has been written.
+        ModelError: something cannot be written so that it can be read; nothing has been written.
         StorageError: the directory cannot take them; what was there before is still there.
     """
     stem = filename.removesuffix(".safetensors")
@@ -96,7 +96,7 @@ def save_pretrained(
         dtype: None: the model weights; else the main weights, and buffers that are as wide as the weights, cast to it.
 
     Raises:
-        UnsupportedModelError, StorageError: as `save_units`.
+        ModelError, StorageError: as `save_units`.
     """
     model = weights.module_hooks.model
 
@@ -167,7 +167,7 @@ def write_shards(
         note: is told of bytes that were written.
 
     Raises:
-        UnsupportedModelError: something cannot be written; nothing has been.
+        ModelError: something cannot be written; nothing has been.
         OSError: the directory cannot take them; what was there before is still there.
     """
     entries = [entry for shard in shards for entry in shard]

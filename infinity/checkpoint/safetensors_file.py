@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 from safetensors.torch import save
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from infinity.numerics.raw_bytes import raw_bytes
 
 _ALIGNMENT_BYTES = 8
@@ -118,7 +118,7 @@ def check_entries(entries: Sequence[Entry]) -> None:
     """See that the format has a form for all of them.
 
     Raises:
-        UnsupportedModelError: it has none; the tensor is named.
+        ModelError: it has none; the tensor is named.
     """
     for entry in entries:
         for name in entry.names:
@@ -135,8 +135,8 @@ def check_entries(entries: Sequence[Entry]) -> None:
 
 
 def refuse(name: str, why: str) -> None:
-    """Raise an `UnsupportedModelError` for one tensor."""
-    raise UnsupportedModelError(
+    """Raise a `ModelError` for one tensor."""
+    raise ModelError(
         f"'{name}' cannot be written as safetensors: {why}",
         cure="Rename or convert it, or save engine.module.state_dict() with torch.save",
         fqn=name,

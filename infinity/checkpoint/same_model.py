@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.saved import Checkpoint
-from infinity.errors import UnsupportedModelError, listed
+from infinity.errors import ModelError, listed
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.optim.groups import TiledGroups
 from infinity.paging.module_hooks import ModuleHooks
@@ -55,7 +55,7 @@ class LeftOut:
         """Compare these with what a checkpoint has. What it does not know, or has another dtype now, cannot be compared.
 
         Raises:
-            UnsupportedModelError: some are others than when the checkpoint was written.
+            ModelError: some are others than when the checkpoint was written.
         """
         others, casts = [], []
         for fqn, (dtype, checksum) in self.checksums(saved.keys() & fqns).items():
@@ -65,7 +65,7 @@ class LeftOut:
                 others.append(fqn)
         if others:
             shown = listed([f"'{fqn}'" for fqn in others])
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"the checkpoint was written without frozen parameters, and those of the model have other values now: {shown}",
                 cure="Load the weights with which it was trained before infinity.initialize, or pass load_module_strict=False "
                 "to take those that are there",
@@ -109,7 +109,7 @@ class SameModel:
         """Parameters or buffers, by name. ``left_out`` may be missing.
 
         Raises:
-            UnsupportedModelError: says which do not fit.
+            ModelError: says which do not fit.
         """
         found = saved.of(group)
         problems = [
@@ -125,7 +125,7 @@ class SameModel:
         """Of whatever the model wants and the checkpoint has, beside the problems that there are.
 
         Raises:
-            UnsupportedModelError: says which only one of them has.
+            ModelError: says which only one of them has.
         """
         missing, extra = [each for each in wanted if each not in found], [each for each in found if each not in wanted]
         if self._is_strict:
@@ -135,7 +135,7 @@ class SameModel:
             self._missing += missing
             self._extra += extra
         if problems:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"the checkpoint's {group} are not the model's: {listed(problems, '; ')}",
                 cure="Make the model as it was, or pass load_module_strict=False to leave out what only one of them has",
             )

@@ -36,7 +36,7 @@ from infinity.checkpoint.saved import (
 )
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
-from infinity.errors import CheckpointError, ForkedError, UnsupportedModelError
+from infinity.errors import CheckpointError, EngineClosedError, ModelError
 from infinity.numerics.raw_bytes import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups
@@ -178,7 +178,7 @@ def _left_out(training: Training) -> LeftOut:
 
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"'{fqn}' is {'on the meta device' if value.is_meta else 'sparse or quantized'}, and has no form in a checkpoint",
             cure="Make it a dense tensor, or register it with persistent=False",
             fqn=fqn,
@@ -367,10 +367,10 @@ class BackgroundSave:
         """Return when it is over.
 
         Raises:
-            ForkedError: this is a forked child, which has not the thread that saves.
+            EngineClosedError: this is a forked child, which has not the thread that saves.
         """
         if os.getpid() != self._pid:
-            raise ForkedError("engine.wait_for_checkpoint()")
+            raise EngineClosedError.in_fork("engine.wait_for_checkpoint()")
         self._over.wait()
 
     def raise_error(self) -> None:
@@ -463,7 +463,7 @@ def load(
 
     Raises:
         CheckpointError: it is damaged, or not what this package reads.
-        UnsupportedModelError: it is of another model; nothing has been changed.
+        ModelError: it is of another model; nothing has been changed.
         ValueError: it does not fit to the optimizer; nothing has been changed.
     """
     saved = Checkpoint(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from infinity.checkpoint.state_access import StateAccess
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -37,13 +37,13 @@ class WrittenWeights:
         It may be cut off anywhere and called again: what has been stored already is the same the second time.
 
         Raises:
-            UnsupportedModelError: nobody knows which elements were changed, so which main weights keep their low bits.
+            ModelError: nobody knows which elements were changed, so which main weights keep their low bits.
         """
         changed = [unit.layout.slots[index] for index in sorted(unit.dirty)]
         unknown = [slot for slot in changed if self.needs_before(unit, slot) and slot.index not in unit.before]
         if unknown:
             unit.forget_written(slot.index for slot in unknown)
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"parameter '{unknown[0].spec.fqn}' was written to in forward in a way that is seen too late to tell which of "
                 "its fp32 main weights follow",
                 cure="Write to it by its own methods or by .data (p.mul_(...), p.data.copy_(...)), or set config key "

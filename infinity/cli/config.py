@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from infinity.cli.output import PathType, display, json_option, print_json, table
-from infinity.errors import ConfigSyntaxError
+from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.config import InfinityConfig
@@ -24,7 +24,9 @@ def _loaded(file: Path, processes: int, *, check_storage: bool) -> InfinityConfi
     from infinity.config import load_config
 
     if file.is_dir():
-        raise ConfigSyntaxError(f"config file '{file}'", "it is a directory", cure="Give the path of a JSON file in it")
+        raise ConfigError.in_text(
+            f"config file '{file}'", "it is a directory", cure="Give the path of a JSON file in it"
+        )
     return load_config(file, world_size=processes, check_storage=check_storage)
 
 

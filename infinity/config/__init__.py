@@ -6,6 +6,7 @@
     print(config.describe())
 """
 
+from infinity.config.batch import ANY_BATCH
 from infinity.config.load import ConfigSource, load_config
 from infinity.config.resolved import (
     LARGEST_LOSS_SCALE,
@@ -27,6 +28,7 @@ from infinity.config.resolved import (
 from infinity.config.schema.directories import make_directories, remove_empty
 
 __all__ = [
+    "ANY_BATCH",
     "LARGEST_LOSS_SCALE",
     "ConfigSource",
     "Decision",

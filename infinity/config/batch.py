@@ -7,11 +7,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from infinity.config.resolved import Decision
-from infinity.errors import BatchSizeError
+from infinity.errors import ConfigError
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
+ANY_BATCH = {MICRO: 1, TRAIN: None, ACCUMULATION: None}
+"""Overrides with which a config is read where its batch sizes do not matter, or are not complete yet."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def resolve_batch_sizes(
         world_size: number of processes.
 
     Raises:
-        BatchSizeError: the sizes contradict each other, or say nothing.
+        ConfigError: the sizes contradict each other, or say nothing.
     """
     given = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
     if micro is not None:
@@ -50,7 +52,7 @@ def resolve_batch_sizes(
             expected = micro * accumulation * world_size
             num, rest = divmod(train, micro * accumulation)
             more = "" if rest else f", start {num} processes (`infinity config check --processes {num}`)"
-            raise BatchSizeError(
+            raise ConfigError.of_batch(
                 f"{TRAIN} = {train} is not {MICRO} * {ACCUMULATION} * processes = "
                 f"{micro} * {accumulation} * {world_size} = {expected}",
                 cure=f"Set {TRAIN} to {expected}{more}, or leave one of the three out",
@@ -60,7 +62,7 @@ def resolve_batch_sizes(
         micro = _divide(train, {ACCUMULATION: accumulation, "processes": world_size})
     else:
         if TRAIN not in auto and MICRO not in auto:
-            raise BatchSizeError(
+            raise ConfigError.of_batch(
                 "the config names no batch size",
                 cure=f"Set {MICRO} (samples per backward) or {TRAIN} (samples per step); "
                 '"auto" takes what the data loader gives',
@@ -82,7 +84,7 @@ def _divide(train: int, divisors: dict[str, int]) -> int:
     nearest = f"{lower} or {lower + product}" if lower else f"{product}"
     names = " * ".join(divisors)
     values = " * ".join(map(str, divisors.values()))
-    raise BatchSizeError(
+    raise ConfigError.of_batch(
         f"{TRAIN} = {train} cannot be divided by {names} = {values} = {product}",
         cure=f"Set {TRAIN} to {nearest}, or change {next(iter(divisors))}",
     )

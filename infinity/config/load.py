@@ -16,7 +16,7 @@ from infinity.config.schema.block import Findings
 from infinity.config.schema.vocabulary import nearest
 from infinity.config.text import read_file, read_text
 from infinity.distributed.process_groups import num_processes
-from infinity.errors import ConfigError, ConfigSyntaxError, UnknownConfigKeyError
+from infinity.errors import ConfigError
 from infinity.optim.lr_schedules import schedule_parameters
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def load_config(
     tidied = tidy(raw, findings)
     _drop_unknown_scheduler_params(tidied, findings)
     if findings.unknown:
-        error = UnknownConfigKeyError(findings.unknown)
+        error = ConfigError.unknown_keys(findings.unknown)
         if read_strictness(tidied):
             raise error
         logger.warning("%s", error)
@@ -67,7 +67,7 @@ def read_source(source: object) -> Mapping[str, Any]:
     """What a config says, before anything of it is checked.
 
     Raises:
-        ConfigSyntaxError: it is no config, or cannot be read.
+        ConfigError: it is no config, or cannot be read.
     """
     if isinstance(source, Mapping):
         return source
@@ -76,7 +76,7 @@ def read_source(source: object) -> Mapping[str, Any]:
     if isinstance(source, str | os.PathLike):
         return read_file(Path(source))
     cure = "Give the path of a JSON file, a dict, or JSON text"
-    raise ConfigSyntaxError("config", f"a {type(source).__name__} is none", cure=cure)
+    raise ConfigError.in_text("config", f"a {type(source).__name__} is none", cure=cure)
 
 
 def _drop_unknown_scheduler_params(tidied: dict[str, Any], findings: Findings) -> None:

@@ -12,7 +12,7 @@ from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.legacy import OLD_FLAGS, modernise
 from infinity.config.schema.quantities import is_auto
 from infinity.config.schema.vocabulary import child_block, opened
-from infinity.errors import ConfigError, ConfigSyntaxError
+from infinity.errors import ConfigError
 
 _MOST_DEPTH = 50
 
@@ -44,7 +44,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 def _copied(value: Any, depth: int = 0) -> Any:
     if depth > _MOST_DEPTH:
-        raise ConfigSyntaxError(
+        raise ConfigError.in_text(
             "dict",
             f"its objects are nested more than {_MOST_DEPTH} deep",
             cure="Check that none of them contains itself",

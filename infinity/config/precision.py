@@ -7,7 +7,7 @@ import torch
 from infinity.config.resolved import LARGEST_LOSS_SCALE, LossScaling
 from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.precision_blocks import Fp16Block
-from infinity.errors import ConfigValueError, UnsupportedConfigError
+from infinity.errors import ConfigError
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -20,7 +20,7 @@ def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]
     """
     if root.fp16.enabled and root.bf16.enabled:
         problem = "bf16 is switched on, too, and there is one compute dtype"
-        raise ConfigValueError("fp16.enabled", True, problem, cure='Set "enabled" of one of them to false')
+        raise ConfigError.value("fp16.enabled", True, problem, cure='Set "enabled" of one of them to false')
     compute_dtype = torch.float16 if root.fp16.enabled else torch.bfloat16 if root.bf16.enabled else torch.float32
     _check_data_types(root, _NAMES[compute_dtype])
     return compute_dtype, _loss_scaling(root.fp16) if scales_loss(root) else None
@@ -45,7 +45,7 @@ def resolve_autocast(root: RootBlock, compute_dtype: torch.dtype) -> torch.dtype
             f"the weights are {_NAMES[compute_dtype]}, which torch_autocast would cast to {block.dtype} in each use"
         )
         cure = f'Set torch_autocast.dtype to "{_NAMES[compute_dtype]}", or remove one of the two blocks'
-        raise ConfigValueError("torch_autocast.dtype", block.dtype, problem, cure=cure)
+        raise ConfigError.value("torch_autocast.dtype", block.dtype, problem, cure=cure)
     return dtype_named(block.dtype)
 
 
@@ -62,7 +62,7 @@ def _check_data_types(root: RootBlock, name: str) -> None:
             "compute dtype"
         )
         reason = f"parameters get the compute dtype, which is {name}"
-        raise UnsupportedConfigError("data_types.param_dtype", value, reason, cure=cure)
+        raise ConfigError.unsupported("data_types.param_dtype", value, reason, cure=cure)
 
 
 def _loss_scaling(block: Fp16Block) -> LossScaling:
@@ -71,16 +71,16 @@ def _loss_scaling(block: Fp16Block) -> LossScaling:
         value = getattr(block, name)
         if not least <= value <= LARGEST_LOSS_SCALE:
             problem = f"must be at least {least:g} and at most 2^96"
-            raise ConfigValueError(f"fp16.{name}", value, problem, cure="Remove it: the default fits most models")
+            raise ConfigError.value(f"fp16.{name}", value, problem, cure="Remove it: the default fits most models")
     if not -24 <= block.initial_scale_power <= 96:
         problem = "the factor is 2 to that power: it must be between -24 and 96"
         cure = "Remove it: the default, 16, fits most models"
-        raise ConfigValueError("fp16.initial_scale_power", block.initial_scale_power, problem, cure=cure)
+        raise ConfigError.value("fp16.initial_scale_power", block.initial_scale_power, problem, cure=cure)
     is_dynamic = block.loss_scale == 0
     initial = 2.0**block.initial_scale_power if is_dynamic else float(block.loss_scale)
     if is_dynamic and initial < block.min_loss_scale:
         problem = f"the first factor would be {initial:g}, below fp16.min_loss_scale = {block.min_loss_scale:g}"
-        raise ConfigValueError("fp16.initial_scale_power", block.initial_scale_power, problem, cure="Raise it")
+        raise ConfigError.value("fp16.initial_scale_power", block.initial_scale_power, problem, cure="Raise it")
     return LossScaling(
         initial=initial,
         is_dynamic=is_dynamic,

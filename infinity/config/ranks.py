@@ -9,7 +9,7 @@ from infinity.config.resolved import InfinityConfig
 from infinity.config.schema.blocks import RootBlock
 from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks
-from infinity.errors import ConfigValueError, RankError
+from infinity.errors import ConfigError, RankError
 
 _ROUNDED = "what is exchanged is never rounded"
 
@@ -18,7 +18,7 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
     """Refuse what would give other numbers than are promised, or has no meaning yet, with ``world_size`` processes.
 
     Raises:
-        ConfigValueError: key, value and cure.
+        ConfigError: key, value and cure.
     """
     if world_size == 1:
         return
@@ -36,22 +36,22 @@ def check_ranks(root: RootBlock, world_size: int) -> None:
     ):
         if value == refused:
             problem = f"{world_size} processes train together: {problem}"
-            raise ConfigValueError(key, value, problem, cure=f"Set it to {cure}")
+            raise ConfigError.value(key, value, problem, cure=f"Set it to {cure}")
 
 
 def check_weight_group(size: int, num_sharing: int) -> None:
     """Refuse groups for weights into which those that divide states cannot be divided.
 
     Raises:
-        ConfigValueError: key, value and cure.
+        ConfigError: key, value and cure.
     """
     if 0 < size < num_sharing and num_sharing % size:
         raise _uneven("zero_hpz_partition_size", size, num_sharing)
 
 
-def _uneven(name: str, size: int, num: int) -> ConfigValueError:
+def _uneven(name: str, size: int, num: int) -> ConfigError:
     sizes = ", ".join(str(each) for each in range(1, num + 1) if num % each == 0)
-    return ConfigValueError(
+    return ConfigError.value(
         f"zero_optimization.{name}",
         size,
         f"{num} processes cannot be divided into groups of {size}",
@@ -63,7 +63,7 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
     """Refuse configs that differ in what decides numbers, or who exchanges what. Paths, budgets and I/O are each process's own.
 
     Raises:
-        ConfigValueError: the first key that differs, its values and whose they are, on all of them.
+        ConfigError: the first key that differs, its values and whose they are, on all of them.
     """
     section = config.infinity
     own = {
@@ -91,7 +91,7 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
         values = [of_rank[key] for of_rank in told]
         if len({*values}) > 1:
             shown = ", ".join(f"{value} on rank {number}" for number, value in zip(ranks.members, values, strict=True))
-            raise ConfigValueError(key, own[key], f"it is {shown}", cure="Give all processes the same config")
+            raise ConfigError.value(key, own[key], f"it is {shown}", cure="Give all processes the same config")
 
 
 def check_comm_hook(config: InfinityConfig, hook: Callable[..., Any], ranks: Ranks, *, exchanges_momenta: bool) -> None:
@@ -104,18 +104,18 @@ def check_comm_hook(config: InfinityConfig, hook: Callable[..., Any], ranks: Ran
         exchanges_momenta: whether 1-bit Adam does.
 
     Raises:
-        ConfigValueError: gradients are divided, or the optimizer has an exchange of its own.
+        ConfigError: gradients are divided, or the optimizer has an exchange of its own.
         RankError: other ranks have another hook, or none.
     """
     if config.zero_stage > 1:
-        raise ConfigValueError(
+        raise ConfigError.value(
             "zero_optimization.stage",
             config.zero_stage,
             "a communication hook needs whole gradients on each process, and this stage divides them",
             cure="Set it to 0 or 1, or leave the hook out",
         )
     if exchanges_momenta:
-        raise ConfigValueError(
+        raise ConfigError.value(
             "optimizer.type",
             "OneBitAdam",
             "it exchanges momenta in one bit, and would leave the communication hook out after its warm-up",

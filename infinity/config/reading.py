@@ -19,7 +19,7 @@ from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.legacy import modernise
 from infinity.config.schema.quantities import is_auto, parse_flag
 from infinity.config.schema.vocabulary import child_block, opened, suggest
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 
 _COMMENT_KEY = re.compile(r"\$schema|\$?_*comments?\d*|//.*|#.*", re.IGNORECASE)
 
@@ -36,7 +36,7 @@ def validate(tidied: Mapping[str, Any]) -> RootBlock:
     """The second pass: types and ranges.
 
     Raises:
-        ConfigValueError: names the first key that is wrong, and lists the others.
+        ConfigError: names the first key that is wrong, and lists the others.
     """
     try:
         return RootBlock.model_validate(tidied)
@@ -48,7 +48,7 @@ def apply_rules(block: Block, findings: Findings, path: str = "") -> None:
     """The third pass: notes keys without effect in `findings`, and refuses what cannot be ignored.
 
     Raises:
-        UnsupportedConfigError: a feature that would change the numbers is switched on.
+        ConfigError: a feature that would change the numbers is switched on.
     """
     if not block.is_active():
         return
@@ -79,7 +79,7 @@ def _tidy_block(cls: type[Block], raw: Mapping[str, Any], path: str, findings: F
             continue
         if name in tidied and tidied[name] != kept:
             problem = f"it contradicts {path}{origins[name]} = {tidied[name]!r}, another name of the same key"
-            raise ConfigValueError(path + key, value, problem, cure="Keep one of them")
+            raise ConfigError.value(path + key, value, problem, cure="Keep one of them")
         if key != name:
             findings.note(path + key, f"another name of {path}{name}, taken as that")
         tidied[name] = kept
@@ -95,7 +95,7 @@ def _tidy_value(field: FieldInfo, value: object, path: str, findings: Findings) 
     if value is None:
         for item in field.metadata:
             if isinstance(item, NotNull):
-                raise ConfigValueError(path, value, item.problem, cure=item.cure)
+                raise ConfigError.value(path, value, item.problem, cure=item.cure)
         return None
     value = opened(value, field)
     if not isinstance(value, Mapping):
@@ -130,7 +130,7 @@ def _tidy_dict(
 def _entries(raw: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     for key, value in raw.items():
         if not isinstance(key, str):
-            raise ConfigValueError(f"{path}{key}", value, "the key is not a text", cure="Keys of a config are texts")
+            raise ConfigError.value(f"{path}{key}", value, "the key is not a text", cure="Keys of a config are texts")
         if not _COMMENT_KEY.fullmatch(key):
             yield key, value
 
@@ -138,7 +138,7 @@ def _entries(raw: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------------- types
 
 
-def _translate(error: ValidationError) -> ConfigValueError:
+def _translate(error: ValidationError) -> ConfigError:
     problems = error.errors(include_url=False)
     first = problems[0]
     key = _key(first["loc"])
@@ -146,7 +146,7 @@ def _translate(error: ValidationError) -> ConfigValueError:
     others = [f"'{_key(problem['loc'])}'" for problem in problems[1:]]
     also = f" (also wrong: {', '.join(others)})" if others else ""
     problem, cure = _describe(first["type"], first["msg"], first.get("ctx", {}), value)
-    return ConfigValueError(key, value, problem + also, cure=cure)
+    return ConfigError.value(key, value, problem + also, cure=cure)
 
 
 def _describe(kind: str, message: str, context: Mapping[str, Any], value: object) -> tuple[str, str]:

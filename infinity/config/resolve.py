@@ -40,7 +40,7 @@ from infinity.config.schema.directories import (
 )
 from infinity.config.schema.offload_blocks import OffloadBlock
 from infinity.config.schema.quantities import parse_flag, parse_number
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.optim.lr_schedules import schedule_parameters
 
 _ALIGNMENT = 4096  # of everything that goes past the page cache
@@ -133,7 +133,7 @@ def _resolve_tiers(book: _Book, check_storage: bool) -> dict[str, OffloadSection
         book.findings.note("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
     if root.infinity.activations == "nvme" and not any(tier.nvme_paths for tier in tiers.values()):
         cure = "Set zero_optimization.offload_optimizer (or offload_param) to a directory on a drive"
-        raise ConfigValueError("infinity.activations", "nvme", "there is no NVMe tier", cure=cure)
+        raise ConfigError.value("infinity.activations", "nvme", "there is no NVMe tier", cure=cure)
     return tiers
 
 
@@ -212,7 +212,7 @@ def _check_update(book: _Book) -> None:
     if book.root.infinity.update == "in_backward" and found is not None:
         problem = f"{found[0]} needs all gradients before the first update"
         cure = f'Set infinity.update to "auto", or {found[1]}'
-        raise ConfigValueError("infinity.update", "in_backward", problem, cure=cure)
+        raise ConfigError.value("infinity.update", "in_backward", problem, cure=cure)
 
 
 def _resolve_optimizer(book: _Book) -> OptimizerSection | None:
@@ -223,7 +223,7 @@ def _resolve_optimizer(book: _Book) -> OptimizerSection | None:
     if max_grad_norm:
         cure = f'Remove it and set "gradient_clipping": {max_grad_norm} at the top level'
         problem = "clipping is not the optimizer's business"
-        raise ConfigValueError("optimizer.params.max_grad_norm", max_grad_norm, problem, cure=cure)
+        raise ConfigError.value("optimizer.params.max_grad_norm", max_grad_norm, problem, cure=cure)
     if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
     return OptimizerSection(block.type, params, book.autos_below("optimizer.params."))
@@ -243,7 +243,7 @@ def _resolve_scheduler(book: _Book) -> SchedulerSection | None:
         # Left to "auto" it is an error only where the schedule is built: the caller may bring a schedule along.
         if name not in params and name not in autos:
             key = f"scheduler.params.{name}"
-            raise ConfigValueError(key, None, "it is missing", cure=f"{block.type} cannot do without it: add it")
+            raise ConfigError.value(key, None, "it is missing", cure=f"{block.type} cannot do without it: add it")
     return SchedulerSection(block.type, params, autos)
 
 
@@ -264,7 +264,7 @@ def _resolve_io(book: _Book) -> IOSection:
     aio, infinity = book.root.aio, book.root.infinity
     if aio.use_gds:
         cure = "Set it to false: data goes through host memory"
-        raise ConfigValueError("aio.use_gds", True, "GPUDirect Storage is not implemented", cure=cure)
+        raise ConfigError.value("aio.use_gds", True, "GPUDirect Storage is not implemented", cure=cure)
     wanted_bytes = aio.block_size or _REQUEST_BYTES
     request_bytes = -(-wanted_bytes // _ALIGNMENT) * _ALIGNMENT
     # DeepSpeed's threads hand requests to the kernel and go on; ours wait in it, so that fewer than these leave a drive
@@ -311,7 +311,7 @@ def _resolve_infinity(
     if page_bytes is not None and page_bytes % _ALIGNMENT:
         nearest = -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
         problem = f"must be a multiple of {_ALIGNMENT}, the unit in which drives are read"
-        raise ConfigValueError("infinity.page_bytes", page_bytes, problem, cure=f"Take {nearest}")
+        raise ConfigError.value("infinity.page_bytes", page_bytes, problem, cure=f"Take {nearest}")
     for name in ("host_memory_budget", "device_memory_budget", "page_bytes", "update_workers"):
         value = getattr(block, name)
         shown = "chosen at start" if value is None else value
@@ -342,7 +342,7 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
 
     if root.comet.enabled:
         cure = "Set it to false, and one of tensorboard, wandb and csv_monitor to true"
-        raise ConfigValueError("comet.enabled", True, "nothing is sent to Comet", cure=cure)
+        raise ConfigError.value("comet.enabled", True, "nothing is sent to Comet", cure=cure)
     return MonitorsSection(
         tensorboard=directory("tensorboard", root.tensorboard),
         csv=directory("csv_monitor", root.csv_monitor),
@@ -365,12 +365,12 @@ def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_sto
         if section.device != "nvme":
             key = f"zero_optimization.{name}.device"
             cure = 'Set it to "nvme", or infinity.durable to false'
-            raise ConfigValueError(key, section.device, "a durable run has everything on drives", cure=cure)
+            raise ConfigError.value(key, section.device, "a durable run has everything on drives", cure=cure)
     if "keep_in_memory" not in block.model_fields_set:
         book.decide("infinity.keep_in_memory", False, "a durable run keeps nothing off the drives")
     elif block.keep_in_memory:
         cure = "Leave it out, or set infinity.durable to false"
-        raise ConfigValueError("infinity.keep_in_memory", True, "a durable run has everything on drives", cure=cure)
+        raise ConfigError.value("infinity.keep_in_memory", True, "a durable run has everything on drives", cure=cure)
     if block.durable_path is not None:
         found = resolve_directories(block.durable_path, key="infinity.durable_path")
         if check_storage:
@@ -421,7 +421,7 @@ def _resolve_main_weights(book: _Book, compute_dtype: torch.dtype) -> MainWeight
     if compute_dtype == torch.float16:
         if block.main_weights == "remainder":
             problem = "fp16 cuts fp32 in the exponent, too: what it lacks of a main weight does not fit into 16 bits"
-            raise ConfigValueError("infinity.main_weights", "remainder", problem, cure="Remove it, or take bf16")
+            raise ConfigError.value("infinity.main_weights", "remainder", problem, cure="Remove it, or take bf16")
         book.decide("infinity.main_weights", "fp32", "the only way with fp16")
         return "fp32"
     if block.main_weights != "auto":
@@ -438,7 +438,7 @@ def _resolve_gradient_dtype(
     key, chosen = "infinity.gradient_dtype", book.root.infinity.gradient_dtype
     if chosen == "bf16" and compute_dtype != torch.bfloat16:
         problem = "gradients come with more bits than bf16 has, and would be rounded"
-        raise ConfigValueError(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
+        raise ConfigError.value(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
     if chosen != "auto":
         book.note(key, chosen)
         return chosen, chosen == "bf16"

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import ConfigSyntaxError
+from infinity.errors import ConfigError
 
 _STRING = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -47,9 +47,9 @@ def read_file(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         ready = ", ".join(ready_names())
         cure = f"Give the path of an existing JSON file, a ready config ({ready}), or the config itself as a dict"
-        raise ConfigSyntaxError(f"config file '{path}'", "it does not exist", cure=cure) from None
+        raise ConfigError.in_text(f"config file '{path}'", "it does not exist", cure=cure) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigSyntaxError(f"config file '{path}'", str(error), cure="Give a readable JSON file") from error
+        raise ConfigError.in_text(f"config file '{path}'", str(error), cure="Give a readable JSON file") from error
     return read_text(text, source=f"config file '{path}'")
 
 
@@ -57,7 +57,7 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
     """Content of a config given as text.
 
     Raises:
-        ConfigSyntaxError: with line and column, or with the dotted path of a key that stands there twice.
+        ConfigError: with line and column, or with the dotted path of a key that stands there twice.
     """
     try:
         content = json.loads(blank_comments(text), object_pairs_hook=_Object)
@@ -65,13 +65,13 @@ def read_text(text: str, *, source: str = "config text") -> dict[str, Any]:
         content = _by_hjson(text)
         if content is None:
             place = f"line {error.lineno}, column {error.colno}"
-            raise ConfigSyntaxError(source, f"{error.msg} at {place}", cure=_CURE) from error
+            raise ConfigError.in_text(source, f"{error.msg} at {place}", cure=_CURE) from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
-        raise ConfigSyntaxError(
+        raise ConfigError.in_text(
             source, str(error), cure="Give a config: nothing in one is as long or as deep"
         ) from error
     if not isinstance(content, dict):
-        raise ConfigSyntaxError(source, f"it holds a {type(content).__name__}, not an object", cure="Begin it with {")
+        raise ConfigError.in_text(source, f"it holds a {type(content).__name__}, not an object", cure="Begin it with {")
     _refuse_duplicates(content, "", source)
     return content
 
@@ -100,7 +100,7 @@ def _refuse_duplicates(value: object, path: str, source: str) -> None:
     if isinstance(value, _Object):
         if value.duplicates:
             key = path + value.duplicates[0]
-            raise ConfigSyntaxError(source, f"key '{key}' stands there twice", cure="Keep one of them", key=key)
+            raise ConfigError.in_text(source, f"key '{key}' stands there twice", cure="Keep one of them", key=key)
         for name, item in value.items():
             _refuse_duplicates(item, f"{path}{name}.", source)
     elif isinstance(value, list):

@@ -22,7 +22,7 @@ from infinity.distributed.process_groups import local_rank
 from infinity.engine.engine import Engine
 from infinity.engine.export_calls import check_directory
 from infinity.engine.parts import Parts
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 
 logger = logging.getLogger(__name__)
 _ABSENT = {
@@ -147,8 +147,8 @@ class DeepSpeedEngine(Engine):
         """Micro-batches per step from now on.
 
         Raises:
-            BatchSizeError: fewer than one.
-            StepOrderError: the present step has begun.
+            ConfigError: fewer than one.
+            StepError: the present step has begun.
         """
         self.counts.set_num_micro_batches(steps)
 
@@ -156,8 +156,8 @@ class DeepSpeedEngine(Engine):
         """Samples per step from now on, in micro-batches of the same size.
 
         Raises:
-            BatchSizeError: it is no multiple of the micro-batch.
-            StepOrderError: the present step has begun.
+            ConfigError: it is no multiple of the micro-batch.
+            StepError: the present step has begun.
         """
         self.counts.set_batch_size(train_batch_size)
 
@@ -172,19 +172,19 @@ class DeepSpeedEngine(Engine):
         It is `no_sync`, with any ZeRO stage but 0.
 
         Raises:
-            StepOrderError: as `no_sync`; or every `step` is a boundary by the config.
+            StepError: as `no_sync`; or every `step` is a boundary by the config.
             NotImplementedError: without ZeRO, as in DeepSpeed.
         """
         if not self.config.managed_gradient_accumulation:
             problem = "it is not supported with managed_gradient_accumulation=False"
-            raise StepOrderError("engine.coalesce_grad_reduction()", problem, cure="Use engine.no_sync()")
+            raise StepError.order("engine.coalesce_grad_reduction()", problem, cure="Use engine.no_sync()")
         if self.config.zero_stage == 0:
             raise NotImplementedError(
                 "coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0. Use engine.no_sync()"
             )
         if self._is_in_no_sync:
             problem = "it cannot be nested inside another no_sync context"
-            raise StepOrderError(
+            raise StepError.order(
                 "engine.coalesce_grad_reduction()", problem, cure="One block around all of it suffices"
             )
         with self.no_sync():
@@ -339,7 +339,7 @@ class DeepSpeedEngine(Engine):
             num_local_io_workers: processes that read. None: none, where DeepSpeed takes two for each GPU.
 
         Raises:
-            BatchSizeError: neither ``batch_size`` nor the config says how many samples.
+            ConfigError: neither ``batch_size`` nor the config says how many samples.
         """
         return self.data_loader(
             dataset,

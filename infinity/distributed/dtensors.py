@@ -20,7 +20,7 @@ from torch import nn
 
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.process_groups import num_processes
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 
 _ATTRIBUTE = "_infinity_parts_of"
 _CURE = (
@@ -121,7 +121,7 @@ class LocalParameters:
             mesh: who has which part.
 
         Raises:
-            UnsupportedModelError: DTensors are divided otherwise than the mesh says. Nothing has changed.
+            ModelError: DTensors are divided otherwise than the mesh says. Nothing has changed.
         """
         self._places = _places_of(model)
         self._parts: dict[int, nn.Parameter] = {}
@@ -159,13 +159,10 @@ class LocalParameters:
         """The optimizer's groups hold parts from now on.
 
         Raises:
-            UnsupportedModelError: it has states of DTensors.
+            ModelError: it has states of DTensors.
         """
         if any(id(parameter) in self._parts for parameter in optimizer.state):
-            raise UnsupportedModelError(
-                "the optimizer has states of DTensor parameters",
-                cure="Pass one that has not stepped yet",
-            )
+            raise ModelError("the optimizer has states of DTensor parameters", cure="Pass one that has not stepped yet")
         for group in optimizer.param_groups:
             group["params"] = list(self.of(group["params"]))
 
@@ -197,14 +194,14 @@ def _check(fqn: str, parameter: torch.Tensor, mesh: Mesh) -> None:
     placements: Any = parameter.placements  # type: ignore[attr-defined]
     members = _members(parameter)
     if members != mesh.tensor.members and len(members) > 1:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"parameter '{fqn}' is a DTensor of the ranks {list(members)}, and initialize was told that "
             f"{list(mesh.tensor.members)} share tensors",
             cure=_CURE,
             fqn=fqn,
         )
     if any(placement.is_partial() for placement in placements):
-        raise UnsupportedModelError(f"parameter '{fqn}' is a DTensor of sums", cure="Redistribute it first", fqn=fqn)
+        raise ModelError(f"parameter '{fqn}' is a DTensor of sums", cure="Redistribute it first", fqn=fqn)
 
 
 def _part_of(whole: Any) -> nn.Parameter:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from infinity.distributed.agreement import together
 from infinity.distributed.meshes import Mesh
-from infinity.errors import CheckpointError, UnsupportedModelError
+from infinity.errors import CheckpointError, ModelError
 
 
 def folder_of(mesh: Mesh, directory: Path) -> Path:
@@ -108,11 +108,11 @@ def check_apart(mesh: Mesh, directory: Path) -> None:
     """See that parts are not exported over each other.
 
     Raises:
-        UnsupportedModelError: several are to go to ``directory``; nothing has been written.
+        ModelError: several are to go to ``directory``; nothing has been written.
     """
     found = {*together(mesh.everyone, "an export", lambda: (str(directory.absolute()), mesh.part))}
     if len({path for path, _ in found}) < len(found):
-        raise UnsupportedModelError(
+        raise ModelError(
             f"'{directory}' would get {mesh.parts.num} parts of the model, one over the other",
             cure="Give each part a directory of its own (engine.get_model_parallel_rank() is its number), and put them together "
             "as the script has divided them",

@@ -33,7 +33,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.parts import Parts, UpperParts
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import settle
-from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
@@ -98,7 +98,7 @@ def build(
         The engine, and what its parameters were before.
 
     Raises:
-        BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
+        BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
     """
     ranks = mesh.data
     durable = None
@@ -223,7 +223,7 @@ def build(
     momenta = None
     if isinstance(template.optimizer, OneBitAdam) and ranks.num > 1:
         if mesh.is_divided:
-            raise ConfigValueError(
+            raise ConfigError.value(
                 "optimizer.type",
                 "OneBitAdam",
                 f"processes have {mesh.parts.num} parts of the model, and after the warm-up 1-bit Adam clips by each one's norm",
@@ -237,7 +237,7 @@ def build(
                 config.zero_stage,
             )
         elif durable is not None:
-            raise ConfigValueError(
+            raise ConfigError.value(
                 "infinity.durable",
                 True,
                 "OneBitAdam's signs leave out what no commit would hold, so a run that goes on would give other bits",

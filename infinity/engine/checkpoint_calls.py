@@ -236,7 +236,7 @@ class CheckpointCalls(ExportCalls):
         Raises:
             CheckpointError: there is none, or it is damaged, of another version, or cannot be read. If weights have been changed
                 already, forwards, steps and saves say so until a load succeeds.
-            UnsupportedModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
+            ModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
                 has been changed.
             ValueError: the optimizer or the lr scheduler is of another kind, or there are other groups; nothing has been changed.
                 Or ``load_dir`` is empty, or an address.

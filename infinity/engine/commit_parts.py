@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedModelError, listed
+from infinity.errors import ModelError, listed
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.plain_data import pack
 from infinity.units.buffers import write_buffer
@@ -53,7 +53,7 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     """See that a commit is of this model and this optimizer.
 
     Raises:
-        UnsupportedModelError: names what differs.
+        ModelError: names what differs.
     """
     old, new = found["parameters"], json.loads(json.dumps(wanted["parameters"]))
     problems = [f"'{fqn}' is missing in it" for fqn in new if fqn not in old]
@@ -73,7 +73,7 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
             if found[name] != wanted[name]:
                 problems.append(f"{word} {found[name]}, not {wanted[name]}")
     if problems:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"the durable run in '{where}' is of another training: {listed(problems, '; ', _MOST_SHOWN)}",
             cure="Make model, optimizer and config as they were, or name another infinity.durable_path",
         )
@@ -96,12 +96,12 @@ def packed(rest: Mapping[str, Any]) -> bytes:
     """Scalars and small tensors as bytes.
 
     Raises:
-        UnsupportedModelError: something of it is no plain data.
+        ModelError: something of it is no plain data.
     """
     try:
         return pack(dict(rest), "the commit")
     except Exception as error:  # whatever the objects' classes raise
-        raise UnsupportedModelError(
+        raise ModelError(
             f"a durable run cannot keep the optimizer's groups, the scheduler or a module's extra state: {error}",
             cure="Let them hold numbers, texts, tensors, and lists and dicts of these, or set infinity.durable to false",
         ) from error
@@ -147,7 +147,7 @@ def _module(model: nn.Module, fqn: str) -> nn.Module:
     try:
         return model.get_submodule(fqn)
     except AttributeError as error:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"the durable run has buffers of module '{fqn}', and the model has no such module",
             cure="Make the model as it was, or name another infinity.durable_path",
         ) from error

@@ -38,7 +38,7 @@ from infinity.distributed.agreement import agree, together
 from infinity.distributed.collectives import Ranks
 from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
-from infinity.errors import CommitError, InfinityError, StepOrderError, StorageError, UnsupportedModelError
+from infinity.errors import InfinityError, ModelError, StepError, StorageError
 from infinity.numerics.plain_data import UNREADABLE, unpack
 from infinity.numerics.random_states import check_random_states, set_random_states
 from infinity.optim.scheduler_state import scheduler_with
@@ -187,7 +187,7 @@ class DurableRun:
             share: which of how many this process has of the states.
 
         Raises:
-            UnsupportedModelError: names what differs.
+            ModelError: names what differs.
         """
         self._layout = {**layout, "processes": self._ranks.num, "share": list(share)}
         self._page_bytes = page_bytes
@@ -200,20 +200,20 @@ class DurableRun:
     ) -> None:
         num_before = header["layout"]["processes"]
         if num_before != self._ranks.num:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"the durable run in '{self._path.parent}' is of {num_before} processes, not {self._ranks.num}",
                 cure=f"Start {num_before}, or name another infinity.durable_path and load a checkpoint there: any number can",
             )
         before = header["layout"].get("share", [*share])
         if before != [*share]:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"the durable run in '{self._path.parent}' divides states among {before[1]} processes, not {share[1]}",
                 cure="Set zero_optimization.stage, mics_shard_size and the mesh as they were, or name another "
                 "infinity.durable_path and load a checkpoint there",
             )
         commit_parts.check_layout(header["layout"], layout, str(self._path))
         if header["page_bytes"] != page_bytes:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"the durable run in '{self._path}' has pages of {header['page_bytes']} bytes, not {page_bytes}",
                 cure=f"Set infinity.page_bytes to {header['page_bytes']}, or leave it out",
             )
@@ -232,7 +232,7 @@ class DurableRun:
 
         Raises:
             StorageError: they are damaged.
-            UnsupportedModelError: this config would look for tensors elsewhere.
+            ModelError: this config would look for tensors elsewhere.
         """
         if storage.versions is None or not isinstance(storage.records, PagedStateStore):
             raise RuntimeError("a durable run without versions of its states")
@@ -241,7 +241,7 @@ class DurableRun:
         self._stream, self._exchange = stream, exchange
         if self._header is not None:
             if self._header["places"] != self._places():
-                raise UnsupportedModelError(
+                raise ModelError(
                     f"the durable run in '{self._path}' has its tensors in other places than this config gives them",
                     cure="Make the config as it was, but for budgets, keep_last and keep_every, or name another "
                     "infinity.durable_path",
@@ -259,12 +259,12 @@ class DurableRun:
         """Begin to commit the step that has just ended.
 
         Raises:
-            CommitError: the step before could not be; see `settle`.
-            UnsupportedModelError: parameters were added that lie outside of what is committed.
+            StepError: the step before could not be; see `settle`.
+            ModelError: parameters were added that lie outside of what is committed.
         """
         added = training.not_held()
         if added:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"{len(added)} parameters came after infinity.initialize, and a durable run does not have them",
                 cure="Add them before, or set infinity.durable to false",
             )
@@ -295,7 +295,7 @@ class DurableRun:
         """Return when the last step is committed. Nothing is written by anybody as long as one is being committed.
 
         Raises:
-            CommitError: it could not be; the commits before are as they were, and no later one can be made.
+            StepError: it could not be; the commits before are as they were, and no later one can be made.
         """
         if self._is_settled:
             return
@@ -306,7 +306,7 @@ class DurableRun:
         except Exception as error:
             self.has_failed = True
             step = self._steps[self._number]
-            raise CommitError(self._path, step=step, problem=str(error), cure=write_cure(error)) from error
+            raise StepError.uncommitted(self._path, step=step, problem=str(error), cure=write_cure(error)) from error
         self._is_settled = True
 
     def _staying(self) -> list[int]:
@@ -375,8 +375,8 @@ class DurableRun:
         """Go back by so many commits.
 
         Raises:
-            StepOrderError: so many are not kept; of several ranks, on all of them. Nothing has changed.
-            CommitError: there is no room for a small file, say; nothing has changed.
+            StepError: so many are not kept; of several ranks, on all of them. Nothing has changed.
+            StepError: there is no room for a small file, say; nothing has changed.
         """
         found = together(self._ranks, f"engine.rollback({steps})", lambda: self._before(training, steps))
         number = found[self._ranks.index]
@@ -397,7 +397,7 @@ class DurableRun:
             more = f"set it to {steps + 1} or more before the run comes there"
             if not keep_last <= steps:
                 more = "no more were made since the run or, after a checkpoint was loaded, this part of it began"
-            raise StepOrderError(
+            raise StepError.order(
                 f"engine.rollback({steps})",
                 f"commits kept: {len(kept)}, with which so many steps can be gone back: {there}",
                 cure=f"Give one of these. Config key 'infinity.keep_last' is {keep_last}: {more}",
@@ -415,7 +415,9 @@ class DurableRun:
                 raise self._damaged(error) from error
             except (OSError, SwapperError) as error:
                 step = training.global_steps
-                raise CommitError(self._path, step=step, problem=str(error), cure=write_cure(error)) from error
+                raise StepError.uncommitted(
+                    self._path, step=step, problem=str(error), cure=write_cure(error)
+                ) from error
 
         training.flush()
         what = "going to a commit"

@@ -32,7 +32,7 @@ from infinity.engine.settled_access import SettledAccess
 from infinity.engine.shutdown import Shutdown
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.engine.weights_at_close import leave
-from infinity.errors import ConfigError, StepOrderError
+from infinity.errors import ConfigError, StepError
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.loop.backward import Backwards
 from infinity.loop.grad_access import GradAccess
@@ -172,8 +172,8 @@ class Engine(Relayout):
             The loss, divided like its gradients.
 
         Raises:
-            StepOrderError: the step before was not finished with `step`, or ``loss`` is no such tensor.
-            LateGradientError: a parameter got a gradient after its update had begun.
+            StepError: the step before was not finished with `step`, or ``loss`` is no such tensor.
+            StepError: a parameter got a gradient after its update had begun.
         """
         self._check_usable()
         self._forget_cut_off_forward()
@@ -206,7 +206,7 @@ class Engine(Relayout):
             before, but for what the functions have changed outside of the model.
 
         Raises:
-            StepOrderError: the step before was not finished with `step`.
+            StepError: the step before was not finished with `step`.
         """
         self._check_usable()
         self._check_optimizer("engine.backward_together()")
@@ -245,7 +245,7 @@ class Engine(Relayout):
         ``bf16.check_grad_overflow``, a step whose gradients are not finite changes nothing, and `lr_scheduler` stays.
 
         Raises:
-            StepOrderError: there was no backward since the last one, or it was cut off.
+            StepError: there was no backward since the last one, or it was cut off.
             StepError: gradients are not finite even with the smallest loss scale allowed.
             TypeError: ``lr_scheduler.step`` needs other arguments; the step has not begun.
             CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; the step is complete.
@@ -254,7 +254,7 @@ class Engine(Relayout):
         self._check_optimizer("engine.step()")
         if self._is_in_no_sync:
             problem = "It is illegal to call Engine.step() inside no_sync context manager"
-            raise StepOrderError("engine.step()", problem, cure="Call it after that block")
+            raise StepError.order("engine.step()", problem, cure="Call it after that block")
         self._guard.check_step()
         self._was_applied = False
         is_boundary = not self.counts.is_managed or self.counts.is_boundary()
@@ -401,7 +401,7 @@ class Engine(Relayout):
             hook: as for ``DistributedDataParallel.register_comm_hook``: returns a Future of what becomes of ``bucket.buffer()``.
 
         Raises:
-            StepOrderError: there is one already, or a step is under way.
+            StepError: there is one already, or a step is under way.
             ConfigError: the config divides gradients, or has 1-bit Adam's own exchange; or processes have different parts of
                 the model, and the state names no process group.
             RankError: other processes have registered another, or none.
@@ -410,7 +410,7 @@ class Engine(Relayout):
         self._guard.check_whole()
         if self._hook is not None:
             cure = "Make one hook of both, or another engine"
-            raise StepOrderError("engine.register_comm_hook()", "there is a communication hook already", cure=cure)
+            raise StepError.order("engine.register_comm_hook()", "there is a communication hook already", cure=cure)
         if self._mesh.is_divided and getattr(state, "process_group", state) is None:
             raise ConfigError(
                 f"the communication hook's state names no process group, and processes have {self._mesh.parts.num} parts of the "
@@ -439,12 +439,12 @@ class Engine(Relayout):
                 "the run is durable, and a commit has to know when all of a step is over, the scheduler's part as well"
             )
             cure = "Call engine.backward(loss) and engine.step(), or set config key 'infinity.durable' to false"
-            raise StepOrderError("optimizer.step()", problem, cure=cure)
+            raise StepError.order("optimizer.step()", problem, cure=cure)
         self._guard.check_optimizer_step(is_engine_step=self.counts.is_in_step)
         self._reporter.begin()
         self._backwards.collect()
         if self._style.changes_what_comes and self.loose.have_gradients:
-            raise StepOrderError(
+            raise StepError.order(
                 "engine.step()",
                 "loss.backward() and engine.backward(loss) were both called for it, and what came of the first to parameters "
                 "that were added after infinity.initialize has not been divided by the accumulation steps",
@@ -501,7 +501,7 @@ class Engine(Relayout):
         """``optimizer.zero_grad()``: forget the gradients of all that is in a group, or set those that are there to zero.
 
         Raises:
-            PartialUpdateError: some of them were already used up in backward.
+            StepError: some of them were already used up in backward.
         """
         self._guard.check_not_partial("gradients were dropped before engine.step()")
         self._backwards.refuse_together("gradients are dropped between micro-batches")
@@ -596,7 +596,7 @@ class Engine(Relayout):
                 cure = (
                     'Add "optimizer", or, for a model that is not trained (a reference), set infinity.durable to false'
                 )
-                raise StepOrderError("a durable run", problem, cure=cure)
+                raise StepError.order("a durable run", problem, cure=cure)
             self._parts.durable.resume(self)
 
     def rollback(self, steps: int) -> None:
@@ -609,13 +609,13 @@ class Engine(Relayout):
             steps: 0 forgets what happened since the last step; less than config key ``infinity.keep_last``.
 
         Raises:
-            StepOrderError: the run is not durable, or so many steps are not kept (of several ranks, by one of them).
+            StepError: the run is not durable, or so many steps are not kept (of several ranks, by one of them).
             CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; nothing has changed.
         """
         self._check_usable()
         if self._parts.durable is None:
             cure = "Set config key 'infinity.durable' to true"
-            raise StepOrderError("engine.rollback()", "the run is not durable", cure=cure)
+            raise StepError.order("engine.rollback()", "the run is not durable", cure=cure)
         self.wait_for_checkpoint()  # or its other half would be of the step that is gone back to
         self.reset()
         before = self.global_steps

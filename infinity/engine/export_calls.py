@@ -66,7 +66,7 @@ class ExportCalls(LoopSettings):
         Raises:
             CheckpointError: a load has failed midway, so that weights are of two trainings.
             StorageError: the directory cannot take them; what was there before is still there.
-            UnsupportedModelError: the format has no name or dtype for something; nothing has been written.
+            ModelError: the format has no name or dtype for something; nothing has been written.
             ValueError: ``save_dir`` is empty, or an address ("s3://..."); or ``max_shard_size`` is no size.
         """
         check_directory(save_dir)
@@ -117,7 +117,7 @@ class ExportCalls(LoopSettings):
         Raises:
             CheckpointError: a load has failed midway, so that weights are of two trainings.
             StorageError: the directory cannot take them; what was there before is still there.
-            UnsupportedModelError: something cannot be written so that it can be read; nothing has been written.
+            ModelError: something cannot be written so that it can be read; nothing has been written.
             ValueError: ``save_directory`` is empty, or an address; or ``max_shard_size`` is no size; or pickles or an upload
                 are asked for.
         """
@@ -135,7 +135,7 @@ class ExportCalls(LoopSettings):
         """Write the fp32 main weights as `save_pretrained` writes model weights; what is frozen is cast to fp32.
 
         Raises:
-            CheckpointError, StorageError, UnsupportedModelError: as `save_pretrained`.
+            CheckpointError, StorageError, ModelError: as `save_pretrained`.
         """
         self._save_pretrained(save_directory, max_shard_size, torch.float32)
 

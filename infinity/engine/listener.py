@@ -27,7 +27,7 @@ class EngineListener(PagerListener):
         self._guard.check_open()
         self._parts.pager.lock.check_process("this call")
         if self._parts.storage.is_closed:
-            raise EngineClosedError("this call", is_exit=True)
+            raise EngineClosedError.at_exit("this call")
         self._parts.parameter_handler.check_assigned()
         self._backwards.raise_deferred()
         self._parts.stream.raise_error()

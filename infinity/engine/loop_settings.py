@@ -16,7 +16,7 @@ from infinity.config import InfinityConfig, MonitorsSection
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.world import world
 from infinity.engine.module_facade import ModuleFacade
-from infinity.errors import BatchSizeError, StepOrderError
+from infinity.errors import ConfigError, StepError
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.loader import make_loader
 from infinity.monitors import Monitors
@@ -90,7 +90,7 @@ class LoopSettings(ModuleFacade):
         """Say whether the next backward is the last of its step, instead of counting; None counts again.
 
         Raises:
-            StepOrderError: with ``managed_gradient_accumulation: false`` every `step` is a boundary.
+            StepError: with ``managed_gradient_accumulation: false`` every `step` is a boundary.
         """
         self.counts.set_boundary(is_boundary)
 
@@ -101,7 +101,7 @@ class LoopSettings(ModuleFacade):
                 'Add "optimizer" to the config, or pass optimizer= to initialize. Where a Trainer has made it, as '
                 "DeepSpeed, to evaluate: pass eval_on_start=True in place of evaluate() before train()"
             )
-            raise StepOrderError(call, problem, cure=cure)
+            raise StepError.order(call, problem, cure=cure)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -110,11 +110,11 @@ class LoopSettings(ModuleFacade):
         `step`, and another such block, are refused inside, as in DeepSpeed.
 
         Raises:
-            StepOrderError: it is inside such a block already.
+            StepError: it is inside such a block already.
         """
         if self._is_in_no_sync:
             problem = "no_sync context manager reentry is unsupported"
-            raise StepOrderError("engine.no_sync()", problem, cure="One block around all of it does the same")
+            raise StepError.order("engine.no_sync()", problem, cure="One block around all of it does the same")
         self._is_in_no_sync = True
         try:
             yield
@@ -156,11 +156,11 @@ class LoopSettings(ModuleFacade):
             num_workers: processes that read.
 
         Raises:
-            BatchSizeError: neither ``batch_size`` nor the config says how many samples.
+            ConfigError: neither ``batch_size`` nor the config says how many samples.
         """
         size = batch_size or self.counts.micro_batch_size
         if size is None:
-            raise BatchSizeError(
+            raise ConfigError.of_batch(
                 "a loader needs a batch size, and the config leaves it open",
                 cure='Set "train_micro_batch_size_per_gpu", or pass batch_size=',
                 key="train_micro_batch_size_per_gpu",

@@ -20,7 +20,7 @@ from torch import nn
 from infinity.checkpoint.adapters import is_base
 from infinity.engine.checkpoint_calls import CheckpointCalls
 from infinity.engine.parts import Parts
-from infinity.errors import StepOrderError, UnpreparedParameterError
+from infinity.errors import ModelError, StepError
 from infinity.loop.phase import Phase
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.units.originals import Originals
@@ -108,7 +108,7 @@ class Relayout(CheckpointCalls):
         parts = self._parts
         what = "optimizer.add_param_group() with a parameter of the model that was frozen and in no group until now"
         if parts.durable is not None:
-            raise UnpreparedParameterError(
+            raise ModelError.unprepared(
                 parts.template.fqn(parameter),
                 "was frozen and in no group in infinity.initialize, and a durable run has no place for its states",
                 cure="Put it into a group before infinity.initialize, be it frozen",
@@ -118,14 +118,14 @@ class Relayout(CheckpointCalls):
         for member in parts.template.known():
             is_gone = id(member) not in present and parts.module_hooks.holds(member)
             if is_gone and parts.access.has_place(member):
-                raise UnpreparedParameterError(
+                raise ModelError.unprepared(
                     parts.template.fqn(member),
                     "was taken out of the model, and its states would be lost while groups get new parameters",
                     cure="Leave it in the model, frozen and as an attribute of any module, or take it out after "
                     "engine.close() and call infinity.initialize anew",
                 )
             if id(member) not in members and parts.module_hooks.holds(member) and parts.access.has_state(member):
-                raise UnpreparedParameterError(
+                raise ModelError.unprepared(
                     parts.template.fqn(member),
                     "has a state and is in no group, and there is no room for that while groups get new parameters",
                     cure="Put it into a group before, or delete its state: del optimizer.state[parameter]",
@@ -133,7 +133,7 @@ class Relayout(CheckpointCalls):
         self._guard.check_whole()
         self._guard.check_settled()
         if parts.pager.is_computing or parts.pager.num_gathered:
-            raise StepOrderError(
+            raise StepError.order(
                 what, "weights are in use", cure="Call it outside forward, backward and GatheredParameters"
             )
 

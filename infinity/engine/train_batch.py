@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.batches import call_with, copied, loss_of, move
 from infinity.loop.loader import OwnBatches
@@ -168,7 +168,7 @@ class TrainBatch:
 
     def _own_iterator(self) -> Iterator[Any]:
         if self._loop.training_dataloader is None:
-            raise StepOrderError(
+            raise StepError.order(
                 "engine.train_batch()",
                 "there is no data iterator",
                 cure="Pass one, or give training_data to infinity.initialize",

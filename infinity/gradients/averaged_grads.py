@@ -15,7 +15,7 @@ import torch
 from infinity.distributed.agreement import together
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.comm_hooks import GradientBucket, MeanHook
-from infinity.errors import GradientNotResidentError, RankError
+from infinity.errors import AccessError, RankError
 from infinity.gradients.share_updates import ShareUpdates
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientBuffer
@@ -92,10 +92,10 @@ class AveragedGradients(ShownGradients):
         """See that the gradient is not one of which only parts of the mean will ever be here.
 
         Raises:
-            GradientNotResidentError: it is.
+            AccessError: it is.
         """
         if self._is_held_back and (unit.index, slot.index) in self._new:
-            raise GradientNotResidentError(
+            raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason="OneBitAdam's warm-up is over: each process has its own gradients, and in the step their momenta are "
                 "exchanged",

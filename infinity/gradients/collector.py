@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from infinity.errors import LateGradientError, SparseGradientWarning, StepError
+from infinity.errors import OtherNumbersWarning, StepError
 from infinity.gradients.listener import GradientListener
 from infinity.torch_internals.modes import outside_modes
 from infinity.torch_internals.names import as_plain, backward_number
@@ -163,7 +163,7 @@ class GradientCollector:
             return
         if (unit.index, slot.index) in self._delivered:
             self._never_early.add((unit.index, slot.index))
-            raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
+            raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self._step())
         if num_hooks > 1:
             self._hand_in(unit, slot)  # others' run after this, and see the whole gradient
             return
@@ -263,7 +263,7 @@ class GradientCollector:
                 self._listener().note_graph(unit, slot, gradient)
             if gradient.is_sparse and not self._has_warned_of_sparse:
                 self._has_warned_of_sparse = True
-                warnings.warn(SparseGradientWarning(slot.spec.fqn), stacklevel=2)
+                warnings.warn(OtherNumbersWarning.of_sparse_gradient(slot.spec.fqn), stacklevel=2)
             gradients[slot] = gradient.detach()
         return gradients
 

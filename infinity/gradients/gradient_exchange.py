@@ -159,7 +159,7 @@ class GradientExchange:
             return  # nothing is new on all ranks then
         with self._moving:
             if self._is_closed:
-                raise EngineClosedError("averaging gradients")
+                raise EngineClosedError.after_close("averaging gradients")
             flush_denormals(each.flushes_denormals)
             if scaling == _IS_UNSCALED and not each.is_unscaled:
                 for slot in slots:

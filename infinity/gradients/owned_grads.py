@@ -15,7 +15,7 @@ import torch
 from infinity.device.compute import gradient_norm
 from infinity.distributed.meshes import Division
 from infinity.distributed.world import Numbered
-from infinity.errors import GradientNotResidentError
+from infinity.errors import AccessError
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.gradient_exchange import GradientExchange, UnitExchange
 from infinity.gradients.share_updates import ShareUpdates
@@ -412,7 +412,7 @@ class OwnedGradients(AveragedGradients):
         key = unit.index, slot.index
         is_new = self._is_last_over and key in self._new
         if self._step is not None and (is_new or key in self._owned or self._is_held(self._grads[unit.index])):
-            raise GradientNotResidentError(
+            raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason=f"engine.step() averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
                 cure="Set zero_optimization.stage to 0 to look at gradients before engine.step(), or call loss.backward() and "

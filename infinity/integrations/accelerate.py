@@ -27,7 +27,7 @@ from infinity.config import ConfigSource
 from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
-from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.errors import ConfigError, ModelError
 from infinity.integrations.engine_files import (
     checkpoint_in,
     config_of,
@@ -276,7 +276,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             own = set(map(id, model.parameters()))
             num = sum(bool(own & members) for members in groups)
             if num > 1:
-                raise UnsupportedModelError(
+                raise ModelError(
                     f"prepare got {num} optimizers with parameters of one {type(model).__name__}, and an engine has one",
                     cure="Put all parameters into one, in groups of their own",
                 )
@@ -301,7 +301,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         if engine is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if str(getattr(self.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2] != "NO":
-            raise UnsupportedModelError(
+            raise ModelError(
                 "accelerate would compile the whole model", cure="Compile its blocks one by one before prepare"
             )
         if engine.config.compute_dtype is torch.float32:
@@ -333,7 +333,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             if self.engine_of(model) is None and any(id(parameter) in own for parameter in model.parameters()):
                 rest = own.difference(map(id, model.parameters()))
                 if any(id(parameter) in rest for other in known for parameter in other.parameters()):
-                    raise UnsupportedModelError(
+                    raise ModelError(
                         f"prepare got a {type(optimizer).__name__} with parameters of several models, and an engine has one",
                         cure="Put the models into one (nn.ModuleList) before prepare, or make an optimizer for each",
                     )
@@ -343,7 +343,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 self._num_made += 1
                 self._unloaded += [engine] if has_gone_on(engine) else []
                 return self.adopt(engine)
-        raise UnsupportedModelError(
+        raise ModelError(
             f"prepare got a {type(optimizer).__name__}, and no model has its parameters",
             cure="Pass model and optimizer to the same accelerator.prepare(...)",
         )

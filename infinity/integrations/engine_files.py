@@ -10,7 +10,7 @@ from typing import Any
 
 from infinity.config import InfinityConfig, load_config
 from infinity.engine.engine import Engine
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 
 _FOLDER = "infinity"
 
@@ -34,7 +34,7 @@ def load_engine(engine: Engine, directory: str | Path, index: int = 0, *, only_m
     """Go on from what `save_engine` wrote; random generators and positions of loaders are the library's business.
 
     Raises:
-        CheckpointError, UnsupportedModelError, ValueError: as ``engine.load_checkpoint``.
+        CheckpointError, ModelError, ValueError: as ``engine.load_checkpoint``.
     """
     path = checkpoint_in(directory, index)
     engine.load_checkpoint(
@@ -55,9 +55,9 @@ def refuse_to_begin(engine: Engine, call: str, *, loading: str) -> None:
         loading: how one of the library's checkpoints is loaded, for the cure.
 
     Raises:
-        StepOrderError: always.
+        StepError: always.
     """
-    raise StepOrderError(
+    raise StepError.order(
         call,
         f"the durable run is at step {engine.global_steps} already, and this training would begin at step 0, with the first "
         "batches and a new scheduler",

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.engine.engine import Engine
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 
 
 class EngineOptimizer(Optimizer):
@@ -53,12 +53,12 @@ class EngineOptimizer(Optimizer):
         """Groups that came later are added, the others get the values (``BaseFinetuning`` when it resumes).
 
         Raises:
-            UnsupportedModelError: a group has other parameters than before.
+            ModelError: a group has other parameters than before.
         """
         there = self.param_groups
         for own, group in zip(there, groups, strict=False):
             if list(map(id, own["params"])) != list(map(id, group["params"])):
-                raise UnsupportedModelError(
+                raise ModelError(
                     "optimizer.param_groups is set to groups with other parameters than the optimizer's",
                     cure="Leave its groups as they are, and add others with add_param_group",
                 )

@@ -24,7 +24,7 @@ from infinity.distributed.process_groups import num_processes
 from infinity.distributed.world import world
 from infinity.engine.engine import Engine
 from infinity.entry import initialize
-from infinity.errors import CheckpointError, ConfigError, StepError, StorageError, UnsupportedModelError
+from infinity.errors import CheckpointError, ConfigError, ModelError, StepError, StorageError
 from infinity.integrations.engine_files import (
     checkpoint_in,
     has_gone_on,
@@ -282,7 +282,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         """As Lightning's."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"configure_optimizers returned {len(self.optimizers)} optimizers, and an engine has one",
                 cure="Put all parameters into one, in groups of their own",
             )
@@ -321,7 +321,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         """As Lightning's.
 
         Raises:
-            StepOrderError: a durable run has gone on, and Lightning begins at step 0.
+            StepError: a durable run has gone on, and Lightning begins at step 0.
         """
         super().on_train_start()
         if self.engine is not None and has_gone_on(self.engine) and not self._has_loaded:

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from infinity.activations.refusal import LastingRefusal
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 from infinity.integrations.accelerate import EngineOptimizer
 from infinity.loop.batches import copied
 from infinity.vertical.arguments import is_same
@@ -55,7 +55,7 @@ class MicroBatches:
         if self._computed:
             batch, returned = self._computed.pop(0)
             if batch is not inputs:
-                raise StepOrderError(
+                raise StepError.order(
                     "training_step",
                     "its inputs are not the next of get_batch_samples, and those have been computed together",
                     cure='Set config key "infinity.schedule" to "ordinary"',

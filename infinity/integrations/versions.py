@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import re
 
-from infinity.errors import LibraryVersionError
+from infinity.errors import LibraryError
 
 
 def require(library: str, least: str, extra: str, below: str | None = None) -> None:
-    """Raise `LibraryVersionError` if ``library`` is not installed, older than ``least`` ("5.0"), or not ``below`` another.
+    """Raise `LibraryError` if ``library`` is not installed, older than ``least`` ("5.0"), or not ``below`` another.
 
     ``extra`` is that of this package which brings the library.
     """
@@ -20,7 +20,7 @@ def require(library: str, least: str, extra: str, below: str | None = None) -> N
     is_new_enough = found is not None and _numbers(found) >= _numbers(least)
     is_too_new = found is not None and below is not None and _numbers(found) >= _numbers(below)
     if not is_new_enough or is_too_new:
-        raise LibraryVersionError(library, found=found, least=least, extra=extra, below=below)
+        raise LibraryError.of_version(library, found=found, least=least, extra=extra, below=below)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

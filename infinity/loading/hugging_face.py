@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedModelError, WeightFileError
+from infinity.errors import CheckpointError, ModelError
 from infinity.loading.outcome import Outcome
 
 _MADE_ELSEWHERE = {
@@ -50,12 +50,12 @@ def load_class(
     for name in options.keys() & _MADE_ELSEWHERE.keys():
         raise TypeError(f"{name} has no meaning in load_pretrained: {_MADE_ELSEWHERE[name]}")
     if not (path / "config.json").is_file():
-        raise WeightFileError(
+        raise CheckpointError.of_weights(
             path, "has no config.json", cure="Pass a module instead of a class, or the directory that has one"
         )
     model_config, rest = _read_config(model_class, path, dict(options))
     if getattr(model_config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"the model in '{path}' is quantized, and quantized weights cannot be trained or paged",
             cure="Load it with transformers, dequantize it and save it",
         )
@@ -149,7 +149,7 @@ def _choose(model_class: Any, model_config: Any, path: Path) -> Any:
     from transformers.models.auto import auto_factory
 
     if type(model_config) not in mapping:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"{model_class.__name__} has no class for '{path}', whose model type is '{model_config.model_type}'",
             cure="Pass the class itself, or a module made on the meta device",
         )
@@ -180,7 +180,7 @@ def _told_of(path: Path) -> Iterator[None]:
     except RuntimeError as error:
         if "conversion" not in str(error):
             raise
-        raise WeightFileError(
+        raise CheckpointError.of_weights(
             path, "holds tensors that do not fit together", cure=f"transformers says: {error}"
         ) from error
 

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infinity.config import InfinityConfig, load_config, make_directories, remove_empty
+from infinity.config import ANY_BATCH, InfinityConfig, load_config, make_directories, remove_empty
 from infinity.device.drive_tensors import DriveTensors, drives_of, has_drive_tensors, write_out
 from infinity.distributed.process_groups import init_distributed
-from infinity.errors import BatchSizeError, ConfigError
+from infinity.errors import ConfigError
 from infinity.loading.hugging_face import one_after_the_other
 from infinity.torch_internals.module_tensors import announce_made_tensors, announce_nothing
 
@@ -190,11 +190,9 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
             raise ConfigError('zero.Init: remote_device="nvme" needs the config that names the drive. Pass config=')
         _tell("no config is given")
         return None
-    try:
-        directories = load_config(source).nvme_paths
-    except BatchSizeError:  # as long as nothing trains, they do not matter; DeepSpeed's does not ask for them
-        sizes = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": None, "gradient_accumulation_steps": None}
-        directories = load_config(source, overrides=sizes).nvme_paths
+    # As long as nothing trains, batch sizes do not matter; DeepSpeed's does not ask for them.
+    config = source if isinstance(source, InfinityConfig) else load_config(source, overrides=ANY_BATCH)
+    directories = config.nvme_paths
     if device in ("none", "cpu"):
         _tell(f'remote_device is "{device}"')
         return None

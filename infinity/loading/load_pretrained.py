@@ -19,7 +19,7 @@ from torch import nn
 
 from infinity.config import InfinityConfig, load_config, make_directories
 from infinity.device.drive_tensors import large_results_on
-from infinity.errors import WeightFileError
+from infinity.errors import CheckpointError
 from infinity.loading import hugging_face, plain_module
 from infinity.loading.weight_files import open_weights
 
@@ -64,9 +64,9 @@ def load_pretrained(
         The model; with ``output_loading_info``, the model and that dict.
 
     Raises:
-        WeightFileError: a file is missing, cut off or broken.
-        WeightsMismatchError: names and shapes of all tensors that do not fit. A module with values may be changed in part.
-        UnsupportedModelError: it is quantized, or no class for it is known.
+        CheckpointError: a file is missing, cut off or broken.
+        ModelError: names and shapes of all tensors that do not fit. A module with values may be changed in part.
+        ModelError: it is quantized, or no class for it is known.
         StorageError: there is no room on the drives.
     """
     dtype = options.pop("torch_dtype", None) if dtype is None else dtype  # its name in transformers 4
@@ -109,6 +109,8 @@ def _renamed(
         for pattern, replacement in key_mapping.items():
             new = re.sub(pattern, replacement, new)
         if new in renamed:
-            raise WeightFileError(path, f"has two tensors for '{new}' with key_mapping", cure="Change its patterns")
+            raise CheckpointError.of_weights(
+                path, f"has two tensors for '{new}' with key_mapping", cure="Change its patterns"
+            )
         renamed[new] = value
     return renamed

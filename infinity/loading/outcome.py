@@ -7,18 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import WeightsMismatchError
+from infinity.errors import ModelError
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Names; see `infinity.errors.WeightsMismatchError`."""
+    """Names are the model's where it has them, else the files'."""
 
     missing: Sequence[str]
+    """What the model has and the files have not."""
     unexpected: Sequence[str]
+    """What the files have and the model has not."""
     mismatched: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    """Name, shape in the files, shape in the model."""
     of_another_kind: Sequence[tuple[str, str]]
-    """What has a dtype that it must not have."""
+    """Floating-point tensors of the model for which the files hold something else, and its dtype."""
 
     def check(
         self, path: Path, *, ignore_missing: bool, ignore_unexpected: bool, ignore_mismatched: bool
@@ -26,19 +29,51 @@ class Outcome:
         """All of it under transformers' names.
 
         Raises:
-            WeightsMismatchError: something is there that is not to be ignored.
+            ModelError: something is there that is not to be ignored.
         """
-        facts: dict[str, Any] = {
-            "missing": () if ignore_missing else self.missing,
-            "unexpected": () if ignore_unexpected else self.unexpected,
-            "mismatched": () if ignore_mismatched else self.mismatched,
-            "of_another_kind": self.of_another_kind,
-        }
-        if any(facts.values()):
-            raise WeightsMismatchError(path, **facts)
+        refused = Outcome(
+            () if ignore_missing else self.missing,
+            () if ignore_unexpected else self.unexpected,
+            () if ignore_mismatched else self.mismatched,
+            self.of_another_kind,
+        )
+        names = refused._names()
+        if names:
+            raise ModelError(
+                f"the weights in '{path}' are not the model's:\n  " + "\n  ".join(refused._told()), fqn=names[0]
+            )
         return {
             "missing_keys": set(self.missing),
             "unexpected_keys": set(self.unexpected),
             "mismatched_keys": set(self.mismatched),
             "error_msgs": [],
         }
+
+    def _names(self) -> list[str]:
+        mismatched, of_another_kind = (
+            [name for name, *_ in found] for found in (self.mismatched, self.of_another_kind)
+        )
+        return [*self.missing, *mismatched, *self.unexpected, *of_another_kind]
+
+    def _told(self) -> list[str]:
+        lines = [f"missing: {name} (ignore_missing_keys=True makes it anew)" for name in self.missing]
+        lines += [f"not in the model: {name} (ignore_unexpected_keys=True leaves it out)" for name in self.unexpected]
+        lines += [
+            f"of another shape: {name} is {there}, the model's is {here} (ignore_mismatched_sizes=True makes it anew)"
+            for name, there, here in self.mismatched
+        ]
+        lines += [f"not floating-point, or only with scales: {name} is {dtype}" for name, dtype in self.of_another_kind]
+        return lines + _on_prefixes(self.missing, self.unexpected)
+
+
+def _on_prefixes(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    """What to do if all names in the files have one prefix (those of DDP or torch.compile), or lack one of the model's."""
+    for longer, shorter, is_extra in ((unexpected, missing, True), (missing, unexpected, False)):
+        found = (name.removesuffix(each) for each in shorter[:1] for name in longer if name.endswith(f".{each}"))
+        for prefix in found:
+            if all(name.startswith(prefix) for name in longer):
+                pattern = "^" + prefix.replace(".", "\\.")
+                mapping = {pattern: ""} if is_extra else {"^": prefix}
+                lack = "all begin with" if is_extra else "lack"
+                return [f"the names in the files {lack} '{prefix}': pass key_mapping={mapping!r}"]
+    return []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from infinity.loading.outcome import Outcome
 
 
@@ -22,7 +22,7 @@ def load_module(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Outcom
     extra states) are not used.
 
     Raises:
-        UnsupportedModelError: a buffer on the meta device is not in the files, and nobody knows its values.
+        ModelError: a buffer on the meta device is not in the files, and nobody knows its values.
     """
     places = _places(model)
     wanted = {name: _value(module, last) for name, (module, last) in places.items()}
@@ -108,7 +108,7 @@ def _refuse_unknown_buffers(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         module, _, last = name.rpartition(".")
         if buffer.is_meta and last in model.get_submodule(module)._non_persistent_buffers_set:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"buffer '{name}' is on the meta device and in no state dict, so nobody knows its values",
                 cure="Make the module's buffers with values (accelerate.init_empty_weights(include_buffers=False))",
                 fqn=name,

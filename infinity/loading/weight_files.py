@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infinity.errors import WeightFileError, listed
+from infinity.errors import CheckpointError, listed
 from infinity.torch_internals.pickles import DamagedPickleError, read_pickle
 from swapper.volumes.mapped import map_file
 
@@ -54,7 +54,7 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
         written to one stays in this process.
 
     Raises:
-        WeightFileError: a file is missing, cut off or broken; it is named.
+        CheckpointError: a file is missing, cut off or broken; it is named.
     """
     tensors: dict[str, torch.Tensor] = {}
     files: dict[str, Path] = {}
@@ -63,15 +63,21 @@ def open_weights(path: Path) -> dict[str, torch.Tensor]:
             found = _open(file)
             lacking = sorted(set(names) - found.keys())
             if lacking:
-                raise WeightFileError(file, f"lacks '{lacking[0]}', which the index says is there", cure=_WHOLE)
+                raise CheckpointError.of_weights(
+                    file, f"lacks '{lacking[0]}', which the index says is there", cure=_WHOLE
+                )
             for name in found:
                 if name in files:
-                    raise WeightFileError(file, f"has '{name}', and so has '{files[name]}'", cure="Remove one of them")
+                    raise CheckpointError.of_weights(
+                        file, f"has '{name}', and so has '{files[name]}'", cure="Remove one of them"
+                    )
                 files[name] = file
             tensors.update(found)
     except OSError as error:
         file = Path(error.filename) if error.filename else path
-        raise WeightFileError(file, f"cannot be read: {error.strerror or error}", cure="See that it can be") from error
+        raise CheckpointError.of_weights(
+            file, f"cannot be read: {error.strerror or error}", cure="See that it can be"
+        ) from error
     return tensors
 
 
@@ -84,7 +90,9 @@ def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
             yield path, ()
         return
     if not path.is_dir():
-        raise WeightFileError(path, "is not there", cure="Name a directory on this machine, or a file, with weights")
+        raise CheckpointError.of_weights(
+            path, "is not there", cure="Name a directory on this machine, or a file, with weights"
+        )
     for name in (_SAFETENSORS, _PICKLES):
         if (path / name).is_file():
             yield path / name, ()
@@ -94,7 +102,7 @@ def _files(path: Path) -> Iterator[tuple[Path, Sequence[str]]]:
             yield from _sharded(index)
             return
     there = sorted(each.name for each in path.iterdir())
-    raise WeightFileError(
+    raise CheckpointError.of_weights(
         path,
         f"has neither {_SAFETENSORS} nor {_PICKLES}, nor an index of shards; it has {listed(there, most=8) or 'nothing'}",
         cure="Name the directory that save_pretrained or engine.save_16bit_model wrote to, or one file with tensors",
@@ -108,14 +116,16 @@ def _sharded(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
         for name, file in weight_map.items():
             shards.setdefault(file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightFileError(index, "is not an index of shards", cure=_WHOLE) from error
+        raise CheckpointError.of_weights(index, "is not an index of shards", cure=_WHOLE) from error
     for file in shards:
         place = PurePosixPath(file) if isinstance(file, str) and "\0" not in file else None
         if place is None or not place.parts or place.is_absolute() or ".." in place.parts:
-            raise WeightFileError(index, f"names {file!r}, which is not in its directory", cure="Do not trust it")
+            raise CheckpointError.of_weights(
+                index, f"names {file!r}, which is not in its directory", cure="Do not trust it"
+            )
     missing = [file for file in shards if not (index.parent / file).is_file()]
     if missing:
-        raise WeightFileError(
+        raise CheckpointError.of_weights(
             index, f"names shards that are not there: {', '.join(sorted(missing))}", cure="Fetch them"
         )
     for file, names in shards.items():
@@ -137,13 +147,13 @@ def _open_safetensors(file: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="np"):
             pass
     except (SafetensorError, OSError) as error:
-        raise WeightFileError(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
+        raise CheckpointError.of_weights(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
     try:
         return _mapped_tensors(file)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, WeightFileError):
+        if isinstance(error, CheckpointError):
             raise
-        raise WeightFileError(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
+        raise CheckpointError.of_weights(file, f"is not a whole safetensors file: {error}", cure=_WHOLE) from error
 
 
 def _mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -156,7 +166,7 @@ def _mapped_tensors(file: Path) -> dict[str, torch.Tensor]:
             continue
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise WeightFileError(
+            raise CheckpointError.of_weights(
                 file, f"has '{name}' of dtype {entry['dtype']}, which torch lacks", cure="Convert it first"
             )
         first, last = entry["data_offsets"]
@@ -175,10 +185,10 @@ def _open_pickle(file: Path) -> dict[str, torch.Tensor]:
         loaded = read_pickle(file, map_file(file), lambda name: False)
     except DamagedPickleError as error:
         cure = "It must be what torch.save(model.state_dict(), ...) writes, with tensors only"
-        raise WeightFileError(file, f"cannot be looked at: {error}", cure=cure) from error
+        raise CheckpointError.of_weights(file, f"cannot be looked at: {error}", cure=cure) from error
     with contextlib.suppress(AttributeError):
         if all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in loaded.items()):
             return dict(loaded)
-    raise WeightFileError(
+    raise CheckpointError.of_weights(
         file, "holds something else than tensors by name", cure="Save the state dict alone: torch.save(state_dict, ...)"
     )

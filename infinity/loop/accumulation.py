@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from infinity.config import InfinityConfig
-from infinity.errors import BatchSizeError, StepOrderError
+from infinity.errors import ConfigError, StepError
 
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 """What a checkpoint has of it."""
@@ -78,7 +78,7 @@ class Accumulation:
     def set_boundary(self, is_boundary: bool | None) -> None:
         """See `Engine.set_gradient_accumulation_boundary`."""
         if not self.is_managed:
-            raise StepOrderError(
+            raise StepError.order(
                 "engine.set_gradient_accumulation_boundary()",
                 "the config says that every engine.step() is a boundary",
                 cure='Remove "managed_gradient_accumulation": false',
@@ -92,13 +92,13 @@ class Accumulation:
         """Micro-batches per step from now on.
 
         Raises:
-            BatchSizeError: fewer than one.
-            StepOrderError: the present step has begun.
+            ConfigError: fewer than one.
+            StepError: the present step has begun.
         """
         if num < 1:
-            raise BatchSizeError(f"{num!r} micro-batches per step", cure="Take a whole number from 1 on")
+            raise ConfigError.of_batch(f"{num!r} micro-batches per step", cure="Take a whole number from 1 on")
         if self.boundary is None and self.is_managed and self.position:
-            raise StepOrderError(
+            raise StepError.order(
                 "setting the accumulation steps",
                 "some micro-batches of the present step have passed",
                 cure="Set them after the engine.step() that ends a step",
@@ -113,8 +113,8 @@ class Accumulation:
         """Samples per step from now on, in micro-batches of the same size.
 
         Raises:
-            BatchSizeError: it is no multiple of the micro-batch.
-            StepOrderError: the present step has begun.
+            ConfigError: it is no multiple of the micro-batch.
+            StepError: the present step has begun.
         """
         per_round = (self.micro_batch_size or 1) * self._num_ranks
         if self.micro_batch_size is None or size % per_round or size < per_round:
@@ -122,7 +122,7 @@ class Accumulation:
                 f"a batch of {size} cannot be divided into micro-batches of {self.micro_batch_size or 'unknown'} samples"
                 + (f" on {self._num_ranks} processes" if self._num_ranks > 1 else "")
             )
-            raise BatchSizeError(problem, cure='Take a multiple of "train_micro_batch_size_per_gpu"')
+            raise ConfigError.of_batch(problem, cure='Take a multiple of "train_micro_batch_size_per_gpu"')
         self.set_num_micro_batches(size // per_round)
 
     def set_micro_batch_size(self, size: int) -> None:
@@ -149,7 +149,7 @@ class Accumulation:
             problem, cure = "every engine.step() is a boundary", 'Remove "managed_gradient_accumulation": false'
         else:
             return
-        raise StepOrderError(call, problem, cure=cure, step=self.global_steps)
+        raise StepError.order(call, problem, cure=cure, step=self.global_steps)
 
     def state(self) -> dict[str, int]:
         """For `load_state`."""

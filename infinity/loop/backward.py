@@ -12,7 +12,7 @@ from threading import get_ident
 import torch
 
 from infinity.activations.refusal import LastingRefusal
-from infinity.errors import GradientNotResidentError, LateGradientError, StepOrderError
+from infinity.errors import AccessError, StepError
 from infinity.gradients.collector import GradientCollector, have_hooks_of_others
 from infinity.gradients.listener import GradientListener
 from infinity.loop.phase import Phase, PhaseGuard
@@ -122,7 +122,7 @@ class Backwards:
     def _notice(self) -> None:
         is_scaled = self._is_own_scaled or self._guard.phase is Phase.BACKWARD
         if self._stepper.scaler.is_active and not is_scaled:
-            raise StepOrderError(
+            raise StepError.order(
                 "loss.backward()",
                 "Loss scaling is required with fp16 before the backward, and the step undoes it",
                 cure="Call engine.backward(loss), or engine.scale(loss).backward(), and engine.step()",
@@ -155,7 +155,7 @@ class Backwards:
         used_up = self._stepper.used_up
         for slot in gradients if used_up else ():
             if (unit.index, slot.index) in used_up:  # by the backward before this one
-                raise LateGradientError(slot.spec.fqn, unit=unit.name, step=self._step())
+                raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self._step())
         if self._guard.phase is not Phase.BACKWARD:
             gradients = dict(self._style.take_own(gradients))
         self._listener().note_delivery(unit, gradients)
@@ -201,7 +201,7 @@ class Backwards:
             assigns: it gets a gradient that is not autograd's.
 
         Raises:
-            GradientNotResidentError: it is one of several micro-batches' that go through backward together.
+            AccessError: it is one of several micro-batches' that go through backward together.
             EngineBusyError: a signal handler or finalizer does so in the midst of a call.
         """
         if self._pager.lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
@@ -212,7 +212,7 @@ class Backwards:
             if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
                 self._style.note_look()
         elif self.collector.hands_out:
-            raise GradientNotResidentError(
+            raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason="in this backward, which goes unit by unit over all micro-batches, nobody has their sum",
                 cure='Set "infinity.schedule": "ordinary" to look at gradients in backward',

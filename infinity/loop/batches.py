@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 from infinity.torch_internals.operations import leaves, replaced
 
 
@@ -28,7 +28,7 @@ def loss_of(output: Any) -> torch.Tensor:
     """The loss in a model's output: ``.loss``, ``["loss"]``, the first of a tuple, or the output itself.
 
     Raises:
-        StepOrderError: there is none.
+        StepError: there is none.
     """
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
@@ -36,7 +36,7 @@ def loss_of(output: Any) -> torch.Tensor:
     if loss is None:
         loss = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(loss, torch.Tensor):
-        raise StepOrderError(
+        raise StepError.order(
             "engine.train_batch()",
             f"the model returned no loss but {type(output).__name__}",
             cure='Return a scalar tensor, an object with ".loss", or a tuple that begins with the loss',

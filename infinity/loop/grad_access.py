@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import GradientNotResidentError, SparseGradientWarning
+from infinity.errors import AccessError, OtherNumbersWarning
 from infinity.gradients.listener import GradientListener
 from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.backward import Backwards
@@ -97,7 +97,7 @@ class GradAccess(GradientListener):
         """The gradient, or None without one.
 
         Raises:
-            GradientNotResidentError: it was used up by an update in backward, or is averaged in the step.
+            AccessError: it was used up by an update in backward, or is averaged in the step.
         """
         unit, slot = self._module_hooks.locate(parameter)
         if not slot.spec.is_trainable:
@@ -115,7 +115,7 @@ class GradAccess(GradientListener):
 
     def _check_not_used_up(self, unit: Unit, slot: Slot) -> None:
         if (unit.index, slot.index) in self._stepper.used_up:
-            raise GradientNotResidentError(
+            raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason="its unit was updated in backward, and the gradient was used up",
                 cure='Set "infinity.update": "step" to see or change gradients between backward and step',
@@ -158,7 +158,7 @@ class GradAccess(GradientListener):
         Raises:
             TypeError: it is no floating-point tensor.
             ValueError: wrong shape.
-            GradientNotResidentError: the one before was used up by an update in backward.
+            AccessError: the one before was used up by an update in backward.
         """
         unit, slot = self._module_hooks.locate(parameter)
         if not slot.spec.is_trainable:
@@ -183,7 +183,7 @@ class GradAccess(GradientListener):
             if isinstance(gradient, PagedGradient):
                 gradient = gradient.in_memory()
             if gradient.layout is not torch.strided:
-                warnings.warn(SparseGradientWarning(slot.spec.fqn), stacklevel=2)
+                warnings.warn(OtherNumbersWarning.of_sparse_gradient(slot.spec.fqn), stacklevel=2)
                 gradient = gradient.to_dense()
         if self._own:  # assigned one after the other, tensors that nobody else holds must not pile up
             self._take_in(next(reversed(self._own)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 from infinity.numerics.random_states import random_states, set_random_states
 
 logger = logging.getLogger(__name__)
@@ -227,11 +227,11 @@ class OwnBatches(RepeatingLoader):
     def __next__(self) -> Any:
         """
         Raises:
-            StepOrderError: the loader is empty.
+            StepError: the loader is empty.
         """
         try:
             return super().__next__()
         except StopIteration:
-            raise StepOrderError(
+            raise StepError.order(
                 "engine.train_batch()", "training_data gives no batch", cure="Check its length and dataloader_drop_last"
             ) from None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity.errors import CheckpointError, EngineClosedError, PartialUpdateError, StepOrderError
+from infinity.errors import CheckpointError, EngineClosedError, StepError
 from infinity.updates.stepper import Stepper
 
 
@@ -92,7 +92,7 @@ class PhaseGuard:
     def check_open(self) -> None:
         """Raise `EngineClosedError` after ``close()``."""
         if self.phase is Phase.CLOSED:
-            raise EngineClosedError("this call", is_by_library=self._is_destroyed)
+            raise EngineClosedError.after_close("this call", is_by_library=self._is_destroyed)
 
     def note_part_loaded(self, folder: Path | None) -> None:
         """A checkpoint was loaded in part, so that weights are those of two trainings; None: they are whole again."""
@@ -108,7 +108,7 @@ class PhaseGuard:
         self.check_loaded()
         if self.phase is Phase.BROKEN:
             self.check_not_partial("it was cut off by an exception")
-            raise StepOrderError(
+            raise StepError.order(
                 "engine",
                 f"the last {self._cut_off} was cut off by an exception, its gradients are not whole",
                 cure="Call engine.reset() to drop them, then train on",
@@ -119,7 +119,7 @@ class PhaseGuard:
         """Raise if ``engine.step()`` makes no sense now."""
         self.check_whole()
         if not self.has_gradients:
-            raise StepOrderError(
+            raise StepError.order(
                 "engine.step()",
                 "there was no backward since the last one",
                 cure="Call engine.backward(loss) for each micro-batch before it",
@@ -129,7 +129,7 @@ class PhaseGuard:
     def check_settled(self) -> None:
         """Raise if weights of two steps lie side by side: an update ran in backward, and ``step`` was not called."""
         if self._stepper.is_between_steps:
-            raise StepOrderError(
+            raise StepError.order(
                 "reading weights",
                 "some of them were already updated in backward, and engine.step() has not been called",
                 cure='Call engine.step() first, or set "infinity.update": "step"',
@@ -139,7 +139,7 @@ class PhaseGuard:
     def check_not_partial(self, problem: str) -> None:
         """Raise if some units were updated in backward; ``problem`` says what happened then."""
         if self._stepper.updated:
-            raise PartialUpdateError(
+            raise StepError.partial_update(
                 step=self._step(),
                 num_updated=len(self._stepper.updated),
                 num_units=len(self._stepper.units),
@@ -150,7 +150,7 @@ class PhaseGuard:
         """Raise if ``engine.backward(loss)`` makes no sense now."""
         self.check_whole()
         if self._stepper.is_between_steps:
-            raise StepOrderError(
+            raise StepError.order(
                 "engine.backward()",
                 "the weights were already updated in the backward before this one, and engine.step() was not called",
                 cure='Call engine.step() after each gradient accumulation boundary, or set "infinity.update": "step"',
@@ -158,7 +158,7 @@ class PhaseGuard:
             )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise StepOrderError(
+            raise StepError.order(
                 "engine.backward()",
                 f"the loss must be a scalar tensor, one with one element; got {what}",
                 cure="Reduce it first, e.g. loss.mean()",
@@ -169,14 +169,14 @@ class PhaseGuard:
         """Raise if the optimizer's step makes no sense now."""
         self.check_whole()
         if self._stepper.scaler.is_active and not is_engine_step:
-            raise StepOrderError(
+            raise StepError.order(
                 "optimizer.step()",
                 "with fp16 the loss scale has to follow each step",
                 cure="Call engine.step() with engine.backward(loss)",
                 step=self._step(),
             )
         if self._stepper.is_between_steps and not is_engine_step:
-            raise StepOrderError(
+            raise StepError.order(
                 "optimizer.step()",
                 "the update already ran in engine.backward()",
                 cure="Call engine.step() with engine.backward(), or optimizer.step() with loss.backward()",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infinity.config import load_config
+from infinity.config import ANY_BATCH, load_config
 from infinity.config.schema.blocks import InfinityBlock
 from infinity.config.schema.offload_blocks import AioBlock
 from infinity.config.text import blank_comments, read_text
-from infinity.errors import BatchSizeError, ConfigError
+from infinity.errors import ConfigError
 from infinity.machine.drive_profile import Block
 from swapper.volumes.publish import replacing
 
@@ -171,10 +171,10 @@ def _read(path: Path) -> str:
 
 def _load(text: str, path: Path) -> None:
     try:
-        # As a dict: a text that does not begin with { would be taken as the name of a file.
-        load_config(read_text(text.lstrip("\ufeff"), source=str(path)), check_storage=False)
-    except BatchSizeError:
-        pass  # a part of a config, or one that is completed when it is loaded
+        # As a dict: a text that does not begin with { would be taken as the name of a file. Its batch sizes may be completed
+        # when it is loaded.
+        content = read_text(text.lstrip("\ufeff"), source=str(path))
+        load_config(content, overrides=ANY_BATCH, check_storage=False)
     except ConfigError as error:
         raise ConfigRefused(
             f"{path} is left as it is, because it is no config that the engine takes: {error}"

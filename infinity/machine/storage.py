@@ -12,7 +12,7 @@ from pathlib import Path
 from infinity.machine.bandwidth_cache import measured_bandwidth
 from infinity.machine.finding import Finding, Verdict, size
 from swapper.config import SwapperConfig
-from swapper.errors import BackendUnavailableError, SwapperError, UnwritableDirectoryError, VolumeError
+from swapper.errors import BackendUnavailableError, SwapperError, VolumeError
 from swapper.measure.by_name import open_by_name
 from swapper.measure.choice import Choice, choose
 from swapper.volumes.directory import Directory
@@ -69,9 +69,7 @@ def writable_drive(path: Path) -> Drive:
         raise VolumeError(path, f"{path} is not a directory")
     if not os.access(path, os.W_OK | os.X_OK):
         is_read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-        raise UnwritableDirectoryError(
-            path, "its file system is mounted read-only" if is_read_only else "no permission"
-        )
+        raise VolumeError.unwritable(path, "its file system is mounted read-only" if is_read_only else "no permission")
     return drive
 
 

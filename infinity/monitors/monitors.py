@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from infinity.config import FileMonitorSection, MonitorsSection, WandbSection
 from infinity.distributed.world import world
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.telemetry.report import StepReport
 from swapper.volumes.publish import make_directory, opener
 
@@ -35,7 +35,7 @@ class Monitors:
         """Open them.
 
         Raises:
-            ConfigValueError: one cannot be opened; says why. Those that were are closed again.
+            ConfigError: one cannot be opened; says why. Those that were are closed again.
         """
         self._monitors: dict[str, Monitor] = {}
         self._has_warned = False
@@ -64,7 +64,7 @@ class Monitors:
             self._monitors[key] = kind(section)
         except ImportError as error:
             cure = f"pip install {package}, or set it to false"
-            raise ConfigValueError(
+            raise ConfigError.value(
                 f"{key}.enabled", True, f"it needs the package {package}: {error}", cure=cure
             ) from error
         except Exception as error:
@@ -72,7 +72,7 @@ class Monitors:
             if key == "wandb":
                 cure = "Log in (wandb login), set the environment variable WANDB_MODE=offline, or set it to false"
             problem = f"it cannot be written: {type(error).__name__}: {error}"
-            raise ConfigValueError(f"{key}.enabled", True, problem, cure=cure) from error
+            raise ConfigError.value(f"{key}.enabled", True, problem, cure=cure) from error
 
     def write_events(self, events: Sequence[Event]) -> None:
         """Write values of one's own.
@@ -136,7 +136,7 @@ class MonitorMaster(Monitors):
         """On other processes than the first it writes nothing.
 
         Raises:
-            ConfigValueError: as `Monitors`.
+            ConfigError: as `Monitors`.
         """
         super().__init__(monitor_config, is_first=world().index == 0)
 

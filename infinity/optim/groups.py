@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from infinity.optim.main_weights import with_main_weight, without_main_weight
 from infinity.optim.values import same_values
 from infinity.optim.worker import hyperparameters
@@ -114,9 +114,9 @@ class TiledParameter:
     shape: tuple[int, ...]
     new: Callable[..., Tensor]
 
-    def refusal(self, what: str) -> UnsupportedModelError:
+    def refusal(self, what: str) -> ModelError:
         """``what`` needs the values of the parameter, of which there are only tiles."""
-        return UnsupportedModelError(
+        return ModelError(
             f"{what} needs the whole of '{self.fqn}', which is larger than infinity.tile_above and is used tile by tile: "
             "linear and embedding can do that",
             cure="Raise infinity.tile_above; to read or change values, take the tiles, one after the other: the parameters of "

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.optim.registry import nearest
 
 logger = logging.getLogger(__name__)
@@ -331,7 +331,7 @@ def find_schedule(name: str) -> type[LRScheduler]:
     """The schedule called `name` (case does not matter): one of `SCHEDULES`, or one of torch's.
 
     Raises:
-        ConfigValueError: nobody knows the name, or JSON cannot describe the schedule's arguments.
+        ConfigError: nobody knows the name, or JSON cannot describe the schedule's arguments.
     """
     torch_schedules = {
         cls_name: cls
@@ -345,10 +345,10 @@ def find_schedule(name: str) -> type[LRScheduler]:
         near = nearest(name, list(known))
         hint = f"Did you mean '{near}'? " if near else ""
         cure = f"{hint}There are {', '.join(SCHEDULES)}, and the classes of torch.optim.lr_scheduler"
-        raise ConfigValueError("scheduler.type", name, "no such schedule", cure=cure)
+        raise ConfigError.value("scheduler.type", name, "no such schedule", cure=cure)
     if exact in _NOT_FROM_JSON:
         cure = f"Build it in Python and pass lr_scheduler=lambda optimizer: {exact}(optimizer, ...) to initialize"
-        raise ConfigValueError("scheduler.type", name, "JSON cannot describe this schedule", cure=cure)
+        raise ConfigError.value("scheduler.type", name, "JSON cannot describe this schedule", cure=cure)
     return known[exact]
 
 
@@ -365,7 +365,7 @@ def build_scheduler(section: ScheduleSpec, optimizer: Optimizer) -> LRScheduler:
     """The schedule that the config asks for, attached to `optimizer`.
 
     Raises:
-        ConfigValueError: unknown type, or arguments that the schedule does not take.
+        ConfigError: unknown type, or arguments that the schedule does not take.
     """
     cls = find_schedule(section.type)
     params = dict(section.params)
@@ -373,7 +373,7 @@ def build_scheduler(section: ScheduleSpec, optimizer: Optimizer) -> LRScheduler:
     for name, is_required in known.items():
         if is_required and name not in params:
             cure = f"{cls.__name__} cannot do without it: give a number, or pass lr_scheduler to initialize"
-            raise ConfigValueError(f"scheduler.params.{name}", None, 'it is missing or "auto"', cure=cure)
+            raise ConfigError.value(f"scheduler.params.{name}", None, 'it is missing or "auto"', cure=cure)
     if "last_batch_iteration" in params:
         params["last_epoch"] = int(params.pop("last_batch_iteration"))
     if params.get("last_epoch", -1) >= 0:
@@ -381,11 +381,11 @@ def build_scheduler(section: ScheduleSpec, optimizer: Optimizer) -> LRScheduler:
             group.setdefault("initial_lr", group["lr"])
     try:
         return cls(optimizer, **params)
-    except ConfigValueError:
+    except ConfigError:
         raise
     except (TypeError, ValueError) as error:
         cure = f"{cls.__name__} takes {', '.join(known)}"
-        raise ConfigValueError("scheduler.params", params, str(error), cure=cure) from error
+        raise ConfigError.value("scheduler.params", params, str(error), cure=cure) from error
 
 
 def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
@@ -394,14 +394,14 @@ def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
         return [float(value)] * num_groups
     if len(value) != num_groups:
         problem = f"{len(value)} values for {num_groups} parameter groups"
-        raise ConfigValueError(f"scheduler.params.{name}", value, problem, cure="Give one number, or one per group")
+        raise ConfigError.value(f"scheduler.params.{name}", value, problem, cure="Give one number, or one per group")
     return [float(item) for item in value]
 
 
 def _whole(name: str, value: object, *, at_least: int = 0) -> int:
     if not isinstance(value, int | float) or int(value) != value or value < at_least:
         cure = f"Give a whole number of at least {at_least}"
-        raise ConfigValueError(f"scheduler.params.{name}", value, "not a possible number of steps", cure=cure)
+        raise ConfigError.value(f"scheduler.params.{name}", value, "not a possible number of steps", cure=cure)
     return int(value)
 
 
@@ -413,7 +413,7 @@ def _warmup_length(num_steps: int) -> int:
 def _warmup_type(name: str) -> str:
     if name in ("log", "linear"):
         return name
-    raise ConfigValueError("scheduler.params.warmup_type", name, "unknown", cure='Take "log" or "linear"')
+    raise ConfigError.value("scheduler.params.warmup_type", name, "unknown", cure='Take "log" or "linear"')
 
 
 def _warmup_fraction(index: int, num_steps: int, kind: str) -> float:

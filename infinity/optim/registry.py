@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim import Optimizer
 
-from infinity.errors import ConfigValueError, OptimizerNotPageableError, UnknownConfigKeyError, UnsupportedConfigError
+from infinity.errors import ConfigError, OptimizerNotPageableError
 from infinity.optim.classes.lamb import Lamb
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.muon import Muon
@@ -142,16 +142,16 @@ def resolve(section: OptimizerSection, device: torch.device) -> functools.partia
         device: where updates will run.
 
     Raises:
-        ConfigValueError: nobody knows this optimizer, or a value is out of range.
+        ConfigError: nobody knows this optimizer, or a value is out of range.
         OptimizerNotPageableError: the optimizer is known and mixes elements.
-        UnknownConfigKeyError: a parameter it does not take.
-        UnsupportedConfigError: a parameter of DeepSpeed that would change the numbers.
+        ConfigError: a parameter it does not take.
+        ConfigError: a parameter of DeepSpeed that would change the numbers.
     """
     cls = _class_named(section.type)
     refuse_not_pageable(cls)
     params = dict(section.params)
     if params.pop("max_grad_norm", 0):
-        raise ConfigValueError(
+        raise ConfigError.value(
             f"{_PATH}.max_grad_norm",
             section.params["max_grad_norm"],
             "clipping is no argument of the optimizer",
@@ -162,15 +162,15 @@ def resolve(section: OptimizerSection, device: torch.device) -> functools.partia
     elif cls is OneBitAdam:
         params = _one_bit_adam(params)
     elif cls is Lamb and params.pop("amsgrad", False):
-        raise UnsupportedConfigError(f"{_PATH}.amsgrad", True, "LAMB is not defined with it", cure="Remove it")
+        raise ConfigError.unsupported(f"{_PATH}.amsgrad", True, "LAMB is not defined with it", cure="Remove it")
     elif cls is Lion:
         params = {"lr": 1e-3, "betas": (0.9, 0.999), **params}
     accepted = [name for name in inspect.signature(cls).parameters if name != "params"]
     unknown = [name for name in params if name not in accepted]
     if unknown:
-        raise UnknownConfigKeyError([(f"{_PATH}.{name}", nearest(name, accepted)) for name in unknown])
+        raise ConfigError.unknown_keys([(f"{_PATH}.{name}", nearest(name, accepted)) for name in unknown])
     if params.get("differentiable"):
-        raise ConfigValueError(f"{_PATH}.differentiable", True, "no graph is kept through an update", cure="Remove it")
+        raise ConfigError.value(f"{_PATH}.differentiable", True, "no graph is kept through an update", cure="Remove it")
     # JSON has no tuples.
     params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     if "fused" in accepted and params.get("fused") is None and not params.get("foreach") and _runs_fused(cls, device):
@@ -194,7 +194,7 @@ def _class_named(name: str) -> type[Optimizer]:
             raise OptimizerNotPageableError(key, reason, cure=_ONE_BIT_CURES.get(key))
     known = sorted({cls.__name__ for cls in BY_NAME.values()} | {key for key in in_torch if key not in _NOT_PAGEABLE})
     near = nearest(name, known)
-    raise ConfigValueError(
+    raise ConfigError.value(
         "optimizer.type",
         name,
         "no optimizer of this name",
@@ -208,7 +208,7 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
     torch_defaults = bool(params.pop("torch_adam", False))
     is_decoupled = bool(params.pop("adam_w_mode", True)) or name == "adamw"
     if not params.pop("fp32_optimizer_states", True):
-        raise UnsupportedConfigError(
+        raise ConfigError.unsupported(
             f"{_PATH}.fp32_optimizer_states",
             False,
             "it says nothing about how states are rounded",
@@ -219,7 +219,7 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
         params.setdefault("weight_decay", 0.0)
     if not params.pop("bias_correction", True):
         if params.pop("amsgrad", False):
-            raise UnsupportedConfigError(
+            raise ConfigError.unsupported(
                 f"{_PATH}.bias_correction",
                 False,
                 "amsgrad is not defined without correction for bias",
@@ -232,7 +232,7 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str,
 def _one_bit_adam(params: dict[str, Any]) -> dict[str, Any]:
     for name in ("eps_inside_sqrt", "amsgrad"):
         if params.pop(name, False):
-            raise UnsupportedConfigError(
+            raise ConfigError.unsupported(
                 f"{_PATH}.{name}", True, "1-bit Adam is not defined with it", cure="Remove it, or train with AdamW"
             )
     return {name: value for name, value in params.items() if name not in _WITHOUT_EFFECT}

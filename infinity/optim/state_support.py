@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from infinity.errors import ConfigValueError, OptimizerNotPageableError
+from infinity.errors import ConfigError, OptimizerNotPageableError
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.classes.lion import Lion
 from infinity.optim.piece import PieceUpdater
@@ -53,7 +53,7 @@ def check_state_format(form: StateFormat, template: Template, updater: PieceUpda
     """Refuse what rounding would break.
 
     Raises:
-        ConfigValueError: the optimizer updates whole parameters, or takes a root of a difference of two states (RMSprop with
+        ConfigError: the optimizer updates whole parameters, or takes a root of a difference of two states (RMSprop with
             ``centered``), which rounding makes negative; or, with ``INT8``, it is not one of Adam, AdamW, SGD and Lion, or keeps
             a maximum (``amsgrad``), which grows with every rounding up.
     """
@@ -61,7 +61,7 @@ def check_state_format(form: StateFormat, template: Template, updater: PieceUpda
         return
     cls = type(template.optimizer)
     if updater.mixes_elements:
-        raise ConfigValueError(
+        raise ConfigError.value(
             _KEY,
             form.value,
             f"rounded states are opened part by part, and {cls.__name__} updates whole parameters",
@@ -69,7 +69,7 @@ def check_state_format(form: StateFormat, template: Template, updater: PieceUpda
         )
     for index, group in enumerate(template.param_groups):
         if isinstance(template.optimizer, torch.optim.RMSprop) and group.get("centered"):
-            raise ConfigValueError(
+            raise ConfigError.value(
                 _KEY,
                 form.value,
                 f"{cls.__name__} with centered=True takes the root of a difference of two states, and between rounded ones that "
@@ -79,7 +79,7 @@ def check_state_format(form: StateFormat, template: Template, updater: PieceUpda
         names = updater.state_names(index)
         refused = [name for name in names if name not in _ONE_BYTE.get(cls, frozenset())]
         if form is StateFormat.INT8 and refused:
-            raise ConfigValueError(
+            raise ConfigError.value(
                 _KEY,
                 form.value,
                 f"one byte per element is for the running means of Adam, AdamW, SGD and Lion, and {cls.__name__} keeps "

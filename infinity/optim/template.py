@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
+from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError
 from infinity.optim.classes.muon import Muon, is_for_muon
 from infinity.optim.groups import Groups, Members, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
@@ -111,12 +111,12 @@ class Template:
         """The groups as they are now, for updates that run later. Tensors are copied.
 
         Raises:
-            ParameterGroupError: a parameter is in two groups, or twice in one: it would be updated twice.
+            ModelError: a parameter is in two groups, or twice in one: it would be updated twice.
         """
         members = self.members()
         if members.twice is not None:
             param, indices = members.twice
-            raise ParameterGroupError(self.fqn(param), group_indices=indices)
+            raise ModelError.in_two_groups(self.fqn(param), group_indices=indices)
         return Groups(self.param_groups, members)
 
     def known(self) -> Iterator[Parameter]:
@@ -247,7 +247,7 @@ def build_template(
     Raises:
         ConfigError: the source is none of these, or the constructor refuses its arguments.
         OptimizerNotPageableError: the class is known to mix elements.
-        ParameterGroupError: a trainable parameter is in two groups, or twice in one.
+        ModelError: a trainable parameter is in two groups, or twice in one.
         ModelError: a group holds a tensor that is no parameter of the model.
     """
     fqns = _names_of(named_params)
@@ -445,7 +445,7 @@ def _check_groups(members: Sequence[Sequence[Any]], fqns: Mapping[Parameter, str
         )
     repeated = [param for param in trainable if len(places.get(param, [])) > 1]
     if repeated:
-        raise ParameterGroupError(
+        raise ModelError.in_two_groups(
             trainable[repeated[0]], group_indices=places[repeated[0]], num_others=len(repeated) - 1
         )
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 
 _CURE = "Compile its blocks instead: engine.compile(...) after infinity.initialize does that for all of them"
 
@@ -79,7 +79,7 @@ class CompiledForwards:
             blocks: by FQN, the modules that became units of their own.
 
         Raises:
-            UnsupportedModelError: something around several blocks was compiled, and cannot be taken apart.
+            ModelError: something around several blocks was compiled, and cannot be taken apart.
         """
         for fqn, module in list(self._model.named_modules()):
             if not is_compiled(module):
@@ -94,7 +94,7 @@ class CompiledForwards:
             compile_function = _settings_of(compiled)
             if compiled is None or compile_function is None:
                 name = fqn or type(getattr(module, "_orig_mod", module)).__name__
-                raise UnsupportedModelError(
+                raise ModelError(
                     f"module '{name}' was compiled as a whole, and its parameters are not in memory all at once",
                     cure=_CURE,
                     fqn=fqn,
@@ -140,8 +140,8 @@ def _settings_of(compiled: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def refuse_tracing(module: nn.Module) -> None:
-    """Raise `UnsupportedModelError`: a graph of more than one unit is being made."""
-    raise UnsupportedModelError(
+    """Raise `ModelError`: a graph of more than one unit is being made."""
+    raise ModelError(
         f"torch.compile cannot trace {type(module).__name__} together with what is around it while an engine pages its "
         "parameters",
         cure=_CURE,

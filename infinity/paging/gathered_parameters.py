@@ -34,8 +34,8 @@ class GatheredParameters:
 
     Raises:
         BudgetTooSmallError: the units do not fit into the part of the budget for weights.
-        UnsupportedModelError: one of them is used tile by tile (``infinity.tile_above``).
-        StepOrderError: between ``engine.backward()`` and ``engine.step()``, when updates run in backward.
+        ModelError: one of them is used tile by tile (``infinity.tile_above``).
+        StepError: between ``engine.backward()`` and ``engine.step()``, when updates run in backward.
     """
 
     def __init__(

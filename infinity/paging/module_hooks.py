@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.errors import EngineBusyError, ModelError, UnsupportedModelError
+from infinity.errors import EngineBusyError, ModelError
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.torch_internals.modes import outside_modes, untraced
@@ -68,7 +68,7 @@ class _HooksOfModule:
 
     def _before_root(self, module: nn.Module, abandon: Callable[[], None]) -> None:
         if is_tracing():
-            raise UnsupportedModelError(
+            raise ModelError(
                 "torch.jit.trace makes constants of the weights, and they do not stay where they are",
                 cure="Trace a copy: copy.deepcopy(model)",
             )
@@ -417,7 +417,7 @@ class _LoadHooks:
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            raise UnsupportedModelError(
+            raise ModelError(
                 "load_state_dict(assign=True) would replace parameters that an engine holds",
                 cure="Call load_state_dict without assign, or before infinity.initialize",
                 fqn=prefix.rstrip("."),

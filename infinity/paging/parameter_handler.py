@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infinity.distributed.collectives import Ranks
-from infinity.errors import OtherNumbersWarning, StaleDataError, UnsupportedModelError
+from infinity.errors import AccessError, ModelError, OtherNumbersWarning
 from infinity.paging.assigned import Assigned, place_of
 from infinity.paging.module_hooks import ModuleHooks
 from infinity.paging.pager import Pager
@@ -144,7 +144,7 @@ class ParameterHandler:
                 f"{slot.spec.stride}: kernels may give other last bits than in torch"
             )
             cure = "Convert the model before infinity.initialize"
-            warnings.warn(OtherNumbersWarning(slot.spec.fqn, what, cure=cure), stacklevel=3)
+            warnings.warn(OtherNumbersWarning.of_parameter(slot.spec.fqn, what, cure=cure), stacklevel=3)
         if host_of(values) is not None:
             values = values.detach().clone()  # it looks at the same memory, in another order
         for view in unit.handed_out(slot):
@@ -168,7 +168,7 @@ class ParameterHandler:
         """Raise if the parameter would have one memory with another one from now on.
 
         Raises:
-            UnsupportedModelError: ``values`` are another parameter's, or were assigned to another one.
+            ModelError: ``values`` are another parameter's, or were assigned to another one.
         """
         held, fqn = self._slot_behind(values), slot.spec.fqn
         if held is slot or values.layout is not torch.strided or not values.numel():
@@ -176,7 +176,7 @@ class ParameterHandler:
         other = self._assigned_at.get(place_of(values), fqn) if held is None else held.spec.fqn
         if held is None and (other == fqn or self._assigned[other].is_gone):
             return
-        raise UnsupportedModelError(
+        raise ModelError(
             f"parameters '{fqn}' and '{other}' would have the same memory from now on, which an engine does not give them",
             cure="Copy the values: parameter.data.copy_(other.data). To tie two parameters, make them one before "
             "infinity.initialize (module.weight = other.weight)",
@@ -195,14 +195,14 @@ class ParameterHandler:
         """Raise if a tensor that was assigned to ``.data`` has been written to since: in torch the weight would have changed.
 
         Raises:
-            StaleDataError: once for each such write.
+            AccessError: once for each such write.
         """
         for fqn, assigned in list(self._assigned.items()):
             if assigned.is_gone:
                 self._forget_assigned(fqn)
             elif assigned.is_written:
                 self._forget_assigned(fqn)
-                raise StaleDataError(fqn)
+                raise AccessError.of_data(fqn)
 
     def before_write(self, parameter: nn.Parameter) -> None:
         self._pager.residency.remember(*self._module_hooks.locate(parameter))
@@ -256,6 +256,6 @@ def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -
         cure = "Change the model before infinity.initialize, or after engine.close(restore_weights=True)"
     else:
         return
-    raise UnsupportedModelError(
+    raise ModelError(
         f"parameter '{slot.spec.fqn}' cannot be {what} while an engine holds it", cure=cure, fqn=slot.spec.fqn
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from infinity.errors import ParameterNotResidentError
+from infinity.errors import AccessError
 from infinity.paging.pager import Pager
 from infinity.paging.saved_tensors import are_forbidden
 from infinity.threads.engine_lock import is_inside
@@ -77,7 +77,7 @@ class ParameterOperations:
             return function(*args, **kwargs)  # what it gives is a copy of all of them anyway
         fqn = places[id(tensors[0])][1].spec.fqn
         if function in REBINDING:
-            raise ParameterNotResidentError(fqn, operation=name)
+            raise AccessError.of_parameter(fqn, operation=name)
         if in_backward():
             pager.note_backward()
             for unit in units:
@@ -86,7 +86,7 @@ class ParameterOperations:
         try:
             with contextlib.nullcontext() if is_inside() else pager.lock.joined():  # else autograd's thread
                 if name in EXPOSING and not all(unit.num_active for unit in units):
-                    raise ParameterNotResidentError(fqn, operation=name, cure=_CURES.get(name))
+                    raise AccessError.of_parameter(fqn, operation=name, cure=_CURES.get(name))
                 if not pager.is_computing:
                     if name == "detach" and not isinstance(tensors[0], PagedView):
                         place = places[id(tensors[0])]
@@ -104,7 +104,7 @@ class ParameterOperations:
                         if name in ("to", "empty_like") and isinstance(result, torch.Tensor) and result.is_meta:
                             # ``module.to("meta")`` would replace the parameter by one without values.
                             what = "moving to the meta device"
-                            raise ParameterNotResidentError(fqn, operation=what, cure=_CURES[what])
+                            raise AccessError.of_parameter(fqn, operation=what, cure=_CURES[what])
                         return replaced(result, lambda leaf: self._outlasting(leaf, units, outlasting))
                 finally:
                     self._end(units)

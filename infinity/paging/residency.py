@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from infinity.device.flat_pool import FlatPool
-from infinity.errors import BudgetTooSmallError, EngineBusyError, UnsupportedModelError, format_bytes
+from infinity.errors import BudgetTooSmallError, EngineBusyError, ModelError, format_bytes
 from infinity.paging.listener import WeightWriter
 from infinity.paging.trace import Trace
 from infinity.telemetry.clock import StepClock
@@ -163,7 +163,7 @@ class Residency:
         """What others than the engine have written into the unit's buffer goes where its weights rest, if anything has.
 
         Raises:
-            UnsupportedModelError: it cannot be stored. It is forgotten as far as it is known what was there before.
+            ModelError: it cannot be stored. It is forgotten as far as it is known what was there before.
         """
         unit.note_changes()
         if not unit.dirty:
@@ -172,7 +172,7 @@ class Residency:
         if unit.flat is None or writer is None:
             fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
             self.forget_changes(unit)
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"parameter '{fqn}' was written to where that cannot be stored",
                 cure="Change weights inside `with infinity.GatheredParameters(...)` between steps instead",
                 fqn=fqn,

@@ -55,7 +55,7 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
     """The best of a few ways to divide the budgets, or one with all memory for units that come and go if that moves fewer bytes.
 
     Raises:
-        BudgetTooSmallError, ConfigValueError: see `place`.
+        BudgetTooSmallError, ConfigError: see `place`.
     """
 
     def moved(placement: Placement) -> int:
@@ -146,7 +146,7 @@ def place_for_schedule(
         order: in which one micro-batch is expected to touch its units.
 
     Raises:
-        BudgetTooSmallError, ConfigValueError: see `infinity.plan.placement.place`.
+        BudgetTooSmallError, ConfigError: see `infinity.plan.placement.place`.
     """
     if asked == "ordinary":
         return _for_ordinary_steps(units, request, order), "the config asks for it"

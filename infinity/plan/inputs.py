@@ -15,7 +15,7 @@ from torch import nn
 from infinity.checkpoint.adapters import is_base
 from infinity.config import InfinityConfig
 from infinity.device.host_memory import FreeShare
-from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.errors import ConfigError
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.state_support import check_parts, check_state_format
@@ -84,7 +84,7 @@ class PlanInputs:
             is_alone: whether no other process averages gradients with this one.
 
         Raises:
-            ConfigValueError, OptimizerNotPageableError: the optimizer does not go with how its states are to be kept.
+            ConfigError, OptimizerNotPageableError: the optimizer does not go with how its states are to be kept.
         """
         shares = shares or Shares()
         updater = PieceUpdater(template)
@@ -137,7 +137,7 @@ class PlanInputs:
             return False
         try:
             placement, _ = self.place()
-        except (BudgetTooSmallError, ConfigValueError):  # as the other request will be, if it has to be
+        except ConfigError:  # as the other request will be, if it has to be
             return False
         on_drives = placement.weights_on_nvme(len(self.units)) or placement.spills
         kept = zip(self.sizes, placement.states_in_memory, strict=True)
@@ -147,7 +147,7 @@ class PlanInputs:
         """Divide the budgets; also gives why steps go in the ordinary order, None if they go vertically.
 
         Raises:
-            BudgetTooSmallError, ConfigValueError: what the config asks for cannot be had.
+            BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
         """
         return place_for_schedule(self.config.infinity.schedule, self.sizes, self.request, self.guess)
 

@@ -23,7 +23,7 @@ from infinity.config.resolved import OptimizerSection
 from infinity.config.schema.block import Findings
 from infinity.config.schema.directories import describe_directories
 from infinity.device.host_memory import free_share
-from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotPageableError, format_bytes
+from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageableError, format_bytes
 from infinity.optim.template import Template, absent_template, build_template
 from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.inputs import PlanInputs
@@ -172,7 +172,7 @@ class Ladder:
             return {}
         try:
             inputs = self._inputs(config, *self._cut(config))
-        except (ConfigValueError, OptimizerNotPageableError):
+        except (ConfigError, OptimizerNotPageableError):
             return {}
         sizes = inputs.sizes
         widest, largest = max(each.num_states for each in sizes), max(each.trainable_numel for each in sizes)
@@ -184,7 +184,7 @@ class Ladder:
         for keys in candidates:
             try:
                 found = self.outcome(keys)
-            except ConfigValueError:
+            except ConfigError:
                 continue
             yield found
 
@@ -203,7 +203,7 @@ class Ladder:
         except BudgetTooSmallError as error:
             least = error.minimum_bytes if error.key == HOST_KEY else 0
             return Outcome(*tiers, keys, None, least, _too_small(error), self._tokens)
-        except (ConfigValueError, OptimizerNotPageableError) as error:  # as an engine would
+        except (ConfigError, OptimizerNotPageableError) as error:  # as an engine would
             return Outcome(*tiers, keys, None, 0, str(error), self._tokens, lacks_room=False)
         plan = tracker.first
         machine = self._machine
@@ -281,7 +281,7 @@ class Ladder:
         config = load_config(self._source, overrides=self._tiers("nvme", "nvme"), world_size=1, check_storage=False)
         try:
             inputs = self._inputs(config, *self._cut(config))
-        except (ConfigValueError, OptimizerNotPageableError):
+        except (ConfigError, OptimizerNotPageableError):
             return None
         layers = _Layers.of(inputs)
         if layers is None:

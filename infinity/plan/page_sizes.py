@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from infinity.errors import ConfigValueError, format_bytes
+from infinity.errors import ConfigError, format_bytes
 from infinity.plan.sizes import Request
 from infinity.units.layout import CHUNK_GRANULE
 
@@ -39,7 +39,7 @@ class PageSizes:
             largest_numel: trainable elements of the largest unit.
 
         Raises:
-            ConfigValueError: ``page_bytes`` is too small for one chunk.
+            ConfigError: ``page_bytes`` is too small for one chunk.
         """
         self._request = request
         self._widest = widest
@@ -108,7 +108,7 @@ class PageSizes:
                 else f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state"
             )
             cure = f"Set it to at least {format_bytes(self._bytes_for(least))}, or leave it out"
-            raise ConfigValueError("infinity.page_bytes", wanted, what, cure=cure)
+            raise ConfigError.value("infinity.page_bytes", wanted, what, cure=cure)
         return self._largest_numel if self._request.updates_whole_parameters else min(numel, self._largest_numel)
 
     def _numel_in(self, num_bytes: int) -> int:

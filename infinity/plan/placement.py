@@ -167,7 +167,7 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
 
     Raises:
         BudgetTooSmallError: names the minimum.
-        ConfigValueError: ``page_bytes`` is too small for one chunk.
+        ConfigError: ``page_bytes`` is too small for one chunk.
     """
     planner = _Planner(units, request)
     planner.divide_device_memory()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity.errors import LibraryVersionError
+from infinity.errors import LibraryError
 from infinity.plan.plan import Plan
 from infinity.reporting.trace import StepTrace
 from infinity.run_log import Mark
@@ -221,7 +221,7 @@ def _svg(draw: Callable[[Any], None], size: tuple[float, float], salt: str) -> s
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise LibraryVersionError("matplotlib", found=None, least="3.8", extra="plot") from None
+        raise LibraryError.of_version("matplotlib", found=None, least="3.8", extra="plot") from None
     ink, faint = _COLOURS["ink"], _COLOURS["faint"]
     style: Any = {
         "svg.fonttype": "none",

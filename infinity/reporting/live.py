@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from infinity.errors import RunLogError
+from infinity.errors import CheckpointError
 from infinity.reporting.verdict import judge, known_plan, steady_steps
 from infinity.run_log import Run, RunReader, showing
 from infinity.telemetry.report import StepReport
@@ -41,7 +41,7 @@ def watch(directory: Path, console: Console, *, once: bool = False) -> bool:
         Whether the run has ended, by its engine being closed. False: its process is gone without that, or it goes on.
 
     Raises:
-        RunLogError: there is no log, or it cannot be read.
+        CheckpointError: there is no log, or it cannot be read.
     """
     reader = RunReader(directory)
     looks = _looks(reader)
@@ -64,7 +64,9 @@ def _looks(reader: RunReader) -> Iterator[bool]:
         goes_on = reader.has_writer  # asked first: what was written before its end is read
         is_new = reader.read_on()
         if not reader.run.num_starts and not goes_on:
-            raise RunLogError(reader.run.directory, "its log has no start: it is empty, damaged, or no log of a run")
+            raise CheckpointError.of_log(
+                reader.run.directory, "its log has no start: it is empty, damaged, or no log of a run"
+            )
         if is_new or is_first or not goes_on:
             yield goes_on
         if not goes_on:

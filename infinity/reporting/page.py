@@ -32,8 +32,8 @@ def run_report(directory: Path, out: Path | None = None) -> Path:
         The page's path.
 
     Raises:
-        RunLogError: there is no log, or it cannot be read.
-        LibraryVersionError: matplotlib is not installed.
+        CheckpointError: there is no log, or it cannot be read.
+        LibraryError: matplotlib is not installed.
         OSError: the page cannot be written.
     """
     run = read_run(directory)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.errors import ConfigError
 from infinity.numerics.plain_data import UNREADABLE
 from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.plan import Plan, Workload, of_record
@@ -129,7 +129,7 @@ def _with_memory(workload: Workload, plan: Plan) -> list[tuple[str, Plan]]:
         schedule = "vertical" if workload.traffic.is_vertical else "ordinary"
         try:
             placement, _ = place_for_schedule(schedule, workload.units, wanted, workload.order)
-        except (BudgetTooSmallError, ConfigValueError):
+        except ConfigError:
             continue
         other = dataclasses.replace(workload, request=wanted)
         placed = dataclasses.replace(plan, placement=placement, host_budget_bytes=wanted.budget_bytes)

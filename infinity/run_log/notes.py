@@ -47,7 +47,7 @@ class RunNotes:
         """``directory``: of the log; None: nothing is written.
 
         Raises:
-            ConfigValueError: it cannot be written there.
+            ConfigError: it cannot be written there.
         """
         self._log = None if directory is None else RunLog(directory)
         self._plan: Plan | None = None

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import InfinityError, RunLogError
+from infinity.errors import CheckpointError, InfinityError
 from infinity.numerics.plain_data import UNREADABLE
 from infinity.run_log.writer import FILE_NAME, FORMAT
 from infinity.telemetry.report import StepReport
@@ -98,7 +98,7 @@ class Run:
         if record["format"] != FORMAT:
             by = str(record.get("version", "an earlier version"))[:40]
             problem = f"has format {record['format']!r}, written by infinity {by}; this is infinity {__version__}, which reads"
-            raise RunLogError(self.directory / FILE_NAME, f"{problem} format {FORMAT}")
+            raise CheckpointError.of_log(self.directory / FILE_NAME, f"{problem} format {FORMAT}")
         for name in ("config", "machine"):
             if not isinstance(record.get(name, {}), Mapping):
                 raise TypeError(f"'{name}' is a {type(record[name]).__name__}")
@@ -132,13 +132,13 @@ class RunReader:
         """``directory``: of the run, or the log itself.
 
         Raises:
-            RunLogError: there is no log.
+            CheckpointError: there is no log.
         """
         self._path = directory if directory.is_file() else directory / FILE_NAME
         if not self._path.is_file():
             problem = "there is no log of a run" if self._path.parent.is_dir() else "there is no such directory"
             cure = "Name the directory that the config's infinity.run_log names"
-            raise RunLogError(self._path, problem, cure=cure)
+            raise CheckpointError.of_log(self._path, problem, cure=cure)
         self.run = Run(self._path.parent)
         self._offset = 0
         self._rest = b""
@@ -147,19 +147,21 @@ class RunReader:
         """Read what has been written since; returns whether that was anything. An unfinished line waits for its end.
 
         Raises:
-            RunLogError: the file cannot be read, or is of a newer version.
+            CheckpointError: the file cannot be read, or is of a newer version.
         """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except OSError as error:
-            raise RunLogError(self._path, f"cannot be read: {error.strerror or error}") from error
+            raise CheckpointError.of_log(self._path, f"cannot be read: {error.strerror or error}") from error
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in filter(None, lines):
             try:
                 self.run.add(json.loads(line))
+            except CheckpointError:  # of another version, not damaged
+                raise
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 self.run.num_damaged += 1
         return bool(data)
@@ -186,27 +188,29 @@ def read_run(directory: Path) -> Run:
     """Read a whole log. A last line that is cut off is left out, and counted unless somebody is writing it.
 
     Raises:
-        RunLogError: there is none, or it has no start.
+        CheckpointError: there is none, or it has no start.
     """
     reader = RunReader(directory)
     reader.read_on()
     if not reader.has_writer:
         reader.finish()
     if not reader.run.num_starts:
-        raise RunLogError(reader.run.directory / FILE_NAME, "has no start: it is empty, damaged, or no log of a run")
+        raise CheckpointError.of_log(
+            reader.run.directory / FILE_NAME, "has no start: it is empty, damaged, or no log of a run"
+        )
     return reader.run
 
 
 @contextlib.contextmanager
 def showing(directory: Path) -> Iterator[None]:
-    """What a log holds that no engine writes is a `RunLogError` where it is shown."""
+    """What a log holds that no engine writes is a `CheckpointError` where it is shown."""
     try:
         yield
     except InfinityError:
         raise
     except UNREADABLE as error:
         problem = f"holds values that no engine writes ({type(error).__name__}: {str(error)[:100]})"
-        raise RunLogError(directory / FILE_NAME, problem) from error
+        raise CheckpointError.of_log(directory / FILE_NAME, problem) from error
 
 
 def _time(value: Any) -> float:

@@ -22,12 +22,12 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.run_log.loss_spikes import LossSpikes
 from infinity.secret_names import is_secret
 from infinity.telemetry.report import StepReport
 from infinity.version import __version__
-from swapper import NotOwnFileError
+from swapper import VolumeError
 from swapper.volumes.own_files import open_own
 from swapper.volumes.publish import make_directory
 
@@ -48,7 +48,7 @@ class RunLog:
         """Open the log in ``directory``, which is made if it is missing, and go on behind what is there.
 
         Raises:
-            ConfigValueError: it cannot be written, or somebody else writes it.
+            ConfigError: it cannot be written, or somebody else writes it.
         """
         self.path = directory / FILE_NAME
         self._is_torn = False
@@ -62,17 +62,17 @@ class RunLog:
         try:
             make_directory(directory)
             self._file = os.fdopen(open_own(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), "ab", buffering=0)
-        except NotOwnFileError as error:
-            raise ConfigValueError(KEY, str(directory), str(error), cure="Remove it if it is not yours") from error
+        except VolumeError as error:
+            raise ConfigError.value(KEY, str(directory), str(error), cure="Remove it if it is not yours") from error
         except OSError as error:
             cure = "Name a directory that may be written to, or set it to null"
             problem = f"it cannot be written: {error.strerror or error}"
-            raise ConfigValueError(KEY, str(directory), problem, cure=cure) from error
+            raise ConfigError.value(KEY, str(directory), problem, cure=cure) from error
         _open_logs.add(self)
         if not self._is_locked():
             self._file.close()
             problem = "another engine or process writes the log there"
-            raise ConfigValueError(KEY, str(directory), problem, cure="Close that one, or name another directory")
+            raise ConfigError.value(KEY, str(directory), problem, cure="Close that one, or name another directory")
         if self._file.tell():
             with self.path.open("rb") as written:
                 written.seek(-1, os.SEEK_END)

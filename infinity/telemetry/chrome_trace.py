@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.telemetry.timeline import Row, Span, StepSpan, Timeline
 from swapper.volumes.publish import replacing
 
@@ -25,20 +25,22 @@ def check_writable(path: Path) -> None:
     """See that a trace can be written there, before the training that it is to show.
 
     Raises:
-        ConfigValueError: it cannot; says why. Nothing is left behind.
+        ConfigError: it cannot; says why. Nothing is left behind.
     """
     cure = "Name a file in a directory that exists and may be written to, or set it to null"
     if os.path.isdir(path):  # never raises, unlike `Path.is_dir`
-        raise ConfigValueError(KEY, str(path), "it is a directory", cure="Name a file in it")
+        raise ConfigError.value(KEY, str(path), "it is a directory", cure="Name a file in it")
     try:
         # The very thing that will happen in the end: permissions, read-only file systems and quotas all show up.
         beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
         beside.touch(exist_ok=False)
         beside.unlink()
     except OSError as error:
-        raise ConfigValueError(KEY, str(path), f"it cannot be written: {error.strerror or error}", cure=cure) from error
+        raise ConfigError.value(
+            KEY, str(path), f"it cannot be written: {error.strerror or error}", cure=cure
+        ) from error
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigValueError(KEY, str(path), "it is no regular file", cure=cure)
+        raise ConfigError.value(KEY, str(path), "it is no regular file", cure=cure)
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:

@@ -23,7 +23,7 @@ class Recording:
         """``path``: the file for the end.
 
         Raises:
-            ConfigValueError: it cannot be written.
+            ConfigError: it cannot be written.
         """
         check_writable(path)
         self.path = path

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from infinity.device.compute import Copy
-from infinity.errors import ConfigValueError, NonFiniteLossWarning
+from infinity.errors import ConfigError, NonFiniteLossWarning
 from infinity.telemetry.chrome_trace import KEY, check_writable
 from infinity.telemetry.clock import StepClock
 from infinity.telemetry.recording import Recording
@@ -214,11 +214,11 @@ class Reporter:
         """Write what has been recorded so far.
 
         Raises:
-            ConfigValueError: nothing is recorded, or the file cannot be written.
+            ConfigError: nothing is recorded, or the file cannot be written.
         """
         if self._recording is None:
             problem = "no timeline is recorded"
-            raise ConfigValueError(KEY, None, problem, cure="Name a file there before the engine is made")
+            raise ConfigError.value(KEY, None, problem, cure="Name a file there before the engine is made")
         self._settle()
         check_writable(path)
         self._recording.save(path)

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, TypeVar
 
-from infinity.errors import EngineBusyError, ForkedError
+from infinity.errors import EngineBusyError, EngineClosedError
 from infinity.torch_internals.names import backward_number, in_backward, is_autograds_thread, no_override
 from swapper.sync.lifetimes import Roll
 from swapper.sync.reentry import interrupted_frame, watch
@@ -124,7 +124,7 @@ class EngineLock:
 
         Raises:
             EngineBusyError: a call of another thread is inside.
-            ForkedError: this is a forked child.
+            EngineClosedError: this is a forked child.
         """
         me = get_ident()
         if self.owner == me or (self.owner is not None and self._works_for_owner(me)):
@@ -177,9 +177,9 @@ class EngineLock:
             raise self._busy(call)
 
     def check_process(self, call: str) -> None:
-        """Raise `ForkedError` if this is a forked child."""
+        """Raise `EngineClosedError` if this is a forked child."""
         if self._is_forked:
-            raise ForkedError(call)
+            raise EngineClosedError.in_fork(call)
 
     def _busy(self, call: str) -> EngineBusyError:
         name = next((thread.name for thread in threading.enumerate() if thread.ident == self.owner), "another")

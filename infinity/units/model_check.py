@@ -11,7 +11,6 @@ from torch import nn
 from infinity.errors import (
     ModelError,
     OtherNumbersWarning,
-    UnsupportedModelError,
 )
 from infinity.torch_internals.operations import leaves
 from infinity.units.parameter import PagedParameter, ResidentParameter, host_of
@@ -31,7 +30,7 @@ def check_model(model: nn.Module) -> None:
     """
     for fqn, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"module '{fqn or type(module).__name__}' was compiled with torch.jit, which hides its accesses to parameters",
                 cure="Pass the model as it was before compiling",
                 fqn=fqn,
@@ -39,7 +38,7 @@ def check_model(model: nn.Module) -> None:
         of_torch = (each for each in type(module).__mro__ if each.__module__.partition(".")[0] == "torch")
         wrapper = next((each for each in of_torch if each.__name__ in _WRAPPERS), None)
         if wrapper is not None:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"module '{fqn or type(module).__name__}' is wrapped in torch's {wrapper.__name__}, which exchanges gradients "
                 "or weights of its own",
                 cure="Pass the bare module: infinity.initialize exchanges what zero_optimization.stage says, among the processes "
@@ -64,7 +63,7 @@ def check_model(model: nn.Module) -> None:
                 fqn=fqn,
             )
         if hasattr(parameter, "device_mesh"):
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"parameter '{fqn}' is a DTensor",
                 cure="Leave fully_shard out: ZeRO's stages divide the model. (Of parallelize_module, DTensors are taken.)",
                 fqn=fqn,
@@ -72,7 +71,7 @@ def check_model(model: nn.Module) -> None:
         is_trained_fp8 = is_float8(parameter.dtype) and parameter.requires_grad
         if parameter.is_sparse or is_trained_fp8 or type(parameter) is not nn.Parameter:
             kind = f"{parameter.dtype} that is trained" if is_trained_fp8 else type(parameter).__name__
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"parameter '{fqn}' is a {kind}{' (sparse)' if parameter.is_sparse else ''}",
                 cure="Freeze it (requires_grad_(False)), or convert it to another dtype"
                 if is_trained_fp8
@@ -81,7 +80,7 @@ def check_model(model: nn.Module) -> None:
                 fqn=fqn,
             )
         if parameter.requires_grad and parameter.is_complex():
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"trainable parameter '{fqn}' is complex",
                 fqn=fqn,
                 cure="Keep it as two real parameters (torch.view_as_real)",
@@ -115,7 +114,7 @@ def warn_of_other_dtypes(model: nn.Module) -> None:
         cure += "; frozen ones stay fp64"
     else:
         cure += ', or set "bf16" or "fp16" in the config'
-    warnings.warn(OtherNumbersWarning(fqn, what, cure=cure), stacklevel=3)
+    warnings.warn(OtherNumbersWarning.of_parameter(fqn, what, cure=cure), stacklevel=3)
 
 
 def warn_of_gaps(model: nn.Module) -> None:
@@ -128,7 +127,7 @@ def warn_of_gaps(model: nn.Module) -> None:
                 f"the strides {strides}: kernels may give other last bits than in torch"
             )
             cure = "Give it memory of its own before infinity.initialize (parameter.data = parameter.data.clone())"
-            warnings.warn(OtherNumbersWarning(fqn, what, cure=cure), stacklevel=3)
+            warnings.warn(OtherNumbersWarning.of_parameter(fqn, what, cure=cure), stacklevel=3)
             return
 
 
@@ -141,7 +140,7 @@ def _check_memory(parameters: list[tuple[str, nn.Parameter]]) -> None:
     )
     for (storage, _, stop, first), (other, start, _, second) in itertools.pairwise(spans):
         if storage == other and start < stop:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"parameters '{first}' and '{second}' are different objects over the same memory",
                 cure="Tie them by assigning one nn.Parameter to both places, or clone one of them",
                 fqn=second,
@@ -164,7 +163,7 @@ def _check_views(model: nn.Module, parameters: list[tuple[str, nn.Parameter]]) -
                 is_made_anew = any(getattr(hook, "name", None) == name for hook in module._forward_pre_hooks.values())
                 if seen is not None and not is_made_anew:
                     fqn = f"{prefix}.{name}" if prefix else name
-                    raise UnsupportedModelError(
+                    raise ModelError(
                         f"'{fqn}' looks at the memory of parameter '{seen}', and would keep its first values",
                         cure="Compute it from the parameter in forward (in a property, say), or assign the nn.Parameter itself",
                         fqn=fqn,

@@ -3,7 +3,7 @@
 A parameter keeps its identity, shape, dtype and device all the time. While its unit is open it is a
 `ResidentParameter`, which computes like any parameter. Otherwise it is a `PagedParameter`, whose data is one element
 expanded to the right shape: any operation on it goes to its pager, which fetches the unit (in forward and backward),
-answers from a fetched copy, or raises `ParameterNotResidentError`. What torch does not ask the class about (functorch's
+answers from a fetched copy, or raises `AccessError`. What torch does not ask the class about (functorch's
 transforms, compiled functions, C++) gets an error from the placeholder, or NaN.
 
 [Note: seen by version]
@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.distributed.process_groups import num_processes
-from infinity.errors import ParameterNotResidentError, UnsupportedModelError
+from infinity.errors import AccessError, ModelError
 from infinity.threads.engine_lock import guard, is_inside
 from infinity.torch_internals.modes import outside_modes, untraced
 from infinity.torch_internals.names import as_plain, forbid_access, unrecorded
@@ -178,7 +178,7 @@ class _HeldParameter(nn.Parameter):
             raise _dropped("set_")
         if kwargs or len(args) != 1 or not isinstance(args[0], torch.Tensor):
             fqn = host.slot_of(self).spec.fqn
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"parameter '{fqn}' cannot be given other memory by set_ while an engine holds it",
                 cure="Copy the values: parameter.data.copy_(...)",
                 fqn=fqn,
@@ -241,7 +241,7 @@ def _refuse_new_parameter(parameter: nn.Parameter, caller: FrameType | None) -> 
     host = host_of(parameter)
     if host is not None and caller is not None and caller.f_code is _NEW_PARAMETER:
         fqn = host.slot_of(parameter).spec.fqn
-        raise UnsupportedModelError(
+        raise ModelError(
             f"nn.Parameter of parameter '{fqn}', which an engine holds, would share its memory, and that comes and goes. "
             "Parametrizations (weight_norm) make such ones, and conversions under the flags of torch.__future__",
             cure="Register parametrizations before infinity.initialize, and leave those flags at False. For a parameter with "
@@ -382,8 +382,8 @@ def _operate(
     return host.operate(func, args, kwargs, tensors)
 
 
-def _dropped(operation: str) -> ParameterNotResidentError:
-    return ParameterNotResidentError(
+def _dropped(operation: str) -> AccessError:
+    return AccessError.of_parameter(
         "?",
         operation=f"{operation}, after its engine was dropped,",
         cure="The weights went with the engine: keep it, and end with engine.close(), or save before",

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from infinity.device.compute import gradient_norm
-from infinity.errors import ModelError, UnpreparedParameterError
+from infinity.errors import ModelError
 from infinity.gradients.part_norms import ParameterNorm, is_part
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.groups import Groups, Members
@@ -78,8 +78,8 @@ class StepGroups:
         """The groups as they are now.
 
         Raises:
-            ParameterGroupError: a parameter is in two groups.
-            UnpreparedParameterError: a parameter is to be trained, or to keep another state, and there is no place for that.
+            ModelError: a parameter is in two groups.
+            ModelError: a parameter is to be trained, or to keep another state, and there is no place for that.
             OptimizerNotPageableError: the hyperparameters make the optimizer mix elements, or an attribute of it was changed.
         """
         groups = self._template.read()
@@ -131,7 +131,7 @@ class StepGroups:
         for parameter in thawed:
             if groups.index_of(parameter) is not None:
                 fqn = self._template.fqn(parameter)
-                raise UnpreparedParameterError(
+                raise ModelError.unprepared(
                     fqn,
                     "was frozen, and in no group or in an adapter's base, when infinity.initialize took the model over, so "
                     "its gradient and state have no place",
@@ -153,7 +153,7 @@ class StepGroups:
             known = self._present_names(parameter)
             missing = [name for name in names if name not in (self._names_of(unit) if known is None else known)]
             if missing:
-                raise UnpreparedParameterError(
+                raise ModelError.unprepared(
                     slot.spec.fqn,
                     f"would need the state '{missing[0]}' under the hyperparameters of its group ({index}), and no place was "
                     "laid out for it",

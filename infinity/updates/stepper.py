@@ -26,7 +26,7 @@ import torch
 from infinity.config import UpdateMode
 from infinity.device.compute import ComputeDevice
 from infinity.distributed.meshes import Mesh
-from infinity.errors import PartialUpdateError
+from infinity.errors import StepError
 from infinity.gradients.averaged_grads import AveragedGradients, NewGradients
 from infinity.gradients.norms import clip_coefficient
 from infinity.gradients.part_norms import norm_of_model
@@ -319,7 +319,7 @@ class Stepper:
             keeps: gradients stay until somebody drops them, as torch's do.
 
         Raises:
-            PartialUpdateError: hyperparameters changed since the first update in backward.
+            StepError: hyperparameters changed since the first update in backward.
             RankError: other ranks have other gradients, or are not there. Nothing has been updated.
         """
         was_in_backward = bool(self.updated)
@@ -468,7 +468,7 @@ class Stepper:
         changed = self.step_groups.read().changed_since(self._groups) if self._groups is not None else []
         if not changed:
             return
-        raise PartialUpdateError(
+        raise StepError.partial_update(
             step=step,
             num_updated=len(self.updated),
             num_units=len(self.units),

@@ -386,7 +386,7 @@ class UpdateStream:
         """No worker is left: whoever waits for a job, or submits one, is told why."""
         with self._lock:
             if self._first_error is None and self._pending:
-                self._first_error = EngineClosedError("an update that was still pending")
+                self._first_error = EngineClosedError.after_close("an update that was still pending")
             self._error = self._first_error
             jobs = list(self._pending) if self._error is not None else []
         for item in self._window:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from infinity.torch_internals.names import NormBase, version_of
 from infinity.units.tiles import TiledWeight
 from infinity.vertical.thread_state import RandomState
@@ -108,7 +108,7 @@ class StepStart:
         """All is as it was.
 
         Raises:
-            UnsupportedModelError: something too large to be copied beforehand has been written to.
+            ModelError: something too large to be copied beforehand has been written to.
         """
         self._random.restore()
         for module, attributes, buffers in self._modules:
@@ -146,7 +146,7 @@ class _Buffer:
             _put_back(self._buffer, self._values)
             self._version = version_of(self._buffer)
         elif not self.is_unchanged():
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"the model's forward writes to '{self._name}' in a way that forbids taking micro-batches together, and it is "
                 "too large to be put back as it was before the step",
                 cure="Set config key 'infinity.schedule' to \"ordinary\"",

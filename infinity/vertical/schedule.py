@@ -141,7 +141,7 @@ class VerticalSchedule:
         except BaseException as error:
             self._cut_off(step, error)
             if isinstance(error, Abandoned):  # the engine was closed by the model's own code
-                raise EngineClosedError("a step under way") from error
+                raise EngineClosedError.after_close("a step under way") from error
             raise
         finally:
             self._step = None

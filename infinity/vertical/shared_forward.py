@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from infinity.activations.refusal import Refusal
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from infinity.paging.pager import Pager
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
@@ -73,7 +73,7 @@ class SharedForward:
         fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
         stuck = self._pager.residency.forget_changes(unit)
         if stuck is not None:
-            raise UnsupportedModelError(
+            raise ModelError(
                 f"the model's forward writes to its parameter '{stuck.spec.fqn}', which forbids taking micro-batches together, "
                 "in a way that cannot be undone",
                 cure="Set config key 'infinity.schedule' to \"ordinary\"",

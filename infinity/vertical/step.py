@@ -14,7 +14,7 @@ from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import LastingRefusal, Refusal
 from infinity.activations.spill_space import SpillSpace
 from infinity.device.compute import ComputeDevice
-from infinity.errors import ScheduleError
+from infinity.errors import StepError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.paging.module_hooks import ModuleHooks
@@ -351,7 +351,7 @@ class VerticalStep:
             self._guard.move_to(Phase.BROKEN)
         if self._is_final and on.stepper.is_between_steps:
             if isinstance(error, Refusal):
-                raise ScheduleError(str(error), step=self._options.step) from error
+                raise StepError.not_vertical(str(error), step=self._options.step) from error
             return
         on.stepper.clear()
         for other, gradient in self._others:

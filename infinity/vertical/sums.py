@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from infinity.device.compute import ComputeDevice
-from infinity.errors import LateGradientError
+from infinity.errors import StepError
 from infinity.gradients.sources import in_slot_order
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
@@ -44,12 +44,12 @@ class UnitSums:
         """Gradients of one micro-batch.
 
         Raises:
-            LateGradientError: the unit's sum had been complete.
+            StepError: the unit's sum had been complete.
         """
         if not gradients:
             return
         if unit.index in self._complete:
-            raise LateGradientError(next(iter(gradients)).spec.fqn, unit=unit.name, step=self._step)
+            raise StepError.late_gradient(next(iter(gradients)).spec.fqn, unit=unit.name, step=self._step)
         if not self._device.shares_host_memory:
             sums = self._on_device.setdefault(unit.index, {})
             for slot, gradient in gradients.items():

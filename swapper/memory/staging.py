@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from swapper.config import ALIGNMENT, bounded_seconds, whole_number
-from swapper.errors import ArenaError, ArenaExhaustedError, ArgumentError
+from swapper.errors import ArenaExhaustedError, ArgumentError, SwapperClosedError
 from swapper.memory.held import is_held
 from swapper.memory.region import AlignedRegion
 from swapper.sync.reentry import refuse_owned
@@ -93,7 +93,9 @@ class Page(Uncopyable):
     def tensor(self) -> torch.Tensor:
         """The page's bytes: a 1-D uint8 tensor, a view of the arena. Do not use it after the release."""
         if self._tensor is None:
-            raise ArenaError(f"page {self.index} of {self.owner or 'an unnamed owner'} was released; lease another one")
+            raise SwapperClosedError(
+                f"page {self.index} of {self.owner or 'an unnamed owner'} was released; lease another one"
+            )
         self._arena.check_process()
         return self._tensor
 
@@ -101,7 +103,7 @@ class Page(Uncopyable):
         """Give the page back. A request that still has memory of it keeps it from being lent again until it lets go.
 
         Raises:
-            ArenaError: It was given back already.
+            SwapperClosedError: It was given back already.
         """
         self._arena._take_back(self)
 
@@ -165,9 +167,11 @@ class StagingArena(Closable):
         return self._region.num_bytes
 
     def check_process(self) -> None:
-        """Raise `ArenaError` in a forked child, which does not have the memory."""
+        """Raise `SwapperClosedError` in a forked child, which does not have the memory."""
         if os.getpid() != self._pid:
-            raise ArenaError(f"this staging arena belongs to process {self._pid}; a forked child must make its own")
+            raise SwapperClosedError(
+                f"this staging arena belongs to process {self._pid}; a forked child must make its own"
+            )
 
     @property
     def is_pinned(self) -> bool:
@@ -191,7 +195,7 @@ class StagingArena(Closable):
 
         Raises:
             ArenaExhaustedError: No page became free in time; names who holds them.
-            ArenaError: The arena has been closed, or belongs to the parent of this process.
+            SwapperClosedError: The arena has been closed, or belongs to the parent of this process.
             ReentryError: A signal handler asks, in the midst of another lease.
         """
         self.check_process()
@@ -244,7 +248,7 @@ class StagingArena(Closable):
 
     def _lend(self, owner: str) -> Page:
         if self._is_refusing:
-            raise ArenaError("the staging arena has been closed; no page can be leased from it any more")
+            raise SwapperClosedError("the staging arena has been closed; no page can be leased from it any more")
         index = self._free[-1]
         # An array of its own: when that has died, no view of the page is left (see HostFlatBuffer in infinity.device.compute).
         array = self._whole[index * self.page_bytes : (index + 1) * self.page_bytes]
@@ -258,7 +262,7 @@ class StagingArena(Closable):
     def _take_back(self, page: Page) -> None:
         with self._lock:
             if page._tensor is None:
-                raise ArenaError(
+                raise SwapperClosedError(
                     f"page {page.index} of {page.owner or 'an unnamed owner'} was released twice; the second "
                     "owner's data would have been overwritten"
                 )
@@ -291,7 +295,7 @@ class StagingArena(Closable):
             )
 
     def turn_away(self) -> None:
-        """Give out nothing any more: who waits for a page, or asks for one, gets an ``ArenaError``.
+        """Give out nothing any more: who waits for a page, or asks for one, gets an ``SwapperClosedError``.
 
         Pages that are held stay as they are; `close` has still to be called.
         """

@@ -12,7 +12,7 @@ hangs or all is being closed, those behind it wait for that themselves (`Schedul
 from __future__ import annotations
 
 from swapper.backend import Direction
-from swapper.errors import BrokenExtentError, UnwrittenExtentError
+from swapper.errors import ExtentError
 from swapper.extents.extent import Extent
 from swapper.extents.intervals import IntervalSet
 from swapper.scheduling.operation import Operation
@@ -46,7 +46,7 @@ class Ledger:
         if operation.direction is Direction.READ:
             gap = self._written.first_gap(offset, stop)
             if gap is not None:
-                raise UnwrittenExtentError(self.extent.name, gap[0], gap[1] - gap[0])
+                raise ExtentError.unwritten(self.extent.name, gap[0], gap[1] - gap[0])
             if self._broken and not self._writes:
                 self.check_broken(operation)
         else:
@@ -61,7 +61,7 @@ class Ledger:
         if self._broken and operation.direction is Direction.READ:
             overlap = self._broken.first_overlap(operation.offset, operation.stop)
             if overlap is not None:
-                raise BrokenExtentError(self.extent.name, overlap[0], overlap[1] - overlap[0])
+                raise ExtentError.broken(self.extent.name, overlap[0], overlap[1] - overlap[0])
 
     def admit(self, operation: Operation) -> None:
         """Take an operation and put the ones it must wait for into its ``blockers``."""

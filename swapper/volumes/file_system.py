@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.errors import UnwritableDirectoryError, VolumeError, error_words
+from swapper.errors import VolumeError, error_words
 
 _O_PATH: int = getattr(os, "O_PATH", 0)
 _MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -59,7 +59,7 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
 
     Raises:
         VolumeError: The path does not exist.
-        UnwritableDirectoryError: This user may not go there.
+        VolumeError: This user may not go there.
         VolumeError: The drive does not answer properly.
     """
     path = Path(path)
@@ -70,7 +70,7 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
         problem = f"directory {str(path)!r} does not exist; create it or correct the path"
         raise VolumeError(path, problem) from error
     except PermissionError as error:
-        raise UnwritableDirectoryError(path, error) from error
+        raise VolumeError.unwritable(path, error) from error
     except OSError as error:
         raise VolumeError(
             path, f"cannot look at {str(path)!r}: {error_words(error)}; choose another directory"

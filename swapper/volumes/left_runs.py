@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.errors import NotOwnFileError
+from swapper.errors import VolumeError
 from swapper.volumes.own_files import require_own_directory
 from swapper.volumes.publish import abandoned, is_locked, remove_abandoned
 from swapper.volumes.run_directory import MAGIC, PART_OF_COMMIT, RunDirectory, files_of_run
@@ -108,7 +108,7 @@ def _bytes_below(folder: Path) -> int:
 def _is_own(path: Path) -> bool:
     try:
         require_own_directory(path)
-    except (NotOwnFileError, OSError):
+    except (VolumeError, OSError):
         return False
     return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from swapper.errors import UnwritableDirectoryError, VolumeError
+from swapper.errors import VolumeError
 from swapper.uncopyable import closed_unless_made
 from swapper.volumes.file_system import Drive
 from swapper.volumes.own_files import open_own
@@ -21,7 +21,7 @@ class NamedFile(ScratchFile):
         is_there: It must be there already; else it is made, and its name is on the drive from then on.
 
     Raises:
-        NotOwnFileError: The file is not this user's alone.
+        VolumeError: The file is not this user's alone.
         VolumeError: A subclass says what is wrong with the directory, or it is not there.
     """
 
@@ -36,7 +36,7 @@ class NamedFile(ScratchFile):
             self.num_bytes = os.fstat(self.fd).st_size
         except OSError as error:
             self.close()
-            raise UnwritableDirectoryError(self.directory, error) from error
+            raise VolumeError.unwritable(self.directory, error) from error
 
     def _open(self) -> int:
         path = self.directory / self.file_name
@@ -61,4 +61,4 @@ class NamedFile(ScratchFile):
                 "or remove the run's directories to begin anew",
             ) from error
         except OSError as error:
-            raise UnwritableDirectoryError(self.directory, error) from error
+            raise VolumeError.unwritable(self.directory, error) from error

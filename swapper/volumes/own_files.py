@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from swapper.errors import NotOwnFileError
+from swapper.errors import VolumeError
 from swapper.uncopyable import closed_unless_made
 
 
@@ -18,20 +18,20 @@ def require_own_directory(directory: Path) -> None:
     """See that this user owns a directory, and that nobody else can make or replace files in it.
 
     Raises:
-        NotOwnFileError: Somebody else owns it or a link to it, or others can write to it.
+        VolumeError: Somebody else owns it or a link to it, or others can write to it.
         OSError: It cannot be looked at.
     """
     link = os.lstat(directory)
     if stat.S_ISLNK(link.st_mode) and link.st_uid != os.geteuid():
-        raise NotOwnFileError(directory, f"is a symbolic link of user {link.st_uid}")
+        raise VolumeError.not_own(directory, f"is a symbolic link of user {link.st_uid}")
     found = os.stat(directory)
     if found.st_uid != os.geteuid():
-        raise NotOwnFileError(
+        raise VolumeError.not_own(
             directory, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         problem = f"can be written to by other users (mode {stat.S_IMODE(found.st_mode):o})"
-        raise NotOwnFileError(directory, problem, cure=f"run `chmod go-w {directory}` if only you have used it")
+        raise VolumeError.not_own(directory, problem, cure=f"run `chmod go-w {directory}` if only you have used it")
 
 
 def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
@@ -43,22 +43,22 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
         mode: Of a new file.
 
     Raises:
-        NotOwnFileError: It is a link, a pipe or a device, has a second name, or somebody else owns it.
+        VolumeError: It is a link, a pipe or a device, has a second name, or somebody else owns it.
         OSError: It cannot be opened.
     """
     if path.is_symlink():
-        raise NotOwnFileError(path, "is a symbolic link")
+        raise VolumeError.not_own(path, "is a symbolic link")
     # A pipe would be waited for. The flag is taken back, for io_uring reads it as "do not wait for the drive".
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     with closed_unless_made(os.close, descriptor):
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise NotOwnFileError(path, "is no regular file")
+            raise VolumeError.not_own(path, "is no regular file")
         if found.st_uid != os.geteuid():
             problem = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
-            raise NotOwnFileError(path, problem)
+            raise VolumeError.not_own(path, problem)
         if found.st_nlink > 1:
-            raise NotOwnFileError(path, "has a second name elsewhere (a hard link)")
+            raise VolumeError.not_own(path, "has a second name elsewhere (a hard link)")
         os.set_blocking(descriptor, True)
     return descriptor
 

@@ -27,7 +27,6 @@ from swapper.errors import (
     DamagedCommitError,
     NewerFormatError,
     RunInUseError,
-    UnwritableDirectoryError,
     VolumeError,
     error_words,
 )
@@ -58,8 +57,8 @@ class RunDirectory(Uncopyable):
 
     Raises:
         RunInUseError: Another process, or somebody else in this one, uses it.
-        NotOwnFileError: Others can write to it, or own it.
-        UnwritableDirectoryError: It cannot be used.
+        VolumeError: Others can write to it, or own it.
+        VolumeError: It cannot be used.
         VolumeError: Its file system has no locks.
     """
 
@@ -76,7 +75,7 @@ class RunDirectory(Uncopyable):
                     if PART_OF_COMMIT.fullmatch(left.name):
                         left.unlink(missing_ok=True)
         except OSError as error:
-            raise UnwritableDirectoryError(directory, error) from error
+            raise VolumeError.unwritable(directory, error) from error
 
     def __del__(self) -> None:
         self.close()
@@ -86,8 +85,8 @@ class RunDirectory(Uncopyable):
 
         Raises:
             RunInUseError: Somebody else uses it.
-            NotOwnFileError: Others can write to it, or own it.
-            UnwritableDirectoryError: It cannot be used.
+            VolumeError: Others can write to it, or own it.
+            VolumeError: It cannot be used.
             VolumeError: Its file system has no locks, or it belongs to another program.
         """
         if directory in self._locks:
@@ -97,7 +96,7 @@ class RunDirectory(Uncopyable):
             require_own_directory(directory)
             descriptor, is_new = _open_lock(directory / "lock")
         except OSError as error:
-            raise UnwritableDirectoryError(directory, error) from error
+            raise VolumeError.unwritable(directory, error) from error
         try:
             with closed_unless_made(os.close, descriptor):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,7 +116,7 @@ class RunDirectory(Uncopyable):
         """Note in a directory that is locked that this file in it is the run's.
 
         Raises:
-            UnwritableDirectoryError: It cannot be noted.
+            VolumeError: It cannot be noted.
             VolumeError: The file is there, and no run has made it.
         """
         names = files_of_run(directory)
@@ -132,14 +131,14 @@ class RunDirectory(Uncopyable):
         try:
             _append(self._locks[directory], name)
         except OSError as error:
-            raise UnwritableDirectoryError(directory, error) from error
+            raise VolumeError.unwritable(directory, error) from error
 
     def commits(self) -> list[int]:
         """Return the numbers of all commits, the newest first."""
         try:
             names = [path.name.removeprefix(_PREFIX) for path in self.path.glob(f"{_PREFIX}*")]
         except OSError as error:
-            raise UnwritableDirectoryError(self.path, error) from error
+            raise VolumeError.unwritable(self.path, error) from error
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def newest(self) -> tuple[int, list[bytes]] | None:
@@ -258,7 +257,7 @@ def _mark(directory: Path, lock: int, is_new: bool) -> None:
             sync_directory(directory)
             return
     except OSError as error:
-        raise UnwritableDirectoryError(directory, error) from error
+        raise VolumeError.unwritable(directory, error) from error
     raise VolumeError(
         directory,
         f"{str(directory / 'lock')!r} is no lock of a durable run: another program uses {str(directory)!r}; name another "

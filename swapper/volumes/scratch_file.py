@@ -20,7 +20,6 @@ from pathlib import Path
 
 from swapper.config import ALIGNMENT
 from swapper.errors import (
-    UnwritableDirectoryError,
     VolumeError,
     VolumeTooSmallError,
     error_words,
@@ -246,7 +245,7 @@ def open_nameless(directory: Path) -> int:
     except OSError as error:
         if error.errno in FULL:
             raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error
-        raise UnwritableDirectoryError(directory, error) from error
+        raise VolumeError.unwritable(directory, error) from error
 
 
 def _free_bytes(directory: Path) -> int:

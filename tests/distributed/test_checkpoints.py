@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.errors import CheckpointError, RankError, StorageError, UnsupportedModelError
+from infinity.errors import CheckpointError, ModelError, RankError, StorageError
 from tests.internals import agreement, checkpoint_loading, saved, training_checkpoint, world
 from tests.ranks import run_ranks
 from tests.waiting import wait_until
@@ -254,14 +254,14 @@ def test_what_one_rank_cannot_read_changes_nothing_or_is_noted_on_all(tmp_path: 
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 1:
                     patch.setattr(training_checkpoint.SameModel, "shapes", _raise)
-                with pytest.raises(UnsupportedModelError, match="of another model"):
+                with pytest.raises(ModelError, match="of another model"):
                     engine.load_checkpoint(tmp_path / "saved")
             _require_equal(_contents(engine), before)
             for name in ("optimizer", "parameters"):
                 with pytest.MonkeyPatch.context() as patch:
                     if rank == 1:
                         patch.setattr(checkpoint_loading.Loading, name, _raise)
-                    with pytest.raises(UnsupportedModelError, match="of another model"):
+                    with pytest.raises(ModelError, match="of another model"):
                         engine.load_checkpoint(tmp_path / "saved")
                 with pytest.raises(CheckpointError, match="weights are of two trainings"):
                     _steps(engine, batches, 1)
@@ -274,7 +274,7 @@ def test_what_one_rank_cannot_read_changes_nothing_or_is_noted_on_all(tmp_path: 
 
 
 def _raise(*_: Any, **__: Any) -> None:
-    raise UnsupportedModelError("it is of another model", cure="Take another one")
+    raise ModelError("it is of another model", cure="Take another one")
 
 
 @pytest.mark.deep(but=1)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.errors import InfinityError, StepOrderError, StorageError, UnsupportedModelError
+from infinity.errors import InfinityError, ModelError, StepError, StorageError
 from swapper import RunDirectory
 from tests.lazy_device import LazyDevice
 from tests.ranks import run_ranks
@@ -132,7 +132,7 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(runs / "rank0")
     (tmp_path / "unmounted").rename(runs / "rank0")
     shutil.copytree(runs / "rank1", runs / "rank2", dirs_exist_ok=True)
-    assert refused(3, UnsupportedModelError, "is of 2 processes, not 3")
+    assert refused(3, ModelError, "is of 2 processes, not 3")
 
 
 @pytest.mark.deep(but=1)
@@ -231,7 +231,7 @@ def test_a_rank_that_cannot_go_back_keeps_the_others_from_it(tmp_path: Path) -> 
 
     def go_back(engine: Any, rank: int) -> None:
         assert engine.global_steps == 2
-        with pytest.raises(StepOrderError, match=r"engine\.rollback\(1\)"):
+        with pytest.raises(StepError, match=r"engine\.rollback\(1\)"):
             engine.rollback(1)
         _steps(engine, rank, 3)
         engine.rollback(1)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.errors import ConfigValueError, UnsupportedModelError
+from infinity.errors import ConfigError, ModelError
 from swapper import TransferRecord
 from tests.internals import Pulls, predict, world
 from tests.ranks import require_ranks
@@ -174,7 +174,7 @@ def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
     require_ranks(4, run(2, 2, 4), tmp_path / "twice")
 
     def refused(rank: int) -> None:
-        with pytest.raises(UnsupportedModelError, match="divides states among 2 processes, not 4"):
+        with pytest.raises(ModelError, match="divides states among 2 processes, not 4"):
             run(4, 4, 5)(rank)
         expected = _trained(_config(tmp_path, 0), rank)
         found = torch.load(tmp_path / f"state 2 4 {rank}")
@@ -334,12 +334,12 @@ def test_what_small_groups_keep_read_write_and_send(tmp_path: Path) -> None:
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     weights = _near(_config(Path("/tmp"), 3), 3)
-    with pytest.raises(ConfigValueError, match=r"zero_hpz_partition_size.*into groups of 3\. Set it to one of 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"zero_hpz_partition_size.*into groups of 3\. Set it to one of 1, 2, 4"):
         infinity.load_config(weights, world_size=4)
     for num in (1, 2, 6):
         assert infinity.load_config(weights, world_size=num).weight_group_size == 3
     config = _config(Path("/tmp"), 3, size=3)
-    with pytest.raises(ConfigValueError, match=r"into groups of 3\. Set it to one of 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"into groups of 3\. Set it to one of 1, 2, 4"):
         infinity.load_config(config, world_size=4)
     assert infinity.load_config(config, world_size=6).shard_size == 3
     assert infinity.load_config(config, world_size=1).shard_size == 3

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import mse_loss
 
 import infinity
-from infinity.errors import OptimizerNotPageableError, UnsupportedModelError
+from infinity.errors import ModelError, OptimizerNotPageableError
 from tests.ranks import require_ranks
 
 _WIDTH, _STEPS = 32, 3
@@ -333,7 +333,7 @@ def test_a_mesh_that_says_something_else_is_refused(tmp_path: Path) -> None:
         model = _parallelized(mesh["tp"])
         before = list(model.parameters())
         for wrong in ({}, {"mesh_param": init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))}):
-            with pytest.raises(UnsupportedModelError, match=r"embed.weight' is a DTensor of the ranks .*pass mesh\["):
+            with pytest.raises(ModelError, match=r"embed.weight' is a DTensor of the ranks .*pass mesh\["):
                 infinity.initialize(model=model, config=_config(tmp_path, 3), **wrong)
         assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
         assert isinstance(model.head.weight, DTensor) and type(model.head) is nn.Linear

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infinity.errors import CommitError, InfinityError, StorageError
+from infinity.errors import InfinityError, StepError, StorageError
 from swapper import SwapperError
 from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, everything, require_equal, train, training
@@ -79,7 +79,7 @@ def test_a_full_drive(small_drive: Path) -> None:
                 pass
         train(engine, 3)
         with pytest.raises(
-            CommitError,
+            StepError,
             match=r"step 3 could not be committed.*No space left.*Free space on the drive, and start the script again",
         ):
             engine.flush()

@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.cli.main import main
-from infinity.errors import ConfigValueError, InfinityError, StorageError
+from infinity.errors import ConfigError, InfinityError, StorageError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 
 _SOMEBODY = 65534
@@ -136,7 +136,7 @@ def test_what_a_run_makes_is_its_owners_alone(umask: int, drive: Path) -> None:
 @pytest.mark.parametrize("kind", ["link", "second name", "pipe"])
 def test_a_run_log_is_not_written_through_a_link(kind: str, drive: Path, secret: Path) -> None:
     _inside("log.jsonl", _KINDS[kind])(drive / "log", secret)
-    with pytest.raises(ConfigValueError, match="so it is not used"):
+    with pytest.raises(ConfigError, match="so it is not used"):
         _train(drive, run_log=str(drive / "log"))
 
 

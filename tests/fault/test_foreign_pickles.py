@@ -18,7 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.cli.main import main
-from infinity.errors import WeightFileError
+from infinity.errors import CheckpointError
 from tests.forked import require_in_child
 
 _DTYPE = b"cnumpy\ndtype\n(X\2\0\0\0%b\x89\x88tR"
@@ -134,7 +134,7 @@ def test_a_hostile_pickle_is_an_error(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "weights.pt"
     _file(file, (_ALLOCATING | _RUNNING)[name])
-    with pytest.raises(WeightFileError, match=r"weights\.pt"):
+    with pytest.raises(CheckpointError, match=r"weights\.pt"):
         _load(file)
     assert [each.name for each in tmp_path.iterdir()] == ["weights.pt"]
 
@@ -163,7 +163,7 @@ def test_a_tensor_stays_inside_its_storage(offset: int, size: Any, stride: Any, 
     _file(
         tmp_path / "weights.pt", b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + number(offset) + sizes + b"\x89NtR"
     )
-    with pytest.raises(WeightFileError):
+    with pytest.raises(CheckpointError):
         _load(tmp_path / "weights.pt")
 
 

@@ -15,8 +15,8 @@ from swapper import (
     Directory,
     Swapper,
     SwapperConfig,
-    UnwritableDirectoryError,
     Volume,
+    VolumeError,
     VolumeTooSmallError,
 )
 from swapper.backends import ThreadsBackend
@@ -116,7 +116,7 @@ def test_a_full_drive_has_no_room_for_a_file(small_tmpfs: Callable[[int], Path])
 def test_a_read_only_drive(small_tmpfs: Callable[[int], Path]) -> None:
     directory = small_tmpfs(_MIB)
     subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
-    with pytest.raises(UnwritableDirectoryError, match=r"Read-only file system \(errno 30, EROFS"):
+    with pytest.raises(VolumeError, match=r"Read-only file system \(errno 30, EROFS"):
         Swapper.open([directory], 4096)
 
 
@@ -131,7 +131,7 @@ def test_a_read_only_bind_mount_of_a_directory_that_can_be_written(tmp_path: Pat
         with pytest.raises(ArgumentError, match="given twice"):
             Swapper.open([source, point], 4096)
         subprocess.run(["mount", "-o", "remount,bind,ro", str(point)], check=True)
-        with pytest.raises(UnwritableDirectoryError, match=r"point': Read-only file system .*write access"):
+        with pytest.raises(VolumeError, match=r"point': Read-only file system .*write access"):
             Swapper.open([point], 4096)
         Swapper.open([source], 4096).close()
     finally:

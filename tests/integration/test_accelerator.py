@@ -14,7 +14,7 @@ from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
-from infinity.errors import ConfigError, StepOrderError, UnsupportedModelError
+from infinity.errors import ConfigError, ModelError, StepError
 from infinity.integrations.accelerate import InfinityAccelerator
 from tests.stand_in.overflowing import OVERFLOWING, overflowing
 
@@ -248,7 +248,7 @@ def test_a_durable_run_needs_a_state_of_the_script(tmp_path: Path) -> None:
     first.save_state(str(tmp_path / "state"))
     first.free_memory()
     again = InfinityAccelerator(infinity_config=config)
-    with pytest.raises(StepOrderError, match=r"is at step 4 already.*Call accelerator\.load_state"):
+    with pytest.raises(StepError, match=r"is at step 4 already.*Call accelerator\.load_state"):
         losses_of(again)
     again.free_memory()
     again = InfinityAccelerator(infinity_config=config)
@@ -392,7 +392,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mixed_precision"):
         InfinityAccelerator(infinity_config={**config, "torch_autocast": {"enabled": True}})
     accelerator = InfinityAccelerator(infinity_config=config)
-    with pytest.raises(UnsupportedModelError, match="same accelerator"):
+    with pytest.raises(ModelError, match="same accelerator"):
         accelerator.prepare(torch.optim.SGD(network().parameters()))
     for key, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
         both = InfinityAccelerator(infinity_config={**config, key: {"type": name}})
@@ -404,8 +404,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
             engine.close()
     model = network()
     halves = [torch.optim.SGD(parameters) for parameters in (model[:2].parameters(), model[2:].parameters())]
-    with pytest.raises(UnsupportedModelError, match=r"2 optimizers.*one Sequential.*in groups of their own"):
+    with pytest.raises(ModelError, match=r"2 optimizers.*one Sequential.*in groups of their own"):
         accelerator.prepare(model, *halves)
     first, second = network(), network()
-    with pytest.raises(UnsupportedModelError, match=r"several models.*nn\.ModuleList"):
+    with pytest.raises(ModelError, match=r"several models.*nn\.ModuleList"):
         accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))

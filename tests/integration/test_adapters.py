@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import UnpreparedParameterError
+from infinity.errors import ModelError
 from tests.exactness.lockstep import everything_on_nvme
 
 peft = pytest.importorskip("peft")
@@ -192,7 +192,7 @@ def test_a_group_that_is_refused_leaves_everything_as_it_was(tmp_path: Path) -> 
     with both.engine:
         both.step()
         both.models[0].delete_adapter("two")  # its parameters have room
-        with pytest.raises(UnpreparedParameterError, match="taken out of the model"):
+        with pytest.raises(ModelError, match="taken out of the model"):
             both.optimizers[0].add_param_group({"params": _of(both.models[0], "three")})
         both.models[1].delete_adapter("two")
         both.step()

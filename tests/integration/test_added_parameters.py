@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 from tests.exactness.lockstep import everything_on_nvme
 
 _Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -176,7 +176,7 @@ def test_two_kinds_of_backward_in_one_step_are_refused(tmp_path: Path) -> None:
         _add(model, optimizer)
         _step(engine, 0)
         _loss(model(_batch(1))).backward()
-        with pytest.raises(StepOrderError, match=r"loss\.backward\(\) and engine\.backward.*Call engine\.reset\(\)"):
+        with pytest.raises(StepError, match=r"loss\.backward\(\) and engine\.backward.*Call engine\.reset\(\)"):
             engine.step()
         engine.reset()
         for number in range(2):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import CheckpointError, ForkedError, StorageError
+from infinity.errors import CheckpointError, EngineClosedError, StorageError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 from tests.forked import require_in_child
 from tests.integration.test_checkpoints import Model, steps_of, training
@@ -93,7 +93,7 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_saves(held: _Held, tmp
         engine.save_checkpoint(tmp_path / "saved", blocking=False)
 
         def is_refused() -> bool:
-            with pytest.raises(ForkedError):
+            with pytest.raises(EngineClosedError):
                 engine.wait_for_checkpoint()
             return True
 

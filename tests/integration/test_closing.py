@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import EngineClosedError, InfinityError, StepOrderError
+from infinity.errors import EngineClosedError, InfinityError, StepError
 from swapper import StagingArena
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.states import state_of
@@ -56,7 +56,7 @@ def test_an_engine_that_only_evaluates_makes_way_for_one_that_trains(tmp_path: P
     evaluating, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"optimizer": None}))
     with torch.no_grad():
         assert torch.equal(evaluating(inputs), output)
-    with pytest.raises(StepOrderError, match="eval_on_start=True"):
+    with pytest.raises(StepError, match="eval_on_start=True"):
         evaluating.backward(evaluating(inputs).sum())
     evaluating.hand_over()
     assert evaluating.is_closed

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.deepspeed import initialize
-from infinity.errors import BatchSizeError, ConfigError, ConfigValueError, StepOrderError, UnknownConfigKeyError
+from infinity.errors import ConfigError, StepError
 from tests.exactness import lockstep
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
@@ -106,7 +106,7 @@ def test_fp16_with_a_scaled_loss_and_an_own_backward(tmp_path: Path) -> None:
                 _micro_batch(both, step, index, lambda loss: both.engine.scale(loss).backward(), calls="engine")
                 both.engine.step()
             _end(both, step)
-        with pytest.raises(StepOrderError, match=r"engine.scale\(loss\).backward\(\)"):
+        with pytest.raises(StepError, match=r"engine.scale\(loss\).backward\(\)"):
             loss_of(both.engine(**both.batch(9))).backward()
         both.engine.reset()
         both.require_equal()
@@ -141,7 +141,7 @@ def test_backwards_whose_gradients_are_averaged_once_are_one_step(mode: str, tmp
             with both.engine.coalesce_grad_reduction():
                 for index in range(num_backwards):
                     _micro_batch(both, step, index, both.engine.backward, calls="engine")
-                with pytest.raises(StepOrderError, match="nested"), both.engine.coalesce_grad_reduction():
+                with pytest.raises(StepError, match="nested"), both.engine.coalesce_grad_reduction():
                     pass
             both.engine.step()
             _end(both, step)
@@ -163,7 +163,7 @@ def test_gradients_are_averaged_once_only_with_zero_and_counted_micro_batches() 
         config={**config, "zero_optimization": {"stage": 1}, "managed_gradient_accumulation": False},
     )
     with engine:
-        with pytest.raises(StepOrderError, match="managed_gradient_accumulation"), engine.coalesce_grad_reduction():
+        with pytest.raises(StepError, match="managed_gradient_accumulation"), engine.coalesce_grad_reduction():
             pass
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 2)).sum())
@@ -274,14 +274,14 @@ def test_every_step_is_an_update_if_the_config_says_so(mode: str, tmp_path: Path
             _end(both, step)
         assert both.engine.global_steps == 3
         assert both.engine.config.infinity.update != "in_backward"
-        with pytest.raises(StepOrderError, match=r"every engine\.step"):
+        with pytest.raises(StepError, match=r"every engine\.step"):
             both.engine.set_gradient_accumulation_boundary(True)
         both.require_equal()
 
 
 def test_unmanaged_accumulation_cannot_update_in_backward(tmp_path: Path) -> None:
     changes = {"managed_gradient_accumulation": False, "infinity": {"update": "in_backward"}}
-    with pytest.raises(ConfigValueError, match="managed_gradient_accumulation"):
+    with pytest.raises(ConfigError, match="managed_gradient_accumulation"):
         initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
 
 
@@ -299,7 +299,7 @@ def test_the_batch_size_changes_between_steps(calls: str, tmp_path: Path) -> Non
                 both.batch_step(step)
         assert both.engine.global_samples == 2 * (1 + 2 + 4 + 2)
         both.require_equal()
-        with pytest.raises(BatchSizeError, match="multiple"):
+        with pytest.raises(ConfigError, match="multiple"):
             both.engine.set_train_batch_size(3)
 
 
@@ -307,7 +307,7 @@ def test_the_batch_size_does_not_change_within_a_step(tmp_path: Path) -> None:
     with _start(tmp_path, "in_backward", gradient_accumulation_steps=2) as both:
         both.engine.backward(loss_of(both.engine(**both.batch(0))))
         both.engine.step()
-        with pytest.raises(StepOrderError, match=r"after the engine\.step"):
+        with pytest.raises(StepError, match=r"after the engine\.step"):
             both.engine.set_gradient_accumulation_steps(3)
 
 
@@ -315,11 +315,11 @@ def test_no_sync_allows_all_but_a_step(tmp_path: Path) -> None:
     with _start(tmp_path, "in_backward") as both:
         with both.engine.no_sync():
             _micro_batch(both, 0, 0, both.engine.backward, calls="engine")
-            with pytest.raises(StepOrderError, match="no_sync"):
+            with pytest.raises(StepError, match="no_sync"):
                 both.engine.step()
-            with pytest.raises(StepOrderError, match="reentry"), both.engine.no_sync():
+            with pytest.raises(StepError, match="reentry"), both.engine.no_sync():
                 pass
-            with pytest.raises(StepOrderError, match="no_sync"):  # it is the outer block still
+            with pytest.raises(StepError, match="no_sync"):  # it is the outer block still
                 both.engine.step()
         both.engine.step()
         _end(both, 0)
@@ -430,7 +430,7 @@ def test_whole_steps_need_counted_micro_batches(more: dict[str, Any], tmp_path: 
     with _start(tmp_path, "deferred", gradient_accumulation_steps=2, **more) as both:
         if not more:
             both.engine.set_gradient_accumulation_boundary(True)
-        with pytest.raises(StepOrderError, match="boundary"):
+        with pytest.raises(StepError, match="boundary"):
             both.engine.train_batch(iter([both.batch(0, 0), both.batch(0, 1)]))
         if not more:
             both.engine.set_gradient_accumulation_boundary(None)
@@ -473,7 +473,7 @@ def _evaluates(directory: Path, changes: dict[str, Any], *, requires_grad: bool)
             engine.zero_grad()
             assert all(parameter.grad is None for parameter in model.parameters())
         for call in (lambda: engine.backward(torch.ones(1, requires_grad=True)), engine.step):
-            with pytest.raises(StepOrderError, match="no optimizer"):
+            with pytest.raises(StepError, match="no optimizer"):
                 call()
 
 
@@ -590,7 +590,7 @@ def test_keys_with_dots_are_those_of_their_block(tmp_path: Path) -> None:
         assert engine.config.offload_param.device == "nvme"
         assert any("zero_optimization.stage" in notice for notice in engine.config.notices)
     config["zero_optimisation.stage"] = 2
-    with pytest.raises(UnknownConfigKeyError, match="zero_optimization"):
+    with pytest.raises(ConfigError, match="zero_optimization"):
         initialize(model=PLAIN.make("none"), config=config)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.errors import OtherNumbersWarning, UnsupportedModelError
+from infinity.errors import ModelError, OtherNumbersWarning
 from tests.exactness.lockstep import BF16, everything_on_nvme
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
@@ -195,7 +195,7 @@ def test_frozen_float8_keeps_every_bit(dtype: torch.dtype, place: dict[str, Any]
 def test_float8_that_is_trained_is_refused(tmp_path: Path) -> None:
     model = Scaled(torch.float8_e4m3fn)
     model.weight.requires_grad_(True)
-    with pytest.raises(UnsupportedModelError, match=r"'weight' is a torch\.float8_e4m3fn that is trained.*Freeze it"):
+    with pytest.raises(ModelError, match=r"'weight' is a torch\.float8_e4m3fn that is trained.*Freeze it"):
         infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
     assert model.weight.dtype == torch.float8_e4m3fn
 

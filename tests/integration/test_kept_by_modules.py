@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from tests.exactness.lockstep import everything_on_nvme
 
 
@@ -95,7 +95,7 @@ def test_extra_states_are_in_checkpoints(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved")
         assert _steps(engine, 4, 5) == losses
     with _engine(nn.Sequential(Model(), Model()), tmp_path / "drive") as engine:
-        with pytest.raises(UnsupportedModelError, match=r"extra states are not the model's: '1' is not in the model"):
+        with pytest.raises(ModelError, match=r"extra states are not the model's: '1' is not in the model"):
             engine.load_checkpoint(tmp_path / "saved")
         engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
 
@@ -122,14 +122,14 @@ def test_a_durable_run_has_extra_states_and_buffers_as_they_were(model: type[Mod
 def test_a_durable_run_of_a_model_with_other_buffers_is_refused(other: dict[str, Any], tmp_path: Path) -> None:
     with _engine(Model(one=torch.zeros(3)), tmp_path / "drive", {"durable": True}) as engine:
         _steps(engine, 1)
-    with pytest.raises(UnsupportedModelError, match="buffer 'one' is not the model's"):
+    with pytest.raises(ModelError, match="buffer 'one' is not the model's"):
         _engine(Model(**other), tmp_path / "drive", {"durable": True})
 
 
 def test_what_a_durable_run_cannot_keep_is_told(tmp_path: Path) -> None:
     engine = _engine(Model(), tmp_path / "drive", {"durable": True})
     engine.optimizer.param_groups[0]["hook"] = lambda: None
-    with pytest.raises(UnsupportedModelError, match="Let them hold numbers, texts, tensors"):
+    with pytest.raises(ModelError, match="Let them hold numbers, texts, tensors"):
         _steps(engine, 1)
     engine.close(restore_weights=False)
 

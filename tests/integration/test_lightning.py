@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, StepOrderError, StorageError, UnsupportedModelError
+from infinity.errors import ConfigError, ModelError, StepError, StorageError
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FOUND = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
@@ -517,7 +517,7 @@ def test_a_durable_run_and_lightnings_steps(tmp_path: Path) -> None:
     module = module_for(pytorch)
     trainer.fit(module, data())
     trainer.test(module, data(2), verbose=False)
-    with pytest.raises(StepOrderError, match=r"is at step 8 already.*Pass ckpt_path=.*durable_path"):
+    with pytest.raises(StepError, match=r"is at step 8 already.*Pass ckpt_path=.*durable_path"):
         trainer_for(pytorch, tmp_path, strategy(config=config)).fit(module_for(pytorch), data())
     again = module_for(pytorch)
     trainer_for(pytorch, tmp_path, strategy(config=config)).fit(again, data(), ckpt_path=saver.last_model_path)
@@ -654,7 +654,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             fit({key: {"type": name}})
     module = module_for(pytorch, is_manual=True)
     module.configure_optimizers = lambda: [torch.optim.SGD([each]) for each in module.parameters()]
-    with pytest.raises(UnsupportedModelError, match="7 optimizers"):
+    with pytest.raises(ModelError, match="7 optimizers"):
         fit({}, module)
 
 

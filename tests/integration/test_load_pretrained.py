@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 import infinity
-from infinity.errors import UnsupportedModelError, WeightFileError, WeightsMismatchError
+from infinity.errors import CheckpointError, ModelError
 from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import drive_tensors
 from tests.small_transformers import MODELS, SMALL, assert_equal, make
@@ -179,11 +179,8 @@ def bert(tmp_path: Path) -> Path:
 
 def test_what_is_missing_is_named_or_made_as_transformers_does(bert: Path, config: dict[str, Any]) -> None:
     head = transformers.BertForSequenceClassification
-    with pytest.raises(
-        WeightsMismatchError, match=r"missing: classifier\.bias .*\n.*missing: classifier\.weight"
-    ) as told:
+    with pytest.raises(ModelError, match=r"missing: classifier\.bias .*\n.*missing: classifier\.weight"):
         infinity.load_pretrained(head, bert, config=config)
-    assert told.value.missing == ("classifier.bias", "classifier.weight")
     torch.manual_seed(1)
     expected = head.from_pretrained(bert)
     torch.manual_seed(1)
@@ -209,13 +206,13 @@ def test_names_with_a_prefix(in_files: str, of_model: str, is_plain: bool, tmp_p
         if not is_plain:
             pytest.skip("transformers' models have none")
         target = nn.ModuleDict({"module": model})
-    with pytest.raises(WeightsMismatchError, match=r"names in the files .* 'module\.': pass key_mapping=") as told:
+    with pytest.raises(ModelError, match=r"names in the files .* 'module\.': pass key_mapping=") as told:
         infinity.load_pretrained(target, tmp_path / "saved.pt")
     mapping = ast.literal_eval(str(told.value).split("key_mapping=")[-1])
     infinity.load_pretrained(target, tmp_path / "saved.pt", key_mapping=mapping)
     assert_equal(model, plain)
     if is_plain and in_files:
-        with pytest.raises(WeightFileError, match=r"has two tensors for 'w' with key_mapping\. Change its patterns"):
+        with pytest.raises(CheckpointError, match=r"has two tensors for 'w' with key_mapping\. Change its patterns"):
             infinity.load_pretrained(target, tmp_path / "saved.pt", key_mapping={"^.*$": "w"})
 
 
@@ -230,7 +227,7 @@ def test_what_is_missing_stays_as_it_was_in_a_model_with_values(bert: Path, conf
 @pytest.mark.deep
 def test_what_the_model_has_not_is_named(bert: Path, config: dict[str, Any], tmp_path: Path) -> None:
     make("BertForSequenceClassification", **SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
-    with pytest.raises(WeightsMismatchError, match=r"not in the model: classifier\.bias"):
+    with pytest.raises(ModelError, match=r"not in the model: classifier\.bias"):
         infinity.load_pretrained(transformers.BertModel, tmp_path / "head", config=config)
     model = infinity.load_pretrained(
         transformers.BertModel, tmp_path / "head", config=config, ignore_unexpected_keys=True
@@ -241,7 +238,7 @@ def test_what_the_model_has_not_is_named(bert: Path, config: dict[str, Any], tmp
 def test_other_shapes_are_named_or_made_anew(tmp_path: Path, config: dict[str, Any]) -> None:
     head = transformers.BertForSequenceClassification
     make("BertForSequenceClassification", **SMALL, intermediate_size=96).save_pretrained(tmp_path / "head")
-    with pytest.raises(WeightsMismatchError, match=r"classifier\.weight is \(2, 64\), the model's is \(5, 64\)"):
+    with pytest.raises(ModelError, match=r"classifier\.weight is \(2, 64\), the model's is \(5, 64\)"):
         infinity.load_pretrained(head, tmp_path / "head", config=config, num_labels=5)
     torch.manual_seed(1)
     expected = head.from_pretrained(tmp_path / "head", num_labels=5, ignore_mismatched_sizes=True)
@@ -325,7 +322,7 @@ def test_strides_are_the_modules(on: str, tmp_path: Path) -> None:
 
 def test_imaginary_parts_are_not_left_out(tmp_path: Path) -> None:
     torch.save({"weight": torch.full((2, 2), 1j), "bias": torch.zeros(2)}, tmp_path / "saved.pt")
-    with pytest.raises(WeightsMismatchError, match="weight is complex64"):
+    with pytest.raises(ModelError, match="weight is complex64"):
         infinity.load_pretrained(nn.Linear(2, 2), tmp_path / "saved.pt")
     loaded = infinity.load_pretrained(nn.Linear(2, 2, dtype=torch.complex128), tmp_path / "saved.pt")
     assert loaded.weight.tolist() == [[1j, 1j]] * 2
@@ -335,7 +332,7 @@ def test_a_buffer_that_nobody_knows_is_named(tmp_path: Path, config: dict[str, A
     model = nn.Linear(4, 4)
     torch.save(model.state_dict(), tmp_path / "state.pt")
     model.register_buffer("scale", torch.ones(4), persistent=False)
-    with pytest.raises(UnsupportedModelError, match="'scale' is on the meta device"):
+    with pytest.raises(ModelError, match="'scale' is on the meta device"):
         infinity.load_pretrained(model.to("meta"), tmp_path / "state.pt", config=config)
 
 
@@ -354,7 +351,7 @@ def test_pickled_shards_are_loaded(llama: Path, config: dict[str, Any], tmp_path
 
 def test_integers_for_a_floating_point_parameter_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
     torch.save({"weight": torch.ones(4, 4, dtype=torch.int8), "bias": torch.ones(4)}, tmp_path / "state.pt")
-    with pytest.raises(WeightsMismatchError, match="weight is int8"):
+    with pytest.raises(ModelError, match="weight is int8"):
         infinity.load_pretrained(nn.Linear(4, 4), tmp_path / "state.pt", config=config)
 
 
@@ -365,7 +362,7 @@ def test_integers_in_a_directory_are_refused(llama: Path, config: dict[str, Any]
     values = load_file(file)
     name = next(iter(values))
     save_file({**values, name: values[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
-    with pytest.raises(WeightsMismatchError, match=f"{name} is float8_e4m3fn"):
+    with pytest.raises(ModelError, match=f"{name} is float8_e4m3fn"):
         infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
 
 
@@ -410,7 +407,7 @@ def test_broken_safetensors_are_refused_by_name(content: bytes, config: dict[str
     file.write_bytes(content)
     model = nn.Linear(4, 4)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(WeightFileError, match=r"model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         infinity.load_pretrained(model, file, config=config)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -422,14 +419,14 @@ def test_an_index_cannot_name_what_is_elsewhere(name: Any, llama: Path, config: 
     contents = json.loads(index.read_text())
     contents["weight_map"]["lm_head.weight"] = name
     index.write_text(json.dumps(contents))
-    with pytest.raises(WeightFileError, match=r"index\.json"):
+    with pytest.raises(CheckpointError, match=r"index\.json"):
         infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
 
 
 def test_names_of_tensors_are_only_names(config: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(_header({"../../outside": _entry(0, 64, [4, 4])}))
-    with pytest.raises(WeightsMismatchError, match=r"not in the model: \.\./\.\./outside"):
+    with pytest.raises(ModelError, match=r"not in the model: \.\./\.\./outside"):
         infinity.load_pretrained(nn.Linear(4, 4), file, config=config)
     assert not (tmp_path.parent.parent / "outside").exists()
 
@@ -443,29 +440,29 @@ def test_broken_indexes_and_missing_shards_are_named(llama: Path, config: dict[s
     shards = sorted(llama.glob("*.safetensors"))
     kept = shards[1].read_bytes()
     shards[1].unlink()
-    with pytest.raises(WeightFileError, match=f"shards that are not there: {shards[1].name}"):
+    with pytest.raises(CheckpointError, match=f"shards that are not there: {shards[1].name}"):
         load()
     shards[1].write_bytes(shards[0].read_bytes())
-    with pytest.raises(WeightFileError, match=f"{shards[1].name}' (lacks|has)"):
+    with pytest.raises(CheckpointError, match=f"{shards[1].name}' (lacks|has)"):
         load()
     shards[1].write_bytes(kept[: len(kept) // 2])
-    with pytest.raises(WeightFileError, match=f"{shards[1].name}' is not a whole"):
+    with pytest.raises(CheckpointError, match=f"{shards[1].name}' is not a whole"):
         load()
     for broken in ("{", "[]", '{"weight_map": 3}', "[" * 100_000):
         index.write_text(broken)
-        with pytest.raises(WeightFileError, match="is not an index"):
+        with pytest.raises(CheckpointError, match="is not an index"):
             load()
     index.unlink()
-    with pytest.raises(WeightFileError, match=r"has neither model\.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         load()
     index.write_text(contents)
 
 
 def test_a_wrong_directory_is_named(llama: Path, config: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(WeightFileError, match="nowhere' is not there"):
+    with pytest.raises(CheckpointError, match="nowhere' is not there"):
         infinity.load_pretrained(transformers.LlamaForCausalLM, tmp_path / "nowhere", config=config)
     (llama / "config.json").unlink()
-    with pytest.raises(WeightFileError, match=r"has no config\.json"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
         infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
 
 
@@ -473,7 +470,7 @@ def test_pickles_with_code_and_other_things_are_refused(config: dict[str, Any], 
     file = tmp_path / "state.pt"
     for content in ({"weight": print}, [torch.ones(4)], {"model": {"weight": torch.ones(4, 4)}}):
         torch.save(content, file)
-        with pytest.raises(WeightFileError, match=r"state\.pt"):
+        with pytest.raises(CheckpointError, match=r"state\.pt"):
             infinity.load_pretrained(nn.Linear(4, 4), file, config=config)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.deepspeed.monitor.monitor import MonitorMaster
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.ranks import run_ranks
 
@@ -122,19 +122,19 @@ def test_a_package_that_is_missing_is_named(key: str, tmp_path: Path, monkeypatc
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", no_package)
-    with pytest.raises(ConfigValueError, match=rf"'{key}\.enabled'.*pip install {key}"):
+    with pytest.raises(ConfigError, match=rf"'{key}\.enabled'.*pip install {key}"):
         _train(tmp_path, {key: {"enabled": True}})
 
 
 def test_a_directory_that_cannot_be_made_is_told_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigValueError, match=r"'csv_monitor\.enabled'.*cannot be written"):
+    with pytest.raises(ConfigError, match=r"'csv_monitor\.enabled'.*cannot be written"):
         _train(tmp_path, {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}})
 
 
 def test_comet_is_refused_by_name() -> None:
     batch = {"train_micro_batch_size_per_gpu": 1}
-    with pytest.raises(ConfigValueError, match=r"'comet\.enabled'.*tensorboard, wandb and csv_monitor"):
+    with pytest.raises(ConfigError, match=r"'comet\.enabled'.*tensorboard, wandb and csv_monitor"):
         infinity.load_config(batch | {"comet": {"enabled": True, "project": "x"}})
     assert not infinity.load_config(batch | {"comet": {"enabled": False, "project": "x"}}).notices
 

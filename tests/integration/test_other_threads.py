@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import infinity
-from infinity.errors import EngineBusyError, ForkedError, StepOrderError
+from infinity.errors import EngineBusyError, EngineClosedError, StepError
 from infinity.threads import engine_lock
 from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import Lockstep, make_batch, with_smallest_budget
@@ -293,7 +293,7 @@ def test_a_step_that_is_not_ended_is_told_to_other_threads(tmp_path: Path) -> No
         both.engine_step(0)
         both.engine.backward(loss_of(both.engine(**both.batch(1))))
         weight = both.model.get_parameter(_NAMES[0])
-        with pytest.raises(StepOrderError):
+        with pytest.raises(StepError):
             pool.submit(weight.clone).result()
         both.engine.step()
         pool.submit(weight.clone).result()
@@ -355,7 +355,7 @@ def test_a_forked_child_is_told_whose_the_weights_are(is_open: bool, mode: str, 
             ):
                 try:
                     read()
-                except ForkedError:
+                except EngineClosedError:
                     continue
                 return False
             return True

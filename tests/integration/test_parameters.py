@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError, InfinityError, ModelError, ParameterNotResidentError
+from infinity.errors import AccessError, BudgetTooSmallError, InfinityError, ModelError
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
 from tests.states import state_of
@@ -113,7 +113,7 @@ def test_a_read_outside_the_engine_is_true_or_raises_with_the_name(read: str, tm
         assert param.dtype == torch.float32
         try:
             actual = _reads(param)[read]()
-        except ParameterNotResidentError as error:
+        except AccessError as error:
             assert name in str(error)
             assert "GatheredParameters" in str(error)
         else:
@@ -138,7 +138,7 @@ def test_a_pointer_to_a_parameters_memory_is_not_given_away(tmp_path: Path) -> N
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
         param = both.model.get_parameter("blocks.1.up.weight")
-        with pytest.raises(ParameterNotResidentError, match=r"blocks\.1\.up\.weight"):
+        with pytest.raises(AccessError, match=r"blocks\.1\.up\.weight"):
             param.data_ptr()
         with infinity.GatheredParameters(param):
             assert param.data_ptr() != 0
@@ -196,7 +196,7 @@ def test_a_write_outside_the_engine_counts_or_raises(write: str, tmp_path: Path)
         both.engine_step(0)
         try:
             change(both.model.get_parameter(name))
-        except (ParameterNotResidentError, InfinityError) as error:
+        except (AccessError, InfinityError) as error:
             assert name in str(error)
         else:
             change(both.reference.model.get_parameter(name))

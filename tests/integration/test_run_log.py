@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ConfigValueError, StepOrderError
+from infinity.errors import ConfigError, StepError
 from infinity.run_log import RunLog, read_run
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.ranks import run_ranks
@@ -191,7 +191,7 @@ def test_a_second_engine_is_refused_and_leaves_the_model_alone(tmp_path: Path) -
     with training(tmp_path) as engine:
         train(engine, 1)
         with (
-            pytest.raises(ConfigValueError, match=r"'infinity\.run_log'.*another engine"),
+            pytest.raises(ConfigError, match=r"'infinity\.run_log'.*another engine"),
             training(tmp_path),
         ):
             pass
@@ -210,7 +210,7 @@ def test_an_engine_that_evaluates_leaves_the_log_to_the_one_that_trains(tmp_path
         train(engine, 2)
     assert len(read_run(tmp_path / "run").steps) == 2
     config["infinity"] |= {"durable": True}
-    with pytest.raises(StepOrderError, match=r"that is not trained .*infinity\.durable to false"):
+    with pytest.raises(StepError, match=r"that is not trained .*infinity\.durable to false"):
         infinity.initialize(model=Model(), config=config)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.errors import BudgetTooSmallError, ConfigError
 from tests.budgeted_training import LONG_BUDGETS
 from tests.exactness import families
 from tests.exactness.lockstep import everything_on_nvme
@@ -181,7 +181,7 @@ def test_whatever_becomes_of_a_graph_nothing_is_left(activations: str, tmp_path:
 
 def test_without_drives_it_is_refused_by_name(tmp_path: Path) -> None:
     changes = {"zero_optimization": None, "infinity": {"activations": "nvme"}}
-    with pytest.raises(ConfigValueError, match=r"infinity\.activations"):
+    with pytest.raises(ConfigError, match=r"infinity\.activations"):
         infinity.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path, changes))
 
 

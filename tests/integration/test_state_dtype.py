@@ -11,7 +11,7 @@ import torch
 
 import infinity
 from infinity.deepspeed.ops.lion import FusedLion
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.paged import paged_snapshot
@@ -188,7 +188,7 @@ def test_what_rounding_would_break_is_refused(
 ) -> None:
     model = PLAIN.make("none")
     changes = {"optimizer": None, "infinity": {"state_dtype": state_dtype}}
-    with pytest.raises(ConfigValueError) as caught:
+    with pytest.raises(ConfigError) as caught:
         infinity.initialize(
             model=model, optimizer=make(model.parameters()), config=everything_on_nvme(tmp_path, changes)
         )

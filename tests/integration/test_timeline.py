@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from tests.exactness.case import Case, loss_of
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
@@ -220,7 +220,7 @@ def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:
             engine.save_timeline(tmp_path / "now.json")
             assert len(_rows(tmp_path / "now.json")["steps"]) == step + 1
         assert not (tmp_path / "trace.json").exists()
-        with pytest.raises(ConfigValueError, match="missing"):
+        with pytest.raises(ConfigError, match="missing"):
             engine.save_timeline(tmp_path / "missing" / "now.json")
         engine.backward(engine(**make_batch(2)))
         engine.step()
@@ -233,7 +233,7 @@ def test_off_by_default(tmp_path: Path) -> None:
     with engine:
         engine.backward(engine(**make_batch(0)))
         engine.step()
-        with pytest.raises(ConfigValueError, match="no timeline is recorded"):
+        with pytest.raises(ConfigError, match="no timeline is recorded"):
             engine.save_timeline(tmp_path / "now.json")
         assert engine.report.drive_busy_seconds > 0
     assert not list(tmp_path.iterdir())
@@ -243,7 +243,7 @@ def test_off_by_default(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_is_refused_before_the_model_is_touched(name: str, tmp_path: Path) -> None:
     model = PLAIN.make("none")
     before = {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
-    with pytest.raises(ConfigValueError, match=r"infinity\.timeline") as refused:
+    with pytest.raises(ConfigError, match=r"infinity\.timeline") as refused:
         infinity.initialize(model=model, config=_config(tmp_path, timeline=str(tmp_path / name)))
     assert str(tmp_path) in str(refused.value)
     assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import infinity
-from infinity.errors import BudgetTooSmallError, UnsupportedModelError
+from infinity.errors import BudgetTooSmallError, ModelError
 from tests.exactness.lockstep import everything_on_nvme
 
 # Forward-mode AD scripts its decompositions when it is first used.
@@ -144,7 +144,7 @@ def test_transforms_of_a_forward(call: str, tmp_path: Path) -> None:
 
 def test_tracing_is_refused_by_name(tmp_path: Path) -> None:
     with _both(Recursive(), tmp_path) as (plain, engine):
-        with pytest.raises(UnsupportedModelError, match=r"torch\.jit\.trace makes constants .*deepcopy"):
+        with pytest.raises(ModelError, match=r"torch\.jit\.trace makes constants .*deepcopy"):
             torch.jit.trace(engine.module, (_input(0),))
         engine.reset()
         _train(plain, engine)

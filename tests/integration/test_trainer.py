@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import infinity
-from infinity.errors import ConfigError, StepOrderError
+from infinity.errors import ConfigError, StepError
 from infinity.integrations.transformers import InfinityTrainer, newest_checkpoint
 from tests.stand_in import models
 from tests.stand_in.text import rows
@@ -245,7 +245,7 @@ def test_a_durable_run_and_the_trainers_steps(tmp_path: Path) -> None:
     stopped.engine.close()
     data = {"train_dataset": rows(16, 32), "infinity_config": config}
     again = InfinityTrainer(models.llama(), arguments(tmp_path), **data)
-    with pytest.raises(StepOrderError, match=r"is at step 3 already.*resume_from_checkpoint=True.*durable_path"):
+    with pytest.raises(StepError, match=r"is at step 3 already.*resume_from_checkpoint=True.*durable_path"):
         again.train()
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert all(torch.equal(value, values[name]) for name, value in again.model.state_dict().items())

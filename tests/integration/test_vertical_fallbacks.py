@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinity.errors import BudgetTooSmallError, ScheduleError
+from infinity.errors import BudgetTooSmallError, StepError
 from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import Lockstep
 from tests.exactness.shapes.blocks import WIDTH, Block, Net, token_batch
@@ -573,7 +573,7 @@ def test_too_late_to_begin_anew_is_an_error_and_a_reset_helps(tmp_path: Path) ->
             both.engine.train_batch(iter([both.batch(step, index) for index in range(3)]))
             assert both.engine.report.schedule == "vertical"
         Fickle.step, Fickle.calls = 2, 0
-        with pytest.raises((ScheduleError, RuntimeError)):
+        with pytest.raises((StepError, RuntimeError)):
             both.engine.train_batch(iter([both.batch(2, index) for index in range(3)]))
         Fickle.step = 3
         both.engine.reset()

@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.deepspeed.ops.lamb import FusedLamb
-from infinity.errors import BudgetTooSmallError, ConfigValueError, OptimizerNotPageableError
+from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageableError
 from tests.exactness.lockstep import BF16, IN_MEMORY, SHAPES_BY_NAME, Lockstep, everything_on_nvme
 from tests.exactness.optimizers import parameter_groups
 from tests.internals import BY_NAME
@@ -305,8 +305,8 @@ def _states(side: Lockstep) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [
-        ({"page_bytes": 49152}, ConfigValueError, r"page must hold the largest unit .*at least .* or leave it out"),
-        ({"state_dtype": "bf16"}, ConfigValueError, r"Lamb updates whole parameters.*\"fp32\""),
+        ({"page_bytes": 49152}, ConfigError, r"page must hold the largest unit .*at least .* or leave it out"),
+        ({"state_dtype": "bf16"}, ConfigError, r"Lamb updates whole parameters.*\"fp32\""),
         ({"tile_above": 1024}, OptimizerNotPageableError, r"makes several of one\. Remove infinity\.tile_above"),
         ({"host_memory_budget": "20KiB"}, BudgetTooSmallError, r"to update the largest unit at once"),
     ],

@@ -12,23 +12,23 @@ from infinity import errors
 
 EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
     (errors.ConfigError("no", key="a.b"), ValueError, ["no"]),
-    (errors.ConfigSyntaxError("file 'x'", "broken", cure="Mend it"), errors.ConfigError, ["file 'x'", "Mend it"]),
+    (errors.ConfigError.in_text("file 'x'", "broken", cure="Mend it"), errors.ConfigError, ["file 'x'", "Mend it"]),
     (
-        errors.UnknownConfigKeyError([("bf61.enabled", "bf16.enabled"), ("zzz", None)]),
+        errors.ConfigError.unknown_keys([("bf61.enabled", "bf16.enabled"), ("zzz", None)]),
         errors.ConfigError,
         ["'bf61.enabled'", "did you mean 'bf16.enabled'?", "'zzz'", "keys", "strict"],
     ),
     (
-        errors.ConfigValueError("aio.block_size", -1, "must be more than 0", cure="Correct it"),
+        errors.ConfigError.value("aio.block_size", -1, "must be more than 0", cure="Correct it"),
         errors.ConfigError,
         ["'aio.block_size'", "-1", "Correct it"],
     ),
     (
-        errors.UnsupportedConfigError("fp16", {"enabled": True}, "not yet", cure="Use bf16"),
+        errors.ConfigError.unsupported("fp16", {"enabled": True}, "not yet", cure="Use bf16"),
         errors.ConfigError,
         ["'fp16'", "not yet", "Use bf16"],
     ),
-    (errors.BatchSizeError("8 is not 3 * 2", cure="Set it to 6"), errors.ConfigError, ["8", "Set it to 6"]),
+    (errors.ConfigError.of_batch("8 is not 3 * 2", cure="Set it to 6"), errors.ConfigError, ["8", "Set it to 6"]),
     (
         errors.StorageError("/mnt/x", "does not exist", cure="Create it", key="a.nvme_path"),
         errors.ConfigError,
@@ -42,64 +42,71 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         ["1048576 bytes (1.0 MiB)", "1073741824 bytes (1.0 GiB)", "Two units", "infinity.host_memory_budget"],
     ),
     (errors.ModelError("no", fqn="w"), ValueError, ["no"]),
-    (errors.UnsupportedModelError("it is compiled", cure="Compile later"), errors.ModelError, ["Compile later"]),
-    (errors.ParameterGroupError("w", group_indices=[0, 2]), errors.ModelError, ["'w'", "0 and 2"]),
+    (errors.ModelError("it is compiled", cure="Compile later"), errors.ModelError, ["Compile later"]),
+    (errors.ModelError.in_two_groups("w", group_indices=[0, 2]), errors.ModelError, ["'w'", "0 and 2"]),
     (errors.OptimizerNotPageableError("LBFGS", "it needs a closure"), ValueError, ["LBFGS", "closure", "AdamW"]),
-    (errors.NotResidentError("no", fqn="w"), RuntimeError, ["no"]),
+    (errors.AccessError("no", fqn="w"), RuntimeError, ["no"]),
     (
-        errors.ParameterNotResidentError("w", operation="torch.sum"),
-        errors.NotResidentError,
+        errors.AccessError.of_parameter("w", operation="torch.sum"),
+        errors.AccessError,
         ["'w'", "torch.sum", "GatheredParameters"],
     ),
     (
-        errors.GradientNotResidentError("w", reason="it is spilled", cure="Read it earlier"),
-        errors.NotResidentError,
+        errors.AccessError.of_gradient("w", reason="it is spilled", cure="Read it earlier"),
+        errors.AccessError,
         ["'w'", "spilled", "Read it earlier"],
     ),
     (errors.StepError("no", step=3), RuntimeError, ["no"]),
     (
-        errors.StepOrderError("engine.step()", "no backward ran", cure="Call it", step=4),
+        errors.StepError.order("engine.step()", "no backward ran", cure="Call it", step=4),
         errors.StepError,
         ["engine.step()", "step 4", "Call it"],
     ),
-    (errors.LateGradientError("w", unit="layers.3", step=5), errors.StepError, ["'w'", "'layers.3'", "step 5"]),
+    (errors.StepError.late_gradient("w", unit="layers.3", step=5), errors.StepError, ["'w'", "'layers.3'", "step 5"]),
     (
-        errors.ScheduleError("blocks differ", step=5),
+        errors.StepError.not_vertical("blocks differ", step=5),
         errors.StepError,
         ["blocks differ", "step 5", "'infinity.schedule'"],
     ),
     (
-        errors.PartialUpdateError(step=6, num_updated=2, num_units=9, problem="forward raised"),
+        errors.StepError.partial_update(step=6, num_updated=2, num_units=9, problem="forward raised"),
         errors.StepError,
         ["step 6", "2 of 9", "forward raised", "infinity.update"],
     ),
-    (errors.CommitError("/x", step=8, problem="it is full"), RuntimeError, ["step 8", "/x", "it is full", "again"]),
     (
-        errors.WeightFileError("/y", "is cut off", cure="Copy it again"),
+        errors.StepError.uncommitted("/x", step=8, problem="it is full"),
+        RuntimeError,
+        ["step 8", "/x", "it is full", "again"],
+    ),
+    (
+        errors.CheckpointError.of_weights("/y", "is cut off", cure="Copy it again"),
         ValueError,
         ["'/y'", "cut off", "Copy it again"],
     ),
-    (
-        errors.WeightsMismatchError("/y", missing=["head.w"], mismatched=[("w", (2,), (3,))]),
-        errors.ModelError,
-        ["head.w", "ignore_missing_keys", "(2,)", "(3,)", "ignore_mismatched_sizes"],
-    ),
     (errors.CheckpointError("/y", "is cut off"), ValueError, ["'/y'", "cut off", "another checkpoint"]),
     (
-        errors.UnpreparedParameterError("head.bias", "was frozen", cure="Thaw it before"),
+        errors.ModelError.unprepared("head.bias", "was frozen", cure="Thaw it before"),
         errors.ModelError,
         ["'head.bias'", "was frozen", "Thaw it before"],
     ),
-    (errors.StaleDataError("head.bias"), RuntimeError, ["'head.bias'", "p.data = t", "Write to p.data"]),
-    (errors.StateWriteError("head.bias", "exp_avg", "why"), RuntimeError, ["'head.bias'", "['exp_avg'] = tensor"]),
-    (errors.ForkedError("forward"), RuntimeError, ["forward", "forked", "spawn"]),
+    (errors.AccessError.of_data("head.bias"), RuntimeError, ["'head.bias'", "p.data = t", "Write to p.data"]),
     (
-        errors.LibraryVersionError("peft", found="0.1", least="0.14", extra="hf"),
+        errors.AccessError.of_state("head.bias", "exp_avg", "why"),
+        RuntimeError,
+        ["'head.bias'", "['exp_avg'] = tensor"],
+    ),
+    (errors.EngineClosedError.in_fork("forward"), RuntimeError, ["forward", "forked", "spawn"]),
+    (
+        errors.LibraryError.of_version("peft", found="0.1", least="0.14", extra="hf"),
         ImportError,
         ["peft is 0.1", "0.14 or newer", "pip install 'peft>=0.14'", "'hf'"],
     ),
-    (errors.StandInError("too late", "accelerate"), ImportError, ["too late", "before accelerate", "first line"]),
-    (errors.RunLogError(Path("/y"), "is empty", cure="Look"), RuntimeError, ["/y", "is empty", "Look"]),
+    (
+        errors.LibraryError.imported_before("too late", "accelerate"),
+        ImportError,
+        ["too late", "before accelerate", "first line"],
+    ),
+    (errors.CheckpointError.of_log(Path("/y"), "is empty", cure="Look"), ValueError, ["/y", "is empty", "Look"]),
     (
         errors.RankError("step 3", "another rank has ended", rank=1, cure="Look there"),
         RuntimeError,
@@ -110,10 +117,10 @@ EXAMPLES: list[tuple[Exception, type[Exception], list[str]]] = [
         RuntimeError,
         ["engine.flush()", "'T'", "Wait for it"],
     ),
-    (errors.EngineClosedError("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
-    (errors.SparseGradientWarning("table.weight"), UserWarning, ["'table.weight'", "sparse=False"]),
+    (errors.EngineClosedError.after_close("engine.step()"), RuntimeError, ["engine.step()", "closed"]),
+    (errors.OtherNumbersWarning.of_sparse_gradient("table.weight"), UserWarning, ["'table.weight'", "sparse=False"]),
     (
-        errors.OtherNumbersWarning("head.bias", "is fp64", cure="Keep it frozen"),
+        errors.OtherNumbersWarning.of_parameter("head.bias", "is fp64", cure="Keep it frozen"),
         UserWarning,
         ["'head.bias'", "is fp64. Keep it frozen"],
     ),
@@ -169,14 +176,14 @@ def test_tree_in_docstring_is_the_real_one() -> None:
 
 
 def test_facts_are_attributes() -> None:
-    unknown = errors.UnknownConfigKeyError([("a.b", "a.c")])
-    assert (unknown.key, unknown.unknown) == ("a.b", (("a.b", "a.c"),))
+    assert errors.ConfigError.unknown_keys([("a.b", "a.c")]).key == "a.b"
     assert errors.StorageError("/x", "is full", cure="Free some").directory == Path("/x")
-    assert errors.ParameterGroupError("w", group_indices=[0, 1]).group_indices == (0, 1)
+    assert errors.ModelError.in_two_groups("w", group_indices=[0, 1]).fqn == "w"
+    assert errors.StepError.uncommitted(Path("/x"), step=3, problem="it is full").step == 3
 
 
 def test_long_values_are_cut() -> None:
-    assert len(str(errors.ConfigValueError("k", list(range(1000)), "too long", cure="Cut it"))) < 250
+    assert len(str(errors.ConfigError.value("k", list(range(1000)), "too long", cure="Cut it"))) < 250
 
 
 @pytest.mark.parametrize(

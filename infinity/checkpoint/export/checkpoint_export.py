@@ -17,7 +17,7 @@ from infinity.checkpoint.safetensors_export import cut, file_bytes, save_configs
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
-from infinity.errors import CheckpointError, UnsupportedModelError, listed
+from infinity.errors import CheckpointError, ModelError, listed
 from infinity.units.unit import is_float8
 from swapper.volumes.publish import Staging
 
@@ -47,7 +47,7 @@ class CheckpointExport:
 
         Raises:
             CheckpointError: it is damaged, or of another model than the config says; tensors are named.
-            UnsupportedModelError: there is no such model, or something has no form in the files.
+            ModelError: there is no such model, or something has no form in the files.
         """
         checkpoint.verify_small_files()
         self._directory = directory
@@ -112,14 +112,14 @@ def _model_of(directory: Path) -> tuple[Any, Any]:
     import transformers
 
     if not (directory / "config.json").is_file():
-        raise UnsupportedModelError(
+        raise ModelError(
             f"'{directory}' has no config.json", cure="Name the directory of the Hugging Face model that was trained"
         )
     config = transformers.AutoConfig.from_pretrained(directory)
     name = next(iter(getattr(config, "architectures", None) or []), None)
     model_class: Any = getattr(transformers, name, None) if name is not None else None
     if model_class is None:
-        raise UnsupportedModelError(
+        raise ModelError(
             f"the config in '{directory}' names the class {name!r}, which transformers does not have",
             cure="Set 'architectures' in it, as save_pretrained does",
         )

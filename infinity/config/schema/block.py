@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from infinity.config.schema.quantities import parse_count, parse_flag, parse_number, parse_rounded
-from infinity.errors import UnsupportedConfigError
+from infinity.errors import ConfigError
 
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 Number = Annotated[float, BeforeValidator(parse_number)]
@@ -86,7 +86,7 @@ class Refused:
             parts = {name: part for name, part in value.items() if name != "enabled"}
             asked = parts if _switches(parts) else value
         if value not in self.allowed and not (is_switched_off(value) or is_switched_off(asked)):
-            raise UnsupportedConfigError(key, value, self.reason, cure=self.cure)
+            raise ConfigError.unsupported(key, value, self.reason, cure=self.cure)
 
 
 @dataclass(frozen=True)

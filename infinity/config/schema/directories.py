@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path, PurePath
 
 from infinity.config.schema.quantities import is_auto, parse_bytes
-from infinity.errors import ConfigValueError, StorageError
+from infinity.errors import ConfigError, StorageError
 from swapper.config import ALIGNMENT
 from swapper.volumes.directory import Directory
 
@@ -71,16 +71,16 @@ def resolve_directories(named: Sequence[NamedDirectory], *, key: str) -> tuple[D
     """Absolute paths, with `~` and environment variables (`$NAME`, `${NAME}`) filled in.
 
     Raises:
-        ConfigValueError: no path is given, one is given twice, or one names a variable that is not set, or an unknown home.
+        ConfigError: no path is given, one is given twice, or one names a variable that is not set, or an unknown home.
     """
     if not named:
         problem = 'the device is "nvme", and no directory is given'
-        raise ConfigValueError(key, None, problem, cure="Name a directory on a fast local drive, or a list of them")
+        raise ConfigError.value(key, None, problem, cure="Name a directory on a fast local drive, or a list of them")
     directories = tuple(Directory(resolve_file(each.path, key=key), each.capacity_bytes) for each in named)
     paths = [os.path.realpath(directory.path) for directory in directories]
     for path in paths:
         if paths.count(path) > 1:
-            raise ConfigValueError(key, path, "the directory is given twice", cure="Name each drive once")
+            raise ConfigError.value(key, path, "the directory is given twice", cure="Name each drive once")
     return directories
 
 
@@ -88,7 +88,7 @@ def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, ke
     """See that a directory that two blocks share keeps to one capacity: blocks with the same list share their space.
 
     Raises:
-        ConfigValueError: it would not.
+        ConfigError: it would not.
     """
     if one == other:
         return
@@ -100,7 +100,7 @@ def check_capacities(one: Sequence[Directory], other: Sequence[Directory], *, ke
                 f"'{each.path}' has {_limit(each.capacity_bytes)} here and {_limit(limit)} in the other offload block"
             )
             cure = "A capacity holds for all that lies in a directory: give both blocks the same list of directories"
-            raise ConfigValueError(key, describe_directories(other), problem, cure=cure)
+            raise ConfigError.value(key, describe_directories(other), problem, cure=cure)
 
 
 def describe_directories(directories: Iterable[Directory]) -> str:
@@ -183,14 +183,14 @@ def resolve_file(name: str, *, key: str) -> Path:
     """The absolute path of a file or directory, with `~` and environment variables filled in; not looked at yet.
 
     Raises:
-        ConfigValueError: it names a variable that is not set, or an unknown home.
+        ConfigError: it names a variable that is not set, or an unknown home.
     """
     expanded = os.path.expandvars(name)
     if unset := re.search(r"\$(\w+|\{[^}]*\})", expanded):
         cure = f"Set the environment variable {unset[1].strip('{}')}, or write the directory itself"
-        raise ConfigValueError(key, name, "it names an environment variable that is not set", cure=cure)
+        raise ConfigError.value(key, name, "it names an environment variable that is not set", cure=cure)
     try:
         return Path(expanded).expanduser().absolute()
     except RuntimeError as error:
         cure = "Set the environment variable HOME, or write the directory itself"
-        raise ConfigValueError(key, name, "it names a home directory that is not known", cure=cure) from error
+        raise ConfigError.value(key, name, "it names a home directory that is not known", cure=cure) from error

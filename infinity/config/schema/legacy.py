@@ -8,7 +8,7 @@ from typing import Any
 
 from infinity.config.schema.block import Findings
 from infinity.config.schema.quantities import is_auto, parse_flag
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 
 _OFFLOAD = {
     "cpu_offload": "offload_optimizer",
@@ -71,7 +71,7 @@ def _modernise_zero(zero: dict[str, Any], findings: Findings) -> dict[str, Any]:
         device = present.get("device", "none")
         if device != "cpu" and not is_auto(device):
             problem = f"it contradicts zero_optimization.{new}.device = {device!r}"
-            raise ConfigValueError(
+            raise ConfigError.value(
                 f"zero_optimization.{old}", value, problem, cure=f"Remove {old}, which is deprecated"
             )
         zero[new] = {**present, "device": "cpu"}
@@ -83,4 +83,4 @@ def _flag(key: str, value: object) -> bool:
     try:
         return parse_flag(value)
     except ValueError as error:
-        raise ConfigValueError(key, value, str(error), cure="Remove it, it is deprecated") from error
+        raise ConfigError.value(key, value, str(error), cure="Remove it, it is deprecated") from error

@@ -21,7 +21,7 @@ from infinity.checkpoint.export.checkpoint_export import CheckpointExport
 from infinity.checkpoint.safetensors_export import cut
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.units.unit import is_float8
 from swapper.volumes.publish import make_directory, opener
 
@@ -71,10 +71,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Raises:
         CheckpointError: there is none, or it is damaged; one of DeepSpeed's is first to be converted by
             ``python -m infinity import-deepspeed``.
-        ConfigValueError: frozen parameters are to be left out.
+        ConfigError: frozen parameters are to be left out.
     """
     if exclude_frozen_parameters:
-        raise ConfigValueError(
+        raise ConfigError.value(
             "exclude_frozen_parameters",
             True,
             "a checkpoint does not say which parameters are frozen",
@@ -118,7 +118,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Raises:
         CheckpointError: there is none, or it is damaged.
-        ConfigValueError: frozen parameters are to be left out.
+        ConfigError: frozen parameters are to be left out.
         StorageError: the directory cannot take the safetensors.
     """
     output, limit = Path(output_dir), parse_bytes(max_shard_size) if max_shard_size is not None else 1 << 62

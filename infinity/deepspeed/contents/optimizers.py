@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from infinity.config import OptimizerSection
-from infinity.errors import UnsupportedConfigError
+from infinity.errors import ConfigError
 from infinity.optim.registry import resolve
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ class _Named:
     """Called like a class of DeepSpeed's. The instance is one of the class that the config's optimizer of that name has.
 
     Raises (all of them):
-        UnsupportedConfigError: an argument whose meaning torch's optimizer cannot have.
-        UnknownConfigKeyError: an argument that there is not.
+        ConfigError: an argument whose meaning torch's optimizer cannot have.
+        ConfigError: an argument that there is not.
     """
 
     _name: ClassVar[str]
@@ -40,7 +40,7 @@ class _Named:
         ):
             if not given.pop(name, True):
                 problem = f"what {cls.__name__} makes is {cls._name} of the config, which has no such argument"
-                raise UnsupportedConfigError(f"optimizer.params.{name}", False, problem, cure=cure)
+                raise ConfigError.unsupported(f"optimizer.params.{name}", False, problem, cure=cure)
         if not given.get("amsgrad", True):
             del given["amsgrad"]  # of Adagrad, too
         made = resolve(OptimizerSection(cls._name, given), torch.device("cpu"))(params)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from infinity.distributed.meshes import current_mesh
-from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.errors import ConfigError, ModelError
 
 _PART_SIZES = (
     "get_model_parallel_world_size",
@@ -91,7 +91,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
     Raises:
         ConfigError: processes have different parts of the model, of which each would be clipped by a norm of its own.
-        GradientNotResidentError: as reading ``param.grad`` does.
+        AccessError: as reading ``param.grad`` does.
     """
     sizes = [getattr(mpu, name)() for name in _PART_SIZES if callable(getattr(mpu, name, None))]
     if max(sizes, default=1) > 1 or (mpu is not None and current_mesh().is_divided):
@@ -162,13 +162,13 @@ def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_
     """A list of the groups as they are: without experts of DeepSpeed's there is nothing to split off.
 
     Raises:
-        UnsupportedModelError: one has a parameter of such an expert.
+        ModelError: one has a parameter of such an expert.
     """
     groups: list[Any] = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     for group in groups:
         group["params"] = list(group["params"])
         if any(map(is_moe_param, group["params"])):
-            raise UnsupportedModelError(
+            raise ModelError(
                 "a parameter has allreduce = False: it is an expert's that DeepSpeed gives to some processes only",
                 cure="Experts in a ModuleList need no groups of their own: only those that a batch goes to are read",
             )

@@ -157,9 +157,7 @@ def _read(path: Path, *, skips_unknown: bool) -> dict[str, Any]:
     dimensions = found.get("checkpoint_parallel_dimensions") or {}
     if found.get("mp_world_size", 1) != 1 or any(degree != 1 for degree in dimensions.values()):
         raise CheckpointError(
-            path,
-            f"its model was divided by tensor or pipeline parallelism: {dict(dimensions)}",
-            cure=ONE_STATE_DICT,
+            path, f"its model was divided by tensor or pipeline parallelism: {dict(dimensions)}", cure=ONE_STATE_DICT
         )
     if found.get("param_shapes") is None:
         raise CheckpointError(

@@ -194,9 +194,7 @@ def groups_of(
     ids = [key for group in groups for key in group["params"]]
     if sorted(ids) != list(range(len(shapes))):
         raise CheckpointError(
-            path,
-            f"its groups have {len(ids)} flat tensors, and the model's file names {len(shapes)}",
-            cure=OF_ONE_SAVE,
+            path, f"its groups have {len(ids)} flat tensors, and the model's file names {len(shapes)}", cure=OF_ONE_SAVE
         )
     found = []
     for group in groups:
@@ -251,9 +249,7 @@ def check_optimizer(path: Path, ds_config: Mapping[str, Any]) -> None:
 
 def _one_bit(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        path,
-        f"its optimizer, {name}, compresses gradients, and keeps their errors",
-        cure=ONLY_WEIGHTS,
+        path, f"its optimizer, {name}, compresses gradients, and keeps their errors", cure=ONLY_WEIGHTS
     )
 
 

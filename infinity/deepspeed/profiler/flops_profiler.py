@@ -28,7 +28,7 @@ from infinity.deepspeed.profiler.numbers_as_text import (
     number_to_string,
     params_to_string,
 )
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 from infinity.torch_internals.attention_flops import attention_formulas
 from swapper.volumes.publish import make_directory, opener
 
@@ -225,7 +225,7 @@ def get_model_profile(
         Floating-point operations, multiplications with an addition, parameters.
 
     Raises:
-        StepOrderError: there is neither a shape nor an argument.
+        StepError: there is neither a shape nor an argument.
     """
     kwargs = kwargs or {}
     if input_shape is not None:
@@ -234,7 +234,7 @@ def get_model_profile(
         args = [torch.ones(input_shape, dtype=dtype, device=device)]
     if not args and not kwargs:
         problem = "it has nothing to call the model with"
-        raise StepOrderError("get_model_profile", problem, cure="Pass input_shape, args or kwargs")
+        raise StepError.order("get_model_profile", problem, cure="Pass input_shape, args or kwargs")
     profiler = FlopsProfiler(model)
     model.eval()
     call: Any = model if mode == "forward" else model.generate

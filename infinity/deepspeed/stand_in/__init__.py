@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from infinity.distributed.process_groups import untold_size
-from infinity.errors import StandInError
+from infinity.errors import LibraryError
 
 SITE = Path(__file__).with_name("site")
 """The folder that comes first on ``sys.path``."""
@@ -26,16 +26,16 @@ def install() -> None:
     """Stand in for `deepspeed`. Importing `infinity.as_deepspeed` calls it; a second call changes nothing.
 
     Raises:
-        StandInError: the real DeepSpeed is loaded, or accelerate has already seen that there is none.
+        LibraryError: the real DeepSpeed is loaded, or accelerate has already seen that there is none.
     """
     loaded = sys.modules.get("deepspeed")
     if loaded is not None and SITE not in Path(getattr(loaded, "__file__", None) or "").parents:
         where = getattr(loaded, "__file__", None) or "somewhere"
-        raise StandInError(f"another 'deepspeed' is loaded, from {where}", "it was imported")
+        raise LibraryError.imported_before(f"another 'deepspeed' is loaded, from {where}", "it was imported")
     if str(SITE) in sys.path:
         return
     if loaded is None and "accelerate" in sys.modules:
-        raise StandInError(
+        raise LibraryError.imported_before(
             "accelerate is loaded, and has seen that there is no DeepSpeed", "accelerate or transformers"
         )
     if untold_size() is None:  # or each of several would train alone, as this one says

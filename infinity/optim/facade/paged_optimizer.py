@@ -248,8 +248,8 @@ class PagedOptimizer(Optimizer):
 
         Raises:
             BudgetTooSmallError, StorageError: there is no room for their states; the group is not added then.
-            StepOrderError: weights are in use: in forward, backward, or gathered.
-            UnpreparedParameterError: the run is durable, and has no room for states that come later.
+            StepError: weights are in use: in forward, backward, or gathered.
+            ModelError: the run is durable, and has no room for states that come later.
         """
         self._template.add_group(param_group)
         with self._backend.optimizer_lock("optimizer.add_param_group()"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from infinity.errors import OptimizerNotPageableError, StepOrderError
+from infinity.errors import OptimizerNotPageableError, StepError
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class _Refusal:
         # The engine's optimizer has the same hooks.
         if optimizer is self._optimizer() and not optimizer.state:
             problem = "the states of the optimizer that was passed to infinity.initialize went with its engine, which is closed"
-            raise StepOrderError(what, problem, cure=cure)
+            raise StepError.order(what, problem, cure=cure)
 
     def _end(self, optimizer: Optimizer) -> None:
         if optimizer is self._optimizer():

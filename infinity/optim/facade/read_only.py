@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.errors import StateWriteError
+from infinity.errors import AccessError
 from infinity.torch_internals.names import as_plain
 from infinity.torch_internals.operations import WRITING_METHODS, name_of, writes_unseen
 
 
 class ReadOnlyTensor(Tensor):
-    """A copy of a state. Operations that would write to it, or to a view of it, raise `StateWriteError`.
+    """A copy of a state. Operations that would write to it, or to a view of it, raise `AccessError`.
 
     NumPy arrays over it are read-only. Pickles and deep copies of it are ordinary tensors.
     """
@@ -82,7 +82,7 @@ def _protected_in(values: Any) -> list[ReadOnlyTensor]:
 
 def _refuse(tensor: ReadOnlyTensor) -> None:
     fqn, name = tensor.about
-    raise StateWriteError(fqn, name, "what is read of a state is a copy, so writing to it would be lost")
+    raise AccessError.of_state(fqn, name, "what is read of a state is a copy, so writing to it would be lost")
 
 
 def _protect(owners: Mapping[int, ReadOnlyTensor], result: Any) -> Any:
@@ -118,7 +118,9 @@ class AssignedTensors:
             tensor = reference()
             if tensor is not None and tensor._version != version:
                 self.forget()
-                raise StateWriteError(fqn, name, "the tensor was written to after it had been assigned, and stored")
+                raise AccessError.of_state(
+                    fqn, name, "the tensor was written to after it had been assigned, and stored"
+                )
 
     def forget(self) -> None:
         """A step has been made, or all states were replaced."""

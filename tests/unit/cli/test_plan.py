@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.cli.main import main
 from infinity.config import load_config
-from infinity.errors import ConfigValueError, OptimizerNotPageableError, StorageError
+from infinity.errors import ConfigError, OptimizerNotPageableError, StorageError
 from infinity.machine.here import room_bytes
 from infinity.plan import ladder as ladder_module
 from infinity.plan.ladder import Ladder
@@ -231,7 +231,7 @@ def test_a_change_that_the_optimizer_does_not_allow_does_not_fit(
         ladder = Ladder(_plain(), config, _SMALL, str(tmp_path), 64)
     assert ladder.given().fits
     refused = ladder.outcome(keys)
-    with pytest.raises((ConfigValueError, OptimizerNotPageableError)) as caught:
+    with pytest.raises((ConfigError, OptimizerNotPageableError)) as caught:
         infinity.initialize(model=_plain(), config=load_config(config, overrides=keys))
     assert refused.problem == str(caught.value) and not refused.fits
     with torch.device("meta"):

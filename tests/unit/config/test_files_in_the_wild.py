@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infinity.config import InfinityConfig, load_config
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 
 
 def load(text: str, nvme: Path) -> InfinityConfig:
@@ -170,7 +170,7 @@ def test_first_generation_cpu_offload() -> None:
 def test_an_old_flag_beside_a_block_that_is_left_open(block: object) -> None:
     zero = {"stage": 2, "cpu_offload": True, "offload_optimizer": block}
     assert load_config({"train_batch_size": 8, "zero_optimization": zero}).offload_optimizer.device == "cpu"
-    with pytest.raises(ConfigValueError, match=r"offload_optimizer.*must be an object"):
+    with pytest.raises(ConfigError, match=r"offload_optimizer.*must be an object"):
         load_config({"train_batch_size": 8, "zero_optimization": zero | {"offload_optimizer": [1]}})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity.config import load_config
-from infinity.errors import ConfigError, UnknownConfigKeyError, UnsupportedConfigError
+from infinity.errors import ConfigError
 
 BASE: dict[str, Any] = {
     "train_batch_size": 4,
@@ -126,9 +126,9 @@ def test_none_removes_a_key_whatever_it_holds_and_is_called(given: dict[str, Any
 
 
 def test_they_are_checked_like_the_file() -> None:
-    with pytest.raises(UnknownConfigKeyError, match=r"'aio.blocksize' \(did you mean 'aio.block_size'\?\)"):
+    with pytest.raises(ConfigError, match=r"'aio.blocksize' \(did you mean 'aio.block_size'\?\)"):
         load_config(BASE, overrides={"aio.blocksize": 3})
-    with pytest.raises(UnsupportedConfigError, match=r"'amp'"):
+    with pytest.raises(ConfigError, match=r"'amp'"):
         load_config(BASE, overrides={"amp.enabled": True})
     with pytest.raises(ConfigError, match=r"override 'zero_optimization.stage': .* not an object"):
         load_config(BASE | {"zero_optimization": 3}, overrides={"zero_optimization.stage": 3})

@@ -11,7 +11,7 @@ import pytest
 import infinity.config
 from infinity.config import load_config
 from infinity.config.text import ready_names
-from infinity.errors import ConfigSyntaxError
+from infinity.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.json"))
@@ -36,7 +36,7 @@ def test_comes_with_the_package_by_its_name(path: Path, tmp_path: Path, monkeypa
 
 
 def test_another_name_is_told_those_that_are_ready() -> None:
-    with pytest.raises(ConfigSyntaxError, match=r"cpu_offload, nvme_optimizer, small_ram, zero3_nvme"):
+    with pytest.raises(ConfigError, match=r"cpu_offload, nvme_optimizer, small_ram, zero3_nvme"):
         load_config("zero3")
 
 

@@ -10,7 +10,7 @@ from infinity.config import load_config
 from infinity.config.schema.block import Block, Keys, NoEffect, Refused
 from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.vocabulary import child_block
-from infinity.errors import UnsupportedConfigError
+from infinity.errors import ConfigError
 
 BASE: dict[str, Any] = {"train_batch_size": 1}
 
@@ -71,7 +71,7 @@ def test_noted_when_switched_on(key: str, config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("key", "config"), REFUSED)
 def test_refused_when_switched_on(key: str, config: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config(BASE | config)
     assert caught.value.key == key
     assert f"'{key}'" in str(caught.value)

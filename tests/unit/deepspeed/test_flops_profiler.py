@@ -18,7 +18,7 @@ from infinity.deepspeed.profiler.numbers_as_text import (
     number_to_string,
     params_to_string,
 )
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 
 _BATCH, _LENGTH, _WIDTH, _HEADS, _CLASSES, _DEPTH = 2, 8, 32, 4, 10, 3
 
@@ -146,7 +146,7 @@ def test_what_is_printed(x: torch.Tensor, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_nothing_to_call_with() -> None:
-    with pytest.raises(StepOrderError, match="Pass input_shape, args or kwargs"):
+    with pytest.raises(StepError, match="Pass input_shape, args or kwargs"):
         get_model_profile(nn.Linear(1, 1))
 
 

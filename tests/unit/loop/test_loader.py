@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from infinity.errors import StepOrderError
+from infinity.errors import StepError
 from infinity.loop.loader import OwnBatches, make_loader
 
 
@@ -82,7 +82,7 @@ def test_own_batches_go_on_after_an_exception_and_refuse_what_is_empty() -> None
     with pytest.raises(OSError, match="for a moment"):
         next(batches)
     assert [next(batches).item() for _ in range(6)] == [2, 3, 0, 1, 2, 3]
-    with pytest.raises(StepOrderError, match="training_data gives no batch"):
+    with pytest.raises(StepError, match="training_data gives no batch"):
         next(OwnBatches([]))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.errors import EngineClosedError, PartialUpdateError, StepOrderError
+from infinity.errors import EngineClosedError, StepError
 from infinity.loop.phase import Phase, PhaseGuard
 
 _LEGAL = {
@@ -57,13 +57,13 @@ def test_only_moves_of_the_table_are_made(start: Phase, to: Phase, guard: PhaseG
 
 
 def test_a_step_needs_a_backward_since_the_last_one_or_gradients(guard: PhaseGuard, stepper: Any) -> None:
-    with pytest.raises(StepOrderError, match=r"in step 7: there was no backward since .*engine\.backward\(loss\)"):
+    with pytest.raises(StepError, match=r"in step 7: there was no backward since .*engine\.backward\(loss\)"):
         guard.check_step()
     guard.move_to(Phase.BACKWARD)
     guard.move_to(Phase.READY)
     guard.check_step()
     guard.end_micro_batch()
-    with pytest.raises(StepOrderError):
+    with pytest.raises(StepError):
         guard.check_step()
     guard.note_backward()
     guard.check_step()
@@ -84,11 +84,11 @@ def test_what_is_cut_off_has_to_be_dropped_first(phase: Phase, guard: PhaseGuard
         lambda: guard.check_optimizer_step(is_engine_step=False),
     ]
     for check in checks:
-        with pytest.raises(StepOrderError, match=r"engine\.reset\(\) to drop them"):
+        with pytest.raises(StepError, match=r"engine\.reset\(\) to drop them"):
             check()
     stepper.updated = {1}
     for check in checks:
-        with pytest.raises(PartialUpdateError, match="after 1 of 3 units"):
+        with pytest.raises(StepError, match="after 1 of 3 units"):
             check()
     stepper.updated = set()
     guard.move_to(Phase.READY)
@@ -108,11 +108,11 @@ def test_weights_of_two_steps_are_not_read_stepped_over_or_added_to(guard: Phase
     assert guard.is_settled
     stepper.is_between_steps = True
     assert not guard.is_settled
-    with pytest.raises(StepOrderError, match="reading weights"):
+    with pytest.raises(StepError, match="reading weights"):
         guard.check_settled()
-    with pytest.raises(StepOrderError, match="already updated in the backward before this one"):
+    with pytest.raises(StepError, match="already updated in the backward before this one"):
         guard.check_backward(_LOSS)
-    with pytest.raises(StepOrderError, match=r"the update already ran in engine\.backward\(\)"):
+    with pytest.raises(StepError, match=r"the update already ran in engine\.backward\(\)"):
         guard.check_optimizer_step(is_engine_step=False)
     guard.check_optimizer_step(is_engine_step=True)
 
@@ -120,7 +120,7 @@ def test_weights_of_two_steps_are_not_read_stepped_over_or_added_to(guard: Phase
 def test_only_with_a_loss_scale_is_a_step_of_the_users_own_refused(guard: PhaseGuard, stepper: Any) -> None:
     guard.check_optimizer_step(is_engine_step=False)
     stepper.scaler.is_active = True
-    with pytest.raises(StepOrderError, match="with fp16"):
+    with pytest.raises(StepError, match="with fp16"):
         guard.check_optimizer_step(is_engine_step=False)
     guard.check_optimizer_step(is_engine_step=True)
 
@@ -129,7 +129,7 @@ def test_only_with_a_loss_scale_is_a_step_of_the_users_own_refused(guard: PhaseG
     ("loss", "what"), [(torch.ones(2, 3), r"\(2, 3\)"), (torch.ones(0), r"\(0,\)"), (1.5, "float"), (None, "NoneType")]
 )
 def test_a_loss_is_a_tensor_with_one_element(loss: Any, what: str, guard: PhaseGuard) -> None:
-    with pytest.raises(StepOrderError, match=f"got {what}. Reduce it first"):
+    with pytest.raises(StepError, match=f"got {what}. Reduce it first"):
         guard.check_backward(loss)
     guard.check_backward(torch.ones(1, 1))
 
@@ -137,9 +137,8 @@ def test_a_loss_is_a_tensor_with_one_element(loss: Any, what: str, guard: PhaseG
 def test_updates_in_backward_are_told_of_where_nothing_may_be_mixed(guard: PhaseGuard, stepper: Any) -> None:
     guard.check_not_partial("something")
     stepper.updated = {0, 2}
-    with pytest.raises(PartialUpdateError, match="step 7: something, after 2 of 3 units") as caught:
+    with pytest.raises(StepError, match="step 7: something, after 2 of 3 units"):
         guard.check_not_partial("something")
-    assert (caught.value.num_updated, caught.value.num_units) == (2, 3)
 
 
 def test_after_close_nothing_is_open(guard: PhaseGuard) -> None:
@@ -153,5 +152,5 @@ def test_after_close_nothing_is_open(guard: PhaseGuard) -> None:
 def test_what_was_cut_off_is_named(phase: Phase, word: str, guard: PhaseGuard) -> None:
     guard.move_to(phase)
     guard.move_to(Phase.BROKEN)
-    with pytest.raises(StepOrderError, match=rf"the last {word} was cut off.*engine\.reset\(\)"):
+    with pytest.raises(StepError, match=rf"the last {word} was cut off.*engine\.reset\(\)"):
         guard.check_whole()

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.config import SchedulerSection
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.optim.lr_schedules import (
     SCHEDULES,
     LRRangeTest,
@@ -298,19 +298,19 @@ def test_build_in_the_middle() -> None:
 
 
 def test_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ConfigValueError, match=r"scheduler.type.*'WarmUpDecay'.*Did you mean 'WarmupDecayLR'"):
+    with pytest.raises(ConfigError, match=r"scheduler.type.*'WarmUpDecay'.*Did you mean 'WarmupDecayLR'"):
         find_schedule("WarmUpDecay")
 
 
 @pytest.mark.parametrize("name", ["ReduceLROnPlateau", "LambdaLR", "SequentialLR"])
 def test_what_json_cannot_describe_is_refused(name: str) -> None:
-    with pytest.raises(ConfigValueError, match=rf"scheduler.type.*lr_scheduler=lambda optimizer: {name}"):
+    with pytest.raises(ConfigError, match=rf"scheduler.type.*lr_scheduler=lambda optimizer: {name}"):
         find_schedule(name)
 
 
 @pytest.mark.parametrize("name", ["LRScheduler", "_LRScheduler", "Optimizer"])
 def test_base_classes_are_no_schedules(name: str) -> None:
-    with pytest.raises(ConfigValueError, match="no such schedule"):
+    with pytest.raises(ConfigError, match="no such schedule"):
         find_schedule(name)
 
 
@@ -344,7 +344,7 @@ def test_parameters() -> None:
     ],
 )
 def test_bad_arguments(name: str, params: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigValueError, match=words):
+    with pytest.raises(ConfigError, match=words):
         build_scheduler(SchedulerSection(name, params), two_groups())
 
 

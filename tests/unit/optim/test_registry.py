@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from infinity.errors import (
-    ConfigValueError,
+    ConfigError,
     OptimizerNotPageableError,
-    UnknownConfigKeyError,
-    UnsupportedConfigError,
 )
 from infinity.optim.classes.lion import Lion
 from infinity.optim.classes.muon import Muon
@@ -96,9 +94,9 @@ def test_parameters_that_change_nothing_are_dropped() -> None:
 
 
 def test_parameters_that_would_change_the_numbers_are_refused() -> None:
-    with pytest.raises(UnsupportedConfigError, match=r"optimizer\.params\.fp32_optimizer_states"):
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.fp32_optimizer_states"):
         _resolve("AdamW", fp32_optimizer_states=False)
-    with pytest.raises(UnsupportedConfigError, match=r"bias_correction.*amsgrad is not defined"):
+    with pytest.raises(ConfigError, match=r"bias_correction.*amsgrad is not defined"):
         _resolve("AdamW", bias_correction=False, amsgrad=True)
 
 
@@ -113,22 +111,22 @@ def test_adam_without_correction_for_bias(name: str, params: dict[str, Any], is_
 
 
 def test_unknown_parameter_names_the_nearest() -> None:
-    with pytest.raises(UnknownConfigKeyError, match=r"'optimizer\.params\.weight_decai' \(did you mean 'weight_decay'"):
+    with pytest.raises(ConfigError, match=r"'optimizer\.params\.weight_decai' \(did you mean 'weight_decay'"):
         _resolve("AdamW", weight_decai=0.1)
 
 
 def test_max_grad_norm_points_to_gradient_clipping() -> None:
-    with pytest.raises(ConfigValueError, match="gradient_clipping"):
+    with pytest.raises(ConfigError, match="gradient_clipping"):
         _resolve("AdamW", max_grad_norm=1.0)
 
 
 def test_differentiable_is_refused() -> None:
-    with pytest.raises(ConfigValueError, match="differentiable"):
+    with pytest.raises(ConfigError, match="differentiable"):
         _resolve("AdamW", differentiable=True)
 
 
 def test_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ConfigValueError, match=r"'optimizer.type' = 'AdamWW'.*Did you mean 'AdamW'"):
+    with pytest.raises(ConfigError, match=r"'optimizer.type' = 'AdamWW'.*Did you mean 'AdamW'"):
         _resolve("AdamWW")
 
 
@@ -147,12 +145,12 @@ def test_the_other_1_bit_ones_name_the_nearest(name: str) -> None:
 def test_what_deepspeed_takes_for_one_bit_adam() -> None:
     taken = _resolve("OneBitAdam", lr=1e-4, freeze_step=7, cuda_aware=True, comm_backend_name="nccl", amsgrad=False)
     assert taken.keywords == {"lr": 1e-4, "freeze_step": 7, "fused": True}
-    with pytest.raises(UnsupportedConfigError, match="eps_inside_sqrt"):
+    with pytest.raises(ConfigError, match="eps_inside_sqrt"):
         _resolve("OneBitAdam", eps_inside_sqrt=True)
 
 
 def test_muon_is_deepspeeds_whether_torch_has_one_or_not() -> None:
     taken = _resolve("muon", lr=0.01, adam_lr=1e-4, ns_method="gram", betas=[0.8, 0.9])
     assert taken.func is Muon and taken.keywords["adam_lr"] == 1e-4
-    with pytest.raises(UnknownConfigKeyError, match="momentum"):
+    with pytest.raises(ConfigError, match="momentum"):
         _resolve("Muon", momentun=0.9)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, AdamW
 
-from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, ParameterGroupError
+from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError
 from infinity.optim.template import Template, build_template
 from tests.unit.optim.memory_backend import Section, group_index
 
@@ -165,13 +165,13 @@ def test_a_trainable_parameter_in_no_group(
 
 def test_a_trainable_parameter_in_two_groups(model: torch.nn.Module) -> None:
     params = list(model.parameters())
-    with pytest.raises(ParameterGroupError, match=r"'0.bias' stands in parameter groups 0 and 1"):
+    with pytest.raises(ModelError, match=r"'0.bias' stands in parameter groups 0 and 1"):
         _build(AdamW, model, [{"params": params}, {"params": params[1:2]}])
 
 
 def test_a_trainable_parameter_twice_in_one_group(model: torch.nn.Module) -> None:
     params = list(model.parameters())
-    with pytest.raises(ParameterGroupError, match="stands in parameter groups 0 and 0"):
+    with pytest.raises(ModelError, match="stands in parameter groups 0 and 0"):
         _build(AdamW, model, [*params, params[0]])
 
 

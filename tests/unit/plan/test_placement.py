@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.numerics.state_format import StateFormat
 from infinity.plan.cost_model import best_placement, predict
@@ -207,7 +207,7 @@ def _model(num_blocks: int = 4, granules: int = 1000) -> list[UnitSize]:
 
 
 def test_a_page_that_cannot_hold_one_chunk_is_refused_with_the_least() -> None:
-    with pytest.raises(ConfigValueError, match=r"infinity\.page_bytes") as caught:
+    with pytest.raises(ConfigError, match=r"infinity\.page_bytes") as caught:
         place(_model(), _request(page_bytes=20_000))
     least = _FORMATS["bf16"].workspace_bytes(CHUNK_GRANULE, 2)
     assert str(least) in str(caught.value)

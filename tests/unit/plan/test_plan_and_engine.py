@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError, ConfigValueError
+from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.plan.ladder import Ladder
 from infinity.plan.machine import Machine
 
@@ -64,7 +64,7 @@ def test_what_is_planned_is_what_begins(
         planned = Ladder(shapes, config, _MACHINE, drive, 1).given()
         assert planned.fits is (free.fits and share >= 1)
         if not planned.fits:
-            with pytest.raises((BudgetTooSmallError, ConfigValueError)):
+            with pytest.raises((BudgetTooSmallError, ConfigError)):
                 infinity.initialize(model=_model(widths), config=config)
             return
         engine = infinity.initialize(model=_model(widths), config=config)[0]

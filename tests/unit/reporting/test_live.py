@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from infinity.cli.main import INTERRUPTED, main
-from infinity.errors import RunLogError
+from infinity.errors import CheckpointError
 from infinity.plan.plan import as_record
 from infinity.reporting.live import watch
 from infinity.run_log import RunLog
@@ -98,10 +98,10 @@ def test_a_run_whose_process_is_gone(log: RunLog) -> None:
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunLogError, match="no log of a run"):
+    with pytest.raises(CheckpointError, match="no log of a run"):
         watch(tmp_path, _console())
     (tmp_path / "log.jsonl").write_text("x\n")
-    with pytest.raises(RunLogError, match="has no start"):
+    with pytest.raises(CheckpointError, match="has no start"):
         watch(tmp_path, _console())
 
 

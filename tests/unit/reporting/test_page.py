@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.errors import LibraryVersionError, RunLogError
+from infinity.errors import CheckpointError, LibraryError
 from infinity.reporting.page import render, run_report
 from infinity.reporting.trace import StepTrace, last_step
 from infinity.run_log import Mark, Run
@@ -105,14 +105,14 @@ def test_a_run_without_steps_and_one_of_another_version_have_a_page(tmp_path: Pa
 
 
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RunLogError, match="no such directory"):
+    with pytest.raises(CheckpointError, match="no such directory"):
         run_report(tmp_path / "missing")
     assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(LibraryVersionError, match=r"matplotlib is not installed.*'plot'"):
+    with pytest.raises(LibraryError, match=r"matplotlib is not installed.*'plot'"):
         render(_run(tmp_path))
 
 

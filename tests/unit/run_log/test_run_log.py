@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infinity.errors import ConfigValueError, RunLogError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.run_log import RunLog, RunReader, read_run
 from infinity.run_log.writer import FILE_NAME
 from infinity.telemetry import StepReport
@@ -159,7 +159,7 @@ def test_lines_that_somebody_else_wrote_are_left_out(log: RunLog) -> None:
 
 
 def test_a_second_writer_is_refused(log: RunLog) -> None:
-    with pytest.raises(ConfigValueError, match=r"'infinity\.run_log'.*another engine or process writes"):
+    with pytest.raises(ConfigError, match=r"'infinity\.run_log'.*another engine or process writes"):
         RunLog(log.path.parent)
     log.release()
     RunLog(log.path.parent).release()
@@ -167,30 +167,30 @@ def test_a_second_writer_is_refused(log: RunLog) -> None:
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigValueError, match=r"'infinity\.run_log'.*cannot be written"):
+    with pytest.raises(ConfigError, match=r"'infinity\.run_log'.*cannot be written"):
         RunLog(tmp_path / "file")
     (tmp_path / "run" / FILE_NAME).mkdir(parents=True)
-    with pytest.raises(ConfigValueError, match=r"'infinity\.run_log'.*cannot be written"):
+    with pytest.raises(ConfigError, match=r"'infinity\.run_log'.*cannot be written"):
         RunLog(tmp_path / "run")
 
 
 def test_what_never_began_leaves_nothing(log: RunLog, tmp_path: Path) -> None:
     log.abandon()
     assert not log.path.parent.exists() and log.path.parent.parent == tmp_path / "a"
-    with pytest.raises(RunLogError, match="no such directory"):
+    with pytest.raises(CheckpointError, match="no such directory"):
         read_run(log.path.parent)
     there = RunLog(tmp_path)
     there.abandon()
-    with pytest.raises(RunLogError, match=r"no log of a run.*infinity\.run_log"):
+    with pytest.raises(CheckpointError, match=r"no log of a run.*infinity\.run_log"):
         read_run(tmp_path)
 
 
 def test_a_log_without_a_start_or_of_a_newer_version_is_refused(log: RunLog) -> None:
-    with pytest.raises(RunLogError, match="has no start"):
+    with pytest.raises(CheckpointError, match="has no start"):
         read_run(log.path.parent)
     log.path.write_text('{"kind":"start","step":0,"time":0,"format":3,"version":"9.8"}\n')
     with pytest.raises(
-        RunLogError, match=r"has format 3, written by infinity 9\.8; this is infinity \S+, which reads format 2"
+        CheckpointError, match=r"has format 3, written by infinity 9\.8; this is infinity \S+, which reads format 2"
     ):
         read_run(log.path.parent)
 

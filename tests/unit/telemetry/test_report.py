@@ -11,7 +11,7 @@ import torch
 
 import infinity.telemetry.clock
 from infinity.device.compute import Copy
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.telemetry import DriveCounters, Reporter, Sources, StepClock, StepReport
 from infinity.telemetry.timeline import Row, Timeline
 
@@ -304,6 +304,6 @@ def test_the_breakdown_is_one_line_a_step(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_timeline_that_was_not_asked_for_cannot_be_saved(tmp_path: Any) -> None:
     reporter = Reporter(_Engine().sources, None, steps_per_print=None, prints_breakdown=False)
-    with pytest.raises(ConfigValueError, match=r"infinity\.timeline.*no timeline is recorded"):
+    with pytest.raises(ConfigError, match=r"infinity\.timeline.*no timeline is recorded"):
         reporter.save_timeline(tmp_path / "trace.json")
     assert not list(tmp_path.iterdir())

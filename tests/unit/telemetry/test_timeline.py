@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.errors import ConfigValueError
+from infinity.errors import ConfigError
 from infinity.telemetry import Recording, StepReport
 from infinity.telemetry.chrome_trace import check_writable, write_trace
 from infinity.telemetry.timeline import Row, Span, Timeline
@@ -223,7 +223,7 @@ def test_the_end_of_a_training_does_not_fail_for_a_trace(tmp_path: Path, caplog:
 def test_a_path_that_cannot_be_written_is_refused_in_words(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "a_file").write_text("")
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ConfigValueError, match=words) as refused:
+    with pytest.raises(ConfigError, match=words) as refused:
         check_writable(tmp_path / name)
     assert refused.value.key == "infinity.timeline"
     assert str(tmp_path) in str(refused.value)

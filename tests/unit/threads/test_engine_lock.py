@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.errors import EngineBusyError, ForkedError
+from infinity.errors import EngineBusyError, EngineClosedError
 from infinity.threads.engine_lock import EngineLock, is_inside
 from tests.forked import require_in_child
 
@@ -101,7 +101,7 @@ def test_a_child_belongs_to_no_call() -> None:
     def is_refused() -> bool:
         try:
             lock.acquire("forward")
-        except ForkedError:
+        except EngineClosedError:
             return not is_inside()
         return False
 

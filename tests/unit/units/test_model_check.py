@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ModelError
 from infinity.units.model_check import check_model
 from tests.ranks import run_ranks
 
@@ -24,7 +24,7 @@ def test_wrappers_that_exchange_are_refused(wrapper: type[nn.Module], is_inside:
         wrapped = wrapper(nn.Linear(2, 2), **device)
         model = nn.Sequential(wrapped) if is_inside else wrapped
         name = "0" if is_inside else wrapper.__name__
-        with pytest.raises(UnsupportedModelError, match=rf"'{name}' is wrapped in torch's {wrapper.__name__},.*bare"):
+        with pytest.raises(ModelError, match=rf"'{name}' is wrapped in torch's {wrapper.__name__},.*bare"):
             check_model(model)
 
     assert run_ranks(1, function, tmp_path) == [""]

@@ -10,7 +10,7 @@ import pytest
 
 from infinity.config import load_config
 from infinity.config.schema.directories import check_directories, make_directories, remove_empty
-from infinity.errors import ConfigValueError, StorageError
+from infinity.errors import ConfigError, StorageError
 from swapper.volumes.directory import Directory
 
 KEY = "zero_optimization.offload_param.nvme_path"
@@ -50,19 +50,19 @@ def test_home_and_variables_are_filled_in(tmp_path: Path, monkeypatch: pytest.Mo
         assert load_config(nvme(name)).offload_param.nvme_paths == (tmp_path,)
     monkeypatch.delenv("SCRATCH")
     for name in ("$SCRATCH/x", "${SCRATCH}"):
-        with pytest.raises(ConfigValueError, match=r"SCRATCH.*is not set. Set the environment variable SCRATCH"):
+        with pytest.raises(ConfigError, match=r"SCRATCH.*is not set. Set the environment variable SCRATCH"):
             load_config(nvme(name))
 
 
 @pytest.mark.parametrize("path", [None, "auto", []])
 def test_no_directory_given(path: object) -> None:
-    with pytest.raises(ConfigValueError, match=f"'{KEY}'.*no directory is given. Name a directory"):
+    with pytest.raises(ConfigError, match=f"'{KEY}'.*no directory is given. Name a directory"):
         load_config(nvme(path))
 
 
 @pytest.mark.parametrize("path", ["", 3, {"a": 1}, [1]])
 def test_not_a_path(path: object) -> None:
-    with pytest.raises(ConfigValueError, match=f"'{KEY}"):
+    with pytest.raises(ConfigError, match=f"'{KEY}"):
         load_config(nvme(path))
 
 
@@ -173,7 +173,7 @@ def test_one_directory_with_a_capacity(tmp_path: Path) -> None:
 )
 def test_directories_that_are_none(item: object, words: str) -> None:
     for value in (item, [".", item]):
-        with pytest.raises(ConfigValueError, match=words) as caught:
+        with pytest.raises(ConfigError, match=words) as caught:
             load_config(nvme(value))
         assert caught.value.key == KEY
 
@@ -181,7 +181,7 @@ def test_directories_that_are_none(item: object, words: str) -> None:
 def test_a_directory_given_twice(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     for second in (tmp_path, tmp_path / ".", tmp_path / "link"):
-        with pytest.raises(ConfigValueError, match=r"given twice\. Name each drive once"):
+        with pytest.raises(ConfigError, match=r"given twice\. Name each drive once"):
             load_config(nvme([str(tmp_path), {"path": str(second), "capacity": "1GB"}]))
 
 
@@ -205,6 +205,6 @@ def test_blocks_that_share_a_directory_agree_on_its_capacity(tmp_path: Path) -> 
         ([limited], [{"path": a, "capacity": "2GB"}]),
         ([limited], [limited, b]),
     ):
-        with pytest.raises(ConfigValueError, match="give both blocks the same list of directories") as caught:
+        with pytest.raises(ConfigError, match="give both blocks the same list of directories") as caught:
             load_config(_both(param, optimizer))
         assert caught.value.key == key

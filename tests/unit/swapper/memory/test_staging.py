@@ -13,11 +13,11 @@ import torch
 
 from swapper import (
     ALIGNMENT,
-    ArenaError,
     ArenaExhaustedError,
     ArgumentError,
     StagingArena,
     Swapper,
+    SwapperClosedError,
 )
 from swapper.memory import held, staging
 
@@ -53,10 +53,10 @@ def test_a_released_page_is_of_no_use() -> None:
         with page:
             assert not page.is_released and "leased" in repr(page)
         assert page.is_released and "released" in repr(page)
-        with pytest.raises(ArenaError, match="page 0 of me was released"):
+        with pytest.raises(SwapperClosedError, match="page 0 of me was released"):
             _ = page.tensor
         other = arena.lease(owner="you")
-        with pytest.raises(ArenaError, match="page 0 of me was released twice"):
+        with pytest.raises(SwapperClosedError, match="page 0 of me was released twice"):
             page.release()
         assert other.tensor.numel() == ALIGNMENT, "a double release must not take the page from its new owner"
         other.release()
@@ -149,7 +149,7 @@ def test_close_wakes_those_who_wait_and_names_those_who_hold(caplog: pytest.LogC
     def wait() -> None:
         try:
             arena.lease(30)
-        except ArenaError as error:
+        except SwapperClosedError as error:
             errors.append(error)
 
     thread = threading.Thread(target=wait)
@@ -162,7 +162,7 @@ def test_close_wakes_those_who_wait_and_names_those_who_hold(caplog: pytest.LogC
     page.tensor.fill_(1)  # still mapped for who holds it
     page.release()
     for lease in (arena.lease, arena.try_lease):
-        with pytest.raises(ArenaError, match="has been closed"):
+        with pytest.raises(SwapperClosedError, match="has been closed"):
             lease()
 
 

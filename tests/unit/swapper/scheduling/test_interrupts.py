@@ -11,7 +11,6 @@ import pytest
 
 from swapper import (
     ALIGNMENT,
-    BrokenExtentError,
     ExtentError,
     StallError,
     Swapper,
@@ -84,7 +83,7 @@ def test_a_write_that_was_never_queued_leaves_its_bytes_unreadable(monkeypatch: 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(TransferQueue, "enqueue", interrupted)
             swapper.write(extent, _bytes(1, 2))
-        with pytest.raises(BrokenExtentError, match="at bytes 0 to 4096"):
+        with pytest.raises(ExtentError, match="at bytes 0 to 4096"):
             swapper.read(extent, _bytes(2))
         swapper.read(extent, _bytes(1), offset=_BLOCK)
         swapper.write(extent, _bytes(1, 3))

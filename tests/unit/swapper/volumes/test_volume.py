@@ -21,7 +21,6 @@ from swapper import (
     Directory,
     Swapper,
     SwapperConfig,
-    UnwritableDirectoryError,
     Volume,
     VolumeError,
     VolumeTooSmallError,
@@ -132,7 +131,7 @@ def test_a_directory_without_write_access(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(volume_module.os, "open", refusing)
-    with pytest.raises(UnwritableDirectoryError, match=f"{os.strerror(code)} .errno {code}.*write access") as error:
+    with pytest.raises(VolumeError, match=f"{os.strerror(code)} .errno {code}.*write access") as error:
         Volume([tmp_path], ALIGNMENT)
     assert isinstance(error.value.__cause__, OSError)
 
@@ -145,7 +144,7 @@ def test_a_limit_on_files_is_no_matter_of_the_directory(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(volume_module.os, "open", refusing)
-    with pytest.raises(UnwritableDirectoryError, match=cure) as error:
+    with pytest.raises(VolumeError, match=cure) as error:
         Volume([tmp_path], ALIGNMENT)
     assert "write access" not in str(error.value) and "another directory" not in str(error.value)
 
