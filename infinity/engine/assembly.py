@@ -180,8 +180,7 @@ def build(
     undo.callback(storage.close)
     exchange = WeightExchange(division, shares, storage.weights, device, holders)
     undo.callback(exchange.leave)
-    timeline = recording.timeline if recording is not None else None
-    clock = StepClock(device, timeline)
+    clock = StepClock(device, recording)
     upper = UpperParts()
     copies = UserCopies(dict.fromkeys((*config.offload_optimizer.nvme_paths, *config.offload_param.nvme_paths)))
 
@@ -300,7 +299,7 @@ def build(
         ChunkUpdater(updater, states, halves_updater, state_format, fused),
         device,
         states,
-        timeline,
+        recording,
         request.update_workers,
     )
     undo.callback(stream.close)

@@ -676,7 +676,7 @@ class Engine(Relayout):
                 rest.callback(self._give_back, self._passed, had_states=self._has_states())
             rest.callback(self._guard.move_to, Phase.CLOSED)
             rest.callback(self.monitor.close)
-            rest.callback(self._notes.close, self)
+            rest.callback(self._notes.end, self)
             rest.callback(self._finish_saving)
             durable = self._parts.durable
             if durable is not None and self._guard.is_settled and not durable.has_failed:

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,18 @@ _DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(StepRepo
 class RunLog:
     """Knows the file and its lock; must not know where its records come from."""
 
-    def __init__(self, directory: Path) -> None:
+    _file: FileIO | None = None
+
+    def __init__(self, directory: Path | None) -> None:
         """Open the log in ``directory``, which is made if it is missing, and go on behind what is there.
+
+        None: nothing is written, as after `close`.
 
         Raises:
             ConfigError: it cannot be written, or somebody else writes it.
         """
+        if directory is None:
+            return
         self.path = directory / FILE_NAME
         self._is_torn = False
         """Whether the last line has no end."""
@@ -61,27 +68,33 @@ class RunLog:
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
         try:
             make_directory(directory)
-            self._file = os.fdopen(open_own(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), "ab", buffering=0)
+            file = os.fdopen(open_own(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644), "ab", buffering=0)
         except VolumeError as error:
             raise ConfigError.value(KEY, str(directory), str(error), cure="Remove it if it is not yours") from error
         except OSError as error:
             cure = "Name a directory that may be written to, or set it to null"
             problem = f"it cannot be written: {error.strerror or error}"
             raise ConfigError.value(KEY, str(directory), problem, cure=cure) from error
+        self._file = file
         _open_logs.add(self)
-        if not self._is_locked():
-            self._file.close()
+        if not self._is_locked(file):
+            file.close()
             problem = "another engine or process writes the log there"
             raise ConfigError.value(KEY, str(directory), problem, cure="Close that one, or name another directory")
-        if self._file.tell():
+        if file.tell():
             with self.path.open("rb") as written:
                 written.seek(-1, os.SEEK_END)
                 self._is_torn = written.read() != b"\n"
 
-    def _is_locked(self) -> bool:
+    @property
+    def is_open(self) -> bool:
+        """Whether records are written. They are not in a forked child, which is not the run."""
+        return self._file is not None and not self._file.closed
+
+    def _is_locked(self, file: FileIO) -> bool:
         for attempt in range(_LOCK_ATTEMPTS):  # a reader may try the lock for a moment
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -128,11 +141,12 @@ class RunLog:
 
     def release(self) -> None:
         """Others may write the log. May be called again."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def abandon(self) -> None:
         """There was no run. What is empty goes."""
-        if not self._file.closed and not self._file.tell():
+        if self._file is not None and not self._file.closed and not self._file.tell():
             with contextlib.suppress(OSError):
                 self.path.unlink()
                 for directory in self._made:
@@ -141,7 +155,7 @@ class RunLog:
 
     def write(self, kind: str, step: int, **record: Any) -> None:
         """Any other record: the "plan", or with a ``text`` a "note", "rollback", "load" or "save"."""
-        if self._file.closed:  # also in a forked child, which is not the run
+        if self._file is None or self._file.closed:
             return
         try:
             line = _line({"kind": kind, "step": step, "time": round(time.time(), 3)} | record)

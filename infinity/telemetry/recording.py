@@ -1,4 +1,4 @@
-"""A timeline that is being recorded, and the file that it is for.
+"""A timeline that is written to a file.
 
 Knows where spans come from; must not know the engine, which may be gone when the file is written.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from infinity.telemetry.chrome_trace import check_writable, write_trace
 from infinity.telemetry.timeline import Row, Timeline
@@ -16,22 +17,22 @@ logger = logging.getLogger(__name__)
 _ROW_OF = {Direction.READ: Row.READS, Direction.WRITE: Row.WRITES}
 
 
-class Recording:
-    """Collects what an engine does, and writes it down: when asked, and at the end."""
+class Recording(Timeline):
+    """The timeline of an engine, which is written down when asked, and at the end."""
 
-    def __init__(self, path: Path) -> None:
-        """``path``: the file for the end.
+    def __init__(self, path: Path, **options: Any) -> None:
+        """``path``: the file for the end. ``options``: of `Timeline`.
 
         Raises:
             ConfigError: it cannot be written.
         """
+        super().__init__(**options)
         check_writable(path)
         self.path = path
-        self.timeline = Timeline()
 
     def note_transfer(self, record: TransferRecord) -> None:
         """An observer of swappers."""
-        self.timeline.add(
+        self.add(
             _ROW_OF[record.direction],
             record.extent_name,
             record.began_seconds,
@@ -46,12 +47,12 @@ class Recording:
         Raises:
             OSError: it cannot be written; what was there before stays.
         """
-        write_trace(self.timeline, path or self.path)
-        if self.timeline.num_dropped:
+        write_trace(self, path or self.path)
+        if self.num_dropped:
             logger.warning(
                 "the timeline in %s begins late: its oldest %d spans were dropped, because memory for it is bounded",
                 path or self.path,
-                self.timeline.num_dropped,
+                self.num_dropped,
             )
 
     def save_at_end(self) -> None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,16 +22,23 @@ from infinity.telemetry.timeline import Row
 
 logger = logging.getLogger(__name__)
 
+_GIVEN = (
+    *("predicted_read_bytes", "predicted_write_bytes", "predicted_seconds"),
+    *("host_bytes", "host_peak_bytes", "device_peak_bytes", "buffers_peak_bytes"),
+)
+"""Entries of a report in the order in which `Sources.prediction` and `Sources.memory` give them."""
+
 
 @dataclass(frozen=True)
 class DriveCounters:
-    """A snapshot of the NVMe tier; several drives together. Busy seconds count time with any of them at work once."""
+    """A snapshot of the NVMe tier, several drives together, under `StepReport`'s names. Busy seconds count time with any of them
+    at work once."""
 
     read_bytes: int = 0
     write_bytes: int = 0
     read_busy_seconds: float = 0.0
     write_busy_seconds: float = 0.0
-    busy_seconds: float = 0.0
+    drive_busy_seconds: float = 0.0
 
     def since(self, before: DriveCounters) -> DriveCounters:
         """What happened between two snapshots."""
@@ -140,14 +148,13 @@ class Reporter:
         self._settle()
         phases = dict(self._clock.phase_seconds)
         seen_samples, num_tokens = self._sizes_of_step()
-        host_bytes, host_peak_bytes, device_peak_bytes, buffers_peak_bytes = self._sources.memory()
+        given: dict[str, Any] = dict(zip(_GIVEN, (*self._sources.prediction(), *self._sources.memory()), strict=True))
         began, waited = self._clock.began_seconds, dict(self._clock.waited_seconds)
         compute_busy_seconds, copy_busy_seconds = self._clock.compute_seconds, self._copy_seconds
         self._copy_seconds = 0.0
         seconds = self._clock.reset()
         counted, optimizer_seconds = self._sources.counters(), self._sources.optimizer_seconds()
         moved = counted.since(self._counted)
-        predicted = self._sources.prediction()
         losses = [float(loss) for loss in self._losses]
         if any(loss.device.type != "cpu" for loss in self._losses):
             for value in losses:
@@ -161,18 +168,10 @@ class Reporter:
             read_wait_seconds=waited["read"],
             update_wait_seconds=waited["update"] + waited["gradients"],
             optimizer_seconds=optimizer_seconds - self._optimizer_seconds,
-            read_bytes=moved.read_bytes,
-            write_bytes=moved.write_bytes,
-            predicted_read_bytes=predicted[0],
-            predicted_write_bytes=predicted[1],
-            predicted_seconds=predicted[2],
             loss=sum(losses) / len(losses) if losses else None,
             grad_norm=grad_norm,
             compute_busy_seconds=compute_busy_seconds,
             write_wait_seconds=waited["write"],
-            read_busy_seconds=moved.read_busy_seconds,
-            write_busy_seconds=moved.write_busy_seconds,
-            drive_busy_seconds=moved.busy_seconds,
             copy_busy_seconds=copy_busy_seconds,
             schedule=self._schedule[0],
             schedule_reason=self._schedule[1],
@@ -185,15 +184,13 @@ class Reporter:
             loss_scale=loss_scale,
             num_samples=num_samples if seen_samples is None else seen_samples,
             num_tokens=num_tokens,
-            host_bytes=host_bytes,
-            host_peak_bytes=host_peak_bytes,
-            device_peak_bytes=device_peak_bytes,
-            buffers_peak_bytes=buffers_peak_bytes,
+            **vars(moved),
+            **given,
         )
         self._schedule = ("ordinary", "")
         self._counted, self._optimizer_seconds = counted, optimizer_seconds
         if self._recording is not None:
-            self._recording.timeline.add_step(began, began + seconds, report)
+            self._recording.add_step(began, began + seconds, report)
         if self._steps_per_print and step % self._steps_per_print == 0:
             logger.info("step %d: loss %s, %.2f s, gradient norm %s", step, report.loss, seconds, grad_norm)
         if self._prints_breakdown:
@@ -231,7 +228,7 @@ class Reporter:
             self._copy_seconds += max(0.0, end - max(begin, self._copies_end))
             self._copies_end = max(self._copies_end, end)
             if self._recording is not None:
-                self._recording.timeline.add(Row.COPIES, copy.name, begin, end, num_bytes=copy.num_bytes)
+                self._recording.add(Row.COPIES, copy.name, begin, end, num_bytes=copy.num_bytes)
 
 
 def _warn_if_not_finite(value: float, step: int) -> None:

@@ -93,7 +93,7 @@ def test_transfers_that_overlap_share_the_time_and_those_of_one_extent_are_joine
 
 
 def test_a_full_ring_drops_the_oldest_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    timeline = Timeline(max_spans=10)
+    timeline = Recording(tmp_path / "trace.json", max_spans=10)
     for number in range(25):
         timeline.add(Row.COMPUTE, f"n{number}", number, number + 0.5)
         timeline.add_step(number, number + 1, report(number))
@@ -102,9 +102,7 @@ def test_a_full_ring_drops_the_oldest_and_says_so(tmp_path: Path, caplog: pytest
     assert [step.report.step for step in timeline.steps()] == list(range(15, 25)), (
         "of the others nothing could be shown"
     )
-    recording = Recording(tmp_path / "trace.json")
-    recording.timeline = timeline
-    recording.save()
+    timeline.save()
     assert "oldest 15 spans were dropped" in caplog.text
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert trace["otherData"]["dropped_spans"] == 15
@@ -132,7 +130,7 @@ def test_a_recording_takes_transfers_in_their_rows(tmp_path: Path) -> None:
     recording = Recording(tmp_path / "trace.json")
     recording.note_transfer(TransferRecord(Direction.READ, "weights", 5, 0.25, 1.0, 2.0))
     recording.note_transfer(TransferRecord(Direction.WRITE, "state", 7, 0.0, 1.5, 2.5))
-    spans = recording.timeline.spans()
+    spans = recording.spans()
     assert spans[Row.READS] == [Span(Row.READS, "weights", 1.0, 2.0, 5, 1, 0.25)]
     assert spans[Row.WRITES] == [Span(Row.WRITES, "state", 1.5, 2.5, 7)]
 
