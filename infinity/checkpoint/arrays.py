@@ -30,8 +30,6 @@ from swapper.volumes.thread_pool import Work
 from swapper.wrappers.checksum import crc32c
 
 CHUNK_BYTES = 2 << 20
-WEIGHT = "weight"
-"""The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
 TENSORS = "tensors.zarr"
 _ALIGNMENT = 4096
 _CRC_BYTES = 4

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import WEIGHT, ElementsInOrder
+from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.rest_checks import check_groups
 from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
 from infinity.checkpoint.state_access import StateAccess, in_memory_order
 from infinity.errors import CheckpointError
+from infinity.numerics.chunk_format import WEIGHT
 from infinity.optim.groups import TiledGroups
 from infinity.optim.named_groups import in_order_of
 from infinity.paging.module_hooks import ModuleHooks

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.checkpoint.arrays import WEIGHT, ElementsInOrder
+from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.distributed.agreement import pulse
 from infinity.distributed.meshes import Division
 from infinity.errors import RankError
-from infinity.numerics.chunk_format import ChunkBuffer
+from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
 from infinity.tiers.state_store import Lease, StateStore, clear
 from infinity.tiers.weight_store import LandedRead, WeightStore
 from infinity.units.layout import Chunk, Piece, Slot
@@ -148,10 +148,7 @@ class RecordStream:
                             yield Part(unit, piece.slot, kind, plain[span])
                             continue
                         values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
-                        if kind == WEIGHT:
-                            workspace.read_main(span, values)
-                        else:
-                            workspace.read_state(kind, span, values)
+                        workspace.read(kind, span, values)
                         yield Part(unit, piece.slot, kind, values)
         finally:
             lease.discard()
@@ -213,10 +210,7 @@ class RecordStream:
                         continue
                     values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
                     _take(source, values)
-                    if kind == WEIGHT:
-                        workspace.write_main(span, values)
-                    else:
-                        workspace.write_state(kind, span, values)
+                    workspace.write(kind, span, values)
             written: Handle | None = None
             if any(kind == WEIGHT for _, kind in wanted):
                 workspace.cast_main()

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from infinity.checkpoint.arrays import (
     CHUNK_BYTES,
     TENSORS,
-    WEIGHT,
     ArraySpec,
     ArrayWriter,
     SavedTensor,
@@ -42,6 +41,7 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.checkpoint.rest_checks import check_rest
 from infinity.errors import CheckpointError, StorageError, format_bytes
+from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
 from swapper import SwapperError
 from swapper.errors import limit_cure

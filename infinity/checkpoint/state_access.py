@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.record_stream import RecordStream, SharedStream
-from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
+from infinity.errors import ModelError
+from infinity.numerics.chunk_format import RECORD_GRANULE, WEIGHT, ChunkBuffer, ChunkFormat, MainWeight
 from infinity.numerics.raw_bytes import checksum
 from infinity.numerics.remainder import split_bits
 from infinity.paging.module_hooks import ModuleHooks
@@ -59,6 +60,7 @@ class StateAccess:
         chunks: Sequence[Sequence[Chunk]],
         record_format: ChunkFormat,
         exchange: WeightExchange,
+        before_writes: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -67,7 +69,9 @@ class StateAccess:
             record_format: of the records.
             exchange: brings what the records of other ranks hold, and the weights that follow from it. All ranks make the
                 calls that read or replace main weights and states, in the same order, then.
+            before_writes: as in `infinity.updates.stepper.Stepper`.
         """
+        self._before_writes = before_writes
         self._exchange = exchange
         self._module_hooks = module_hooks
         self._pager = pager
@@ -106,17 +110,15 @@ class StateAccess:
         for slot, original in zip(unit.layout.slots, originals, strict=True):
             unit.view(base, slot).copy_(original)
             if self.has_halves and self.shared is not None and slot.spec.is_trainable:
-                self._round(unit.trainable_view(base)[slot.start : slot.stop], in_memory_order(original, slot))
+                # Other ranks keep parts of the main weights, and round them so.
+                ordered = in_memory_order(original, slot).split(_PART_NUMEL)
+                weights = unit.trainable_view(base)[slot.start : slot.stop].split(_PART_NUMEL)
+                for part, weight in zip(ordered, weights, strict=True):
+                    weight.copy_(split_bits(part.to("cpu", torch.float32))[0].view(torch.bfloat16))
         if self.has_main_weights:
             for chunk in self._chunks[unit.index]:
                 self._store_main(unit, chunk, originals)
         self._write_weights(unit, base)
-
-    def _round(self, weight: torch.Tensor, original: torch.Tensor) -> None:
-        """As the halves of main weights, of which other ranks keep parts, are rounded there."""
-        for start in range(0, original.numel(), _PART_NUMEL):
-            block = original[start : start + _PART_NUMEL].to("cpu", torch.float32)
-            weight[start : start + _PART_NUMEL].copy_(split_bits(block)[0].view(torch.bfloat16))
 
     def _store_main(self, unit: Unit, chunk: Chunk, originals: Sequence[torch.Tensor]) -> None:
         """Main weights into a fresh record; model weights that are one half of them into the unit's buffer."""
@@ -188,29 +190,39 @@ class StateAccess:
 
     def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
         """Slot index -> the same, for some parameters of a unit. What holds pieces of several is read once."""
+        recorded = [slot for slot in slots if self.has_main_weights and slot.spec.is_trainable]
+        found = {slot.index: self._model_weight(unit, slot) for slot in slots if slot not in recorded}
+        read = self._read(unit, [(slot, WEIGHT) for slot in recorded])
+        return found | {index: values for (index, _), values in read.items()}
+
+    def _model_weight(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as made, self._pager.opened(unit):
+            weight = _flat(unit.weight(slot))
+            for start in range(0, slot.numel, _PART_NUMEL):
+                made.write(start, weight[start : start + _PART_NUMEL].to("cpu", torch.float32))
+            return made.finish()
+
+    def _read(self, unit: Unit, wanted: Sequence[tuple[Slot, str]]) -> dict[tuple[int, str], torch.Tensor]:
+        """(slot index, kind) -> a copy of the main weight (`WEIGHT`) or the state. Each record is read once."""
+        kinds: dict[int, list[str]] = {}
         with contextlib.ExitStack() as stack:
-            made = {
-                slot.index: stack.enter_context(self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
-                for slot in slots
-            }
-            recorded = {slot.index for slot in slots if self.has_main_weights and slot.spec.is_trainable}
-            for slot in slots:
-                if slot.index not in recorded:
-                    with self._pager.opened(unit):
-                        weight = _flat(unit.weight(slot))
-                        for start in range(0, slot.numel, _PART_NUMEL):
-                            made[slot.index].write(start, weight[start : start + _PART_NUMEL].to("cpu", torch.float32))
-            for chunk, pieces in self._pieces(unit, recorded):
+            made = {}
+            for slot, kind in wanted:
+                kinds.setdefault(slot.index, []).append(kind)
+                copy = self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32)
+                made[slot.index, kind] = stack.enter_context(copy)
+            for chunk, pieces in self._pieces(unit, kinds):
                 with self._reading(unit, chunk) as workspace:
-                    if self.has_halves:
+                    if self.has_halves and any(WEIGHT in kinds[piece.slot.index] for piece in pieces):
                         self._bring_weights(unit, chunk, workspace)
                     for piece in pieces:
-                        with made[piece.slot.index].part(piece.start, piece.stop) as part:
-                            workspace.read_main(_span(piece), part)
-            found = {index: copy.finish() for index, copy in made.items()}
-        for slot in slots:
-            if slot.index in recorded:
-                self._complete(f"the main weight of '{slot.spec.fqn}'", unit, slot, found[slot.index])
+                        for kind in kinds[piece.slot.index]:
+                            with made[piece.slot.index, kind].part(piece.start, piece.stop) as part:
+                                workspace.read(kind, _span(piece), part)
+            found = {key: copy.finish() for key, copy in made.items()}
+        for slot, kind in wanted:
+            what = "the main weight" if kind == WEIGHT else kind
+            self._complete(f"{what} of '{slot.spec.fqn}'", unit, slot, found[slot.index, kind])
         return found
 
     def _complete(self, what: str, unit: Unit, slot: Slot, values: torch.Tensor) -> None:
@@ -256,7 +268,8 @@ class StateAccess:
         """Copies of the optimizer's state of a parameter, as torch would keep it; empty before its first update."""
         unit, slot = self._module_hooks.locate(parameter)
         names = self.stream.names_of(unit, slot)
-        return {**self.scalars(parameter), **(self._collect(unit, slot, names) if names else {})}
+        read = self._read(unit, [(slot, name) for name in names])
+        return {**self.scalars(parameter), **{name: values for (_, name), values in read.items()}}
 
     def scalars(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of what of a parameter's state is not per element; empty before its first update."""
@@ -266,22 +279,6 @@ class StateAccess:
         return {
             name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()
         }
-
-    def _collect(self, unit: Unit, slot: Slot, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        with contextlib.ExitStack() as stack:
-            made = {
-                name: stack.enter_context(self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32))
-                for name in names
-            }
-            for chunk, (piece,) in self._pieces(unit, [slot.index]):
-                with self._reading(unit, chunk) as workspace:
-                    for name, copy in made.items():
-                        with copy.part(piece.start, piece.stop) as part:
-                            workspace.read_state(name, _span(piece), part)
-            found = {name: copy.finish() for name, copy in made.items()}
-        for name, values in found.items():
-            self._complete(f"{name} of '{slot.spec.fqn}'", unit, slot, values)
-        return found
 
     # --------------------------------------------------------------------------------------------------------- modifying
 
@@ -334,14 +331,6 @@ class StateAccess:
         self._let_save(unit)
         with self._pager.replacing(unit):
             yield self.stream
-
-    def divides(self, unit: Unit) -> bool:
-        """Whether other ranks keep parts of the unit's model weights, so that all of them write to it together."""
-        return self._exchange.divides(unit)
-
-    def gather_weights(self) -> None:
-        """Main weights have been replaced on all ranks: model weights follow where other ranks keep the main weights."""
-        self._exchange.gather(self._module_hooks.units)
 
     def replacing_all(self, agree: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Inside the ``with`` block `replacing` and `load_main_weight` are for any units; see `WeightExchange.replacing`."""
@@ -397,12 +386,7 @@ class StateAccess:
         self.load_main_weight(parameter, torch.where(is_same, main, came))
 
     def store_modified(
-        self,
-        unit: Unit,
-        changed: Sequence[Slot],
-        before: torch.Tensor | None = None,
-        *,
-        is_outdating: bool = True,
+        self, unit: Unit, changed: Sequence[Slot], before: torch.Tensor | None = None, *, is_outdating: bool = True
     ) -> None:
         """The weights of ``changed`` were changed in the open flat buffer: store them, and their main weights.
 
@@ -441,6 +425,47 @@ class StateAccess:
                 main = torch.empty(piece.numel, dtype=torch.float32, device=new.device)
                 workspace.read_main(span, main)
                 workspace.write_main(span, torch.where(is_kept, main, new.float()))
+
+    # ------------------------------------------------------------------------------- written by others than the engine
+
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        """Whether only what the weights were before a write tells which elements it changed. See `Unit.before`."""
+        return self.has_halves and unit.stays_resident and slot.spec.is_trainable
+
+    def is_urgent(self, unit: Unit) -> bool:
+        """Whether main weights follow, or other ranks write, too: neither must depend on when the unit is paged out."""
+        if self._exchange.divides(unit):
+            return True
+        return self.has_main_weights and any(unit.layout.slots[i].spec.is_trainable for i in unit.dirty)
+
+    def store_written(self, unit: Unit) -> None:
+        """Store the weights in ``unit.dirty`` from the unit's flat buffer, and let main weights follow.
+
+        It may be cut off anywhere and called again: what has been stored already is the same the second time.
+
+        Raises:
+            ModelError: nobody knows which elements were changed, so which main weights keep their low bits.
+        """
+        changed = [unit.layout.slots[index] for index in sorted(unit.dirty)]
+        unknown = [slot for slot in changed if self.needs_before(unit, slot) and slot.index not in unit.before]
+        if unknown:
+            unit.forget_written(slot.index for slot in unknown)
+            raise ModelError(
+                f"parameter '{unknown[0].spec.fqn}' was written to in forward in a way that is seen too late to tell which of "
+                "its fp32 main weights follow",
+                cure="Write to it by its own methods or by .data (p.mul_(...), p.data.copy_(...)), or set config key "
+                "'infinity.main_weights' to \"fp32\"",
+                fqn=unknown[0].spec.fqn,
+            )
+        self._before_writes()
+        before = None
+        if unit.before and unit.flat is not None and unit.layout.trainable is not None:
+            copy = unit.flat.tensor().clone()
+            for index, values in unit.before.items():
+                unit.view(copy, unit.layout.slots[index]).copy_(values)
+            before = unit.trainable_view(copy)
+        self.store_modified(unit, changed, before, is_outdating=False)
+        unit.forget_changes()
 
     def restore(self, *, on_drives: bool = False) -> None:
         """Make the parameters ordinary again, with their weights in memory of their own: on a drive, if large ones are to be."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import WEIGHT, ArraySpec, ArrayWriter
+from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
 from infinity.checkpoint.checkpoint_loading import Loading
 from infinity.checkpoint.record_stream import AHEAD_BYTES
 from infinity.checkpoint.same_model import LeftOut, SameModel
@@ -37,6 +37,7 @@ from infinity.checkpoint.saved import (
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, EngineClosedError, ModelError
+from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.raw_bytes import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups

@@ -18,7 +18,6 @@ from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
-from infinity.checkpoint.written_weights import WrittenWeights
 from infinity.config import InfinityConfig
 from infinity.config.ranks import check_weight_group
 from infinity.device.compute import ComputeDevice
@@ -210,11 +209,12 @@ def build(
     blocks = tuple(find_blocks(model, config.infinity.units))
     recomputed = RecomputedForward if config.infinity.activation_checkpointing else None
     module_hooks = ModuleHooks(model, units, blocks, recomputed)
-    access = StateAccess(
-        module_hooks, pager, storage.records, storage.weights, states, chunks, request.record_format, exchange
-    )
     before_writes = durable.settle if durable is not None else lambda: None
-    upper.writer.connect(WrittenWeights(access, before_writes))
+    form = request.record_format
+    access = StateAccess(
+        module_hooks, pager, storage.records, storage.weights, states, chunks, form, exchange, before_writes
+    )
+    upper.writer.connect(access)
     for unit in units:
         storage.records.allocate(unit, chunks[unit.index], tuple(names[unit.index]), borders[unit.index])
         if storage.weights is not None:

@@ -335,7 +335,7 @@ class CheckpointCalls(ExportCalls):
         # Several ranks may find it replaced or not: they all raise.
         rest = checkpoint.reading_again(folder, load) if ranks.num == 1 else load()
         if self._parts.access.shared is not None:
-            self._parts.access.gather_weights()
+            self._parts.exchange.gather(self._parts.module_hooks.units)
         if not only_module:
             self.count_on(rest["counters"], with_loss_scale=with_optimizer)
         if with_optimizer and not only_module:

@@ -22,6 +22,8 @@ from infinity.numerics.state_format import StateFormat
 
 RECORD_GRANULE = 4096
 """Direct I/O moves whole blocks of so many bytes."""
+WEIGHT = "weight"
+"""The kind of a parameter's or buffer's own values: the fp32 main weight of a trained parameter, else what the model has."""
 _FP32_BYTES = 4
 
 
@@ -81,6 +83,20 @@ class ChunkBuffer:
         else:
             main = values.to(self.weight.device, torch.float32).contiguous()
             split(main, self.weight[span], self.remainder[span])
+
+    def read(self, kind: str, span: slice, target: torch.Tensor) -> None:
+        """Copy main weights (`WEIGHT`) or a state into ``target``: see `read_main` and `read_state`."""
+        if kind == WEIGHT:
+            self.read_main(span, target)
+        else:
+            self.read_state(kind, span, target)
+
+    def write(self, kind: str, span: slice, values: torch.Tensor) -> None:
+        """Replace main weights (`WEIGHT`) or a state by ``values``: see `write_main` and `write_state`."""
+        if kind == WEIGHT:
+            self.write_main(span, values)
+        else:
+            self.write_state(kind, span, values)
 
     def stored_states(self, names: Iterable[str], span: slice) -> dict[str, torch.Tensor]:
         """What is stored of the states of elements ``span``, the first of which is a parameter's or begins a block."""

@@ -9,7 +9,7 @@ of autograd) is told upwards through one listener per direction, which the lower
 |---|---|---|
 | `Pager` | `PagerListener`: ``engine.listener`` | forward, reads, uses and backward begin or end |
 | `Pager` | `Sharing`: ``vertical.shared_forward`` | units are needed in a step that micro-batches share |
-| `Residency` | `WeightWriter`: ``checkpoint.written_weights`` | weights were written to by others than the engine |
+| `Residency` | `WeightWriter`: ``checkpoint.state_access`` | weights were written to by others than the engine |
 | collector, ``MainGradStore``, ``Backwards`` | ``GradientListener``: ``loop.grad_access`` | gradients come, change, go |
 | ``ParameterHandler`` | ``GradientHost``: ``loop.grad_access``; ``Gatherer``: ``engine.settled_access`` | gradients, weights |
 

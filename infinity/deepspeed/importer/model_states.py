@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.arrays import WEIGHT, ArraySpec
+from infinity.checkpoint.arrays import ArraySpec
 from infinity.deepspeed.importer.contents import OF_DEEPSPEED, OF_ONE_SAVE, ONE_STATE_DICT, FoundTensor
 from infinity.deepspeed.importer.pickles import read, without_records
 from infinity.errors import CheckpointError
+from infinity.numerics.chunk_format import WEIGHT
 
 _OWN = frozenset(
     [

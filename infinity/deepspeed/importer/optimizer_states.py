@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.arrays import WEIGHT, ArraySpec
+from infinity.checkpoint.arrays import ArraySpec
 from infinity.deepspeed.importer.contents import COPY_ALL, OF_DEEPSPEED, OF_ONE_SAVE, ONLY_WEIGHTS, FoundTensor
 from infinity.deepspeed.importer.model_states import ModelStates
 from infinity.deepspeed.importer.pickles import read
 from infinity.errors import CheckpointError
+from infinity.numerics.chunk_format import WEIGHT
 from infinity.torch_internals.pickles import Record
 
 _MECHANICS = frozenset(["params", "step", "foreach", "fused", "capturable", "differentiable", "bias_correction"])

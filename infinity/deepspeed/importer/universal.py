@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.arrays import WEIGHT, ArraySpec
+from infinity.checkpoint.arrays import ArraySpec
 from infinity.deepspeed.importer.contents import FoundTensor
 from infinity.deepspeed.importer.model_states import ModelStates
 from infinity.deepspeed.importer.optimizer_states import check_optimizer, groups_of
 from infinity.deepspeed.importer.pickles import read
 from infinity.errors import CheckpointError
+from infinity.numerics.chunk_format import WEIGHT
 
 _WEIGHTS = "fp32"
 _CURE = "Convert the checkpoint again, with deepspeed's ds_to_universal"
