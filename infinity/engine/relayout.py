@@ -65,7 +65,10 @@ class Relayout(CheckpointCalls):
         self._paged.update_by(parts.updater)
 
     def make_room(self) -> None:
-        """See ``infinity.optim.facade.paged_optimizer.StepBackend``."""
+        """The last group is new: make room for the states of those of its parameters that have none.
+
+        Raises: what says why there is none; the group is gone then.
+        """
         contents: _Contents | None = None
         new: list[nn.Parameter] = []
         template = self._parts.template

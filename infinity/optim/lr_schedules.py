@@ -19,7 +19,7 @@ import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.errors import ConfigError
-from infinity.optim.registry import nearest
+from infinity.optim.registry import Section, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -318,15 +318,6 @@ SCHEDULES: Mapping[str, type[LRScheduler]] = {
 _NOT_FROM_JSON = {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau"}
 
 
-class ScheduleSpec(Protocol):
-    """What the config says about a schedule: its name, and the arguments of its constructor."""
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def params(self) -> Mapping[str, Any]: ...
-
-
 def find_schedule(name: str) -> type[LRScheduler]:
     """The schedule called `name` (case does not matter): one of `SCHEDULES`, or one of torch's.
 
@@ -361,7 +352,7 @@ def schedule_parameters(name: str) -> dict[str, bool]:
     return {item.name: item.default is item.empty for item in parameters} | {"last_batch_iteration": False}
 
 
-def build_scheduler(section: ScheduleSpec, optimizer: Optimizer) -> LRScheduler:
+def build_scheduler(section: Section, optimizer: Optimizer) -> LRScheduler:
     """The schedule that the config asks for, attached to `optimizer`.
 
     Raises:

@@ -78,8 +78,8 @@ _PATH = "optimizer.params"
 
 
 @runtime_checkable
-class OptimizerSection(Protocol):
-    """What the config's block "optimizer" says: a name and keyword arguments."""
+class Section(Protocol):
+    """What the config's block "optimizer" or "scheduler" says: a name and keyword arguments."""
 
     @property
     def type(self) -> str: ...
@@ -129,7 +129,7 @@ def refuse_wrapper(optimizer: Optimizer) -> None:
         )
 
 
-def resolve(section: OptimizerSection, device: torch.device) -> functools.partial[Optimizer]:
+def resolve(section: Section, device: torch.device) -> functools.partial[Optimizer]:
     """Turn the config's optimizer block into a class and its arguments.
 
     Names are DeepSpeed's in any case of letters (Adam means AdamW unless "adam_w_mode" is false), else those of

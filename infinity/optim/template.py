@@ -18,13 +18,13 @@ from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError
 from infinity.optim.classes.muon import Muon, is_for_muon
 from infinity.optim.groups import Groups, Members, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
-from infinity.optim.registry import OptimizerSection, is_known, refuse_not_pageable, refuse_wrapper, resolve
+from infinity.optim.registry import Section, is_known, refuse_not_pageable, refuse_wrapper, resolve
 from infinity.optim.worker import Worker, hyperparameters, one_element, refuse_common
 
 logger = logging.getLogger(__name__)
 
 #: What `initialize(optimizer=...)` takes, or the config's block.
-OptimizerSource: TypeAlias = "OptimizerSection | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
+OptimizerSource: TypeAlias = "Section | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
 
 
 class Template:
@@ -407,7 +407,7 @@ def _recipe(source: Any, device: torch.device) -> functools.partial[Optimizer] |
         return source
     if callable(source):
         return None
-    if isinstance(source, OptimizerSection):
+    if isinstance(source, Section):
         return resolve(source, device)
     raise ConfigError(
         f"cannot make an optimizer from {type(source).__name__}. Pass a torch.optim.Optimizer, its class, a callable "

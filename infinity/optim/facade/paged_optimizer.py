@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import chain
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, Protocol, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -25,48 +25,6 @@ from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 
 
-class LossScale(Protocol):
-    """`infinity.gradients.loss_scaler.LossScaler`, as far as it is needed here."""
-
-    @property
-    def is_active(self) -> bool: ...
-    @property
-    def loss_scale(self) -> float: ...
-    @property
-    def dynamic(self) -> bool: ...
-
-
-class StepBackend(Protocol):
-    """Who holds weights and gradients, and runs the updates: the engine."""
-
-    def optimizer_lock(self, what: str) -> AbstractContextManager[None]:
-        """The engine lock is held inside the ``with`` block. ``what`` is for messages."""
-        ...
-
-    def make_room(self) -> None:
-        """The last group is new: make room for the states of those of its parameters that have none.
-
-        Raises: what says why there is none; the group is gone then.
-        """
-        ...
-
-    def optimizer_step(self) -> None:
-        """Update every parameter that has a gradient, with the hyperparameters as they are now."""
-        ...
-
-    def was_step_skipped(self) -> bool:
-        """Whether the last step changed nothing, because its gradients were not finite."""
-        ...
-
-    def loss_scaler(self) -> LossScale:
-        """What the next loss is multiplied with, and by which rule."""
-        ...
-
-    def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
-        """Drop all gradients, as `Optimizer.zero_grad` does."""
-        ...
-
-
 class PagedOptimizer(Optimizer):
     """A `torch.optim.Optimizer` in front of the engine.
 
@@ -77,7 +35,7 @@ class PagedOptimizer(Optimizer):
     Args:
         template: class, hyperparameters and groups.
         updater: knows which state there is.
-        backend: does the work.
+        backend: the engine, which has weights and gradients, and runs the updates (`optimizer_step`, ``optimizer_...``).
         keeper: has the states.
         loose: updates what is added later; whose step the backend makes.
         mains: has the main weights, where those are something else than the parameters.
@@ -87,7 +45,7 @@ class PagedOptimizer(Optimizer):
         self,
         template: Template,
         updater: PieceUpdater,
-        backend: StepBackend,
+        backend: Any,
         keeper: StateKeeper,
         loose: LooseParameters | None = None,
         mains: MainWeightKeeper | None = None,
@@ -171,7 +129,7 @@ class PagedOptimizer(Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters, see `StepBackend`.
+        """Update every parameter that has a gradient, with the hyperparameters as they are now.
 
         Args:
             closure: recomputes the loss with gradients; called once, before the update.
@@ -195,12 +153,12 @@ class PagedOptimizer(Optimizer):
     @property
     def overflow(self) -> bool:
         """Whether the last step changed nothing, because its gradients were not finite."""
-        return self._backend.was_step_skipped()
+        return bool(self._backend.was_step_skipped())
 
     @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
-        return self.loss_scaler.loss_scale
+        return float(self.loss_scaler.loss_scale)
 
     cur_scale = loss_scale
     """DeepSpeed's other name for it."""
@@ -208,10 +166,10 @@ class PagedOptimizer(Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows the steps."""
-        return self.loss_scaler.dynamic
+        return bool(self.loss_scaler.dynamic)
 
     @property
-    def loss_scaler(self) -> LossScale:
+    def loss_scaler(self) -> Any:
         """The loss scale and its rule, as they are after each step; to be read."""
         return self._backend.loss_scaler()
 
@@ -220,7 +178,7 @@ class PagedOptimizer(Optimizer):
 
     def needs_scaler(self) -> bool:
         """Whether a ``loss.backward()`` of one's own needs ``engine.scale(loss)`` before."""
-        return self.loss_scaler.is_active
+        return bool(self.loss_scaler.is_active)
 
     @property
     def optimizer(self) -> Optimizer:
@@ -344,7 +302,8 @@ class PagedOptimizer(Optimizer):
 
     def reading_states(self) -> AbstractContextManager[None]:
         """States that are read or written inside the ``with`` block are those of one step."""
-        return self._backend.optimizer_lock("optimizer.state")
+        lock: AbstractContextManager[None] = self._backend.optimizer_lock("optimizer.state")
+        return lock
 
     @property
     def num_loads(self) -> int:
