@@ -6,20 +6,14 @@ A parameter that no engine holds is treated as ordinary: its own data and gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.optim.facade.lazy_state import StateKeeper
-from infinity.optim.main_weights import MainWeightKeeper
 from infinity.paging.parameter_handler import ParameterHandler
 from infinity.units.parameter import PagedView, host_of
-
-
-class _Keeper(StateKeeper, MainWeightKeeper, Protocol):
-    """Who has all of a parameter that is held: its engine."""
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -161,17 +155,17 @@ def _shaped(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     return value.reshape(param.shape)
 
 
-def _keeper_of(param: nn.Parameter) -> _Keeper | None:
+def _keeper_of(param: nn.Parameter) -> Any:
+    """Who has all of a parameter that is held: ``infinity.engine.settled_access``. None if no engine holds it."""
     host = host_of(param)
     if host is None or isinstance(param, PagedView):  # a parameter over the memory of another one has only its values
         return None
     if not isinstance(host, ParameterHandler) or host.gatherer is None:
         raise ModelError("the engine that holds this parameter is not ready")
-    keeper: Any = host.gatherer
-    return keeper  # type: ignore[no-any-return]
+    return host.gatherer
 
 
-def _needed(param: nn.Parameter) -> _Keeper:
+def _needed(param: nn.Parameter) -> Any:
     keeper = _keeper_of(param)
     if keeper is None:
         raise ModelError("no engine holds this parameter, so nobody knows its optimizer state: look at optimizer.state")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import nn
 
-from infinity.checkpoint.saved import Checkpoint
+from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.errors import ModelError, listed
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.optim.groups import TiledGroups
@@ -94,6 +94,12 @@ def _bytes_of(values: torch.Tensor) -> Iterator[torch.Tensor]:
         yield raw_bytes(rows[start : start + num].cpu())
 
 
+def other_shapes(saved: Mapping[str, SavedTensor], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What says so of each tensor whose shape is another one."""
+    both = ((fqn, saved[fqn].shape, shape) for fqn, shape in wanted.items() if fqn in saved)
+    return [f"'{fqn}' has shape {there}, not {here}" for fqn, there, here in both if there != here]
+
+
 class SameModel:
     """The checks of one load."""
 
@@ -112,12 +118,8 @@ class SameModel:
             ModelError: says which do not fit.
         """
         found = saved.of(group)
-        problems = [
-            f"'{fqn}' has shape {found[fqn].shape}, not {shape}"
-            for fqn, shape in wanted.items()
-            if fqn in found and found[fqn].shape != shape
-        ]
-        self.names(group, [fqn for fqn in wanted if fqn in found or fqn not in left_out], found, problems)
+        needed = [fqn for fqn in wanted if fqn in found or fqn not in left_out]
+        self.names(group, needed, found, other_shapes(found, wanted))
 
     def names(
         self, group: str, wanted: Collection[str], found: Collection[str], problems: Collection[str] = ()

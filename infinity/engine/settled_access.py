@@ -20,7 +20,7 @@ from infinity.threads.engine_lock import locked
 class SettledAccess:
     """`StateAccess` under the engine lock, after all that is pending.
 
-    It keeps states and main weights for the optimizer (`StateKeeper`, `MainWeightKeeper`), and gathers parameters for
+    It keeps states (`StateKeeper`) and main weights for the optimizer, and gathers parameters for
     `GatheredParameters`.
 
     Attributes:

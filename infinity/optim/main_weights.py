@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +23,6 @@ _CHECKSUM = "main_weight_checksum"
 PENDING = "main_weights"
 """The key, beside "state" and "param_groups", of main weights of parameters that have no state yet."""
 _CHECKED_ELEMENTS = 1024
-
-
-class MainWeightKeeper(Protocol):
-    """Who has the main weights: the engine."""
-
-    def gather_main_weight(self, parameter: Tensor, /) -> Tensor:
-        """A copy of a main weight: fp32, of the parameter's shape."""
-        ...
-
-    def load_main_weight(self, parameter: Tensor, values: Tensor, /) -> None:
-        """Replace a main weight; the model weight becomes its cast."""
-        ...
 
 
 def with_main_weight(state: dict[str, Any], main: Tensor) -> dict[str, Any]:

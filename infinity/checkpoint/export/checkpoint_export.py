@@ -15,6 +15,7 @@ import torch
 from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_export import cut, file_bytes, save_configs, told_of, write_shards
 from infinity.checkpoint.safetensors_file import Entry
+from infinity.checkpoint.same_model import other_shapes
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError, ModelError, listed
@@ -135,11 +136,7 @@ def _checked(checkpoint: Checkpoint, model: Any, saved: Mapping[str, SavedTensor
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     names = {fqn: tied[fqn] if fqn in tied and tied[fqn] not in saved else fqn for fqn in saved}
     problems = [f"'{fqn}' is not in the model" for fqn in saved if fqn not in shapes]
-    problems += [
-        f"'{fqn}' has shape {each.shape}, not {shapes[fqn]}"
-        for fqn, each in saved.items()
-        if fqn in shapes and each.shape != shapes[fqn]
-    ]
+    problems += other_shapes(saved, shapes)
     problems += [
         f"'{name}' is missing" for name, _ in model.named_parameters() if name not in {*saved, *names.values()}
     ]

@@ -20,7 +20,7 @@ from infinity.optim.facade.no_hooks import NoHooks
 from infinity.optim.facade.read_only import AssignedTensors, ReadOnlyTensor, unprotected
 from infinity.optim.facade.state_loader import StateLoader, check_entry
 from infinity.optim.facade.tiled_states import with_tiles, without_tiles
-from infinity.optim.main_weights import PENDING, MainWeightKeeper, with_main_weight, without_main_weight
+from infinity.optim.main_weights import PENDING, with_main_weight, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
 
@@ -38,7 +38,8 @@ class PagedOptimizer(Optimizer):
         backend: the engine, which has weights and gradients, and runs the updates (`optimizer_step`, ``optimizer_...``).
         keeper: has the states.
         loose: updates what is added later; whose step the backend makes.
-        mains: has the main weights, where those are something else than the parameters.
+        mains: has the main weights (`gather_main_weight`, `load_main_weight`), where those are something else than the
+            parameters; else None.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PagedOptimizer(Optimizer):
         backend: Any,
         keeper: StateKeeper,
         loose: LooseParameters | None = None,
-        mains: MainWeightKeeper | None = None,
+        mains: Any = None,
     ) -> None:
         # Not Optimizer.__init__: it would make groups of its own. The template last: from then on, names that the user's
         # class has, and that are not here, are those of its optimizer.
@@ -230,7 +231,7 @@ class PagedOptimizer(Optimizer):
                 self._add_main_weights(found, self._mains)
             return without_tiles(found, self._template, self._clock)
 
-    def _add_main_weights(self, found: dict[str, Any], mains: MainWeightKeeper) -> None:
+    def _add_main_weights(self, found: dict[str, Any], mains: Any) -> None:
         ids = chain.from_iterable(group["params"] for group in found["param_groups"])
         pending: dict[int, DictEntry] = {}
         for param, key in zip(self._template.params(), ids, strict=True):
@@ -287,7 +288,7 @@ class PagedOptimizer(Optimizer):
             self._assigned.check()
             return self.gather_state(param)
 
-    def _read_with_main(self, param: Tensor, mains: MainWeightKeeper) -> dict[str, Any]:
+    def _read_with_main(self, param: Tensor, mains: Any) -> dict[str, Any]:
         with self.reading_states():
             return with_main_weight(self._read(param), mains.gather_main_weight(param))
 

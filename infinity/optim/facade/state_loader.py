@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.facade.lazy_state import DictEntry, LazyEntry, StateKeeper
-from infinity.optim.main_weights import PENDING, MainWeightKeeper, without_main_weight
+from infinity.optim.main_weights import PENDING, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.probe import StateSchema
 from infinity.optim.template import Template
@@ -82,7 +82,7 @@ class StateLoader:
                         f"{tuple(main.shape)}, but the parameter has shape {tuple(param.shape)}"
                     )
 
-    def load_into(self, keeper: StateKeeper, mains: MainWeightKeeper | None) -> None:
+    def load_into(self, keeper: StateKeeper, mains: Any) -> None:
         """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts.
 
         Raises:
