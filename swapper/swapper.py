@@ -187,8 +187,8 @@ class Swapper(Closable):
             priority: Who is served first.
 
         Raises:
-            ExtentError: Some of these bytes were never written.
-            ExtentError: The last write of some of them failed. If it is still running, the handle raises instead.
+            ExtentError: Some of these bytes were never written; the last write of some of them failed. If it is still
+                running, the handle raises instead.
             ArgumentError: They are not all inside the extent, or the memory cannot be used.
             ExtentError, SwapperClosedError: Too late.
             SwapperError: An earlier request failed and nobody waited for it.

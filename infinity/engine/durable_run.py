@@ -375,8 +375,8 @@ class DurableRun:
         """Go back by so many commits.
 
         Raises:
-            StepError: so many are not kept; of several ranks, on all of them. Nothing has changed.
-            StepError: there is no room for a small file, say; nothing has changed.
+            StepError: so many are not kept (of several ranks, on all of them), or there is no room for a small file, say.
+                Nothing has changed.
         """
         found = together(self._ranks, f"engine.rollback({steps})", lambda: self._before(training, steps))
         number = found[self._ranks.index]

@@ -172,8 +172,8 @@ class Engine(Relayout):
             The loss, divided like its gradients.
 
         Raises:
-            StepError: the step before was not finished with `step`, or ``loss`` is no such tensor.
-            StepError: a parameter got a gradient after its update had begun.
+            StepError: the step before was not finished with `step`, or ``loss`` is no such tensor; a parameter got a
+                gradient after its update had begun.
         """
         self._check_usable()
         self._forget_cut_off_forward()
@@ -245,10 +245,11 @@ class Engine(Relayout):
         ``bf16.check_grad_overflow``, a step whose gradients are not finite changes nothing, and `lr_scheduler` stays.
 
         Raises:
-            StepError: there was no backward since the last one, or it was cut off.
-            StepError: gradients are not finite even with the smallest loss scale allowed.
+            StepError: there was no backward since the last one, or it was cut off; gradients are not finite even with
+                the smallest loss scale allowed.
             TypeError: ``lr_scheduler.step`` needs other arguments; the step has not begun.
-            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; the step is complete.
+            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; the step is
+                complete.
         """
         self._check_usable()
         self._check_optimizer("engine.step()")

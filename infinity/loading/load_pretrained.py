@@ -65,8 +65,8 @@ def load_pretrained(
 
     Raises:
         CheckpointError: a file is missing, cut off or broken.
-        ModelError: names and shapes of all tensors that do not fit. A module with values may be changed in part.
-        ModelError: it is quantized, or no class for it is known.
+        ModelError: it is quantized, or no class for it is known; or names and shapes of all tensors that do not fit. A
+            module with values may be changed in part.
         StorageError: there is no room on the drives.
     """
     dtype = options.pop("torch_dtype", None) if dtype is None else dtype  # its name in transformers 4

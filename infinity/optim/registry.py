@@ -142,10 +142,9 @@ def resolve(section: Section, device: torch.device) -> functools.partial[Optimiz
         device: where updates will run.
 
     Raises:
-        ConfigError: nobody knows this optimizer, or a value is out of range.
+        ConfigError: nobody knows this optimizer, or a value is out of range; a parameter it does not take; a parameter
+            of DeepSpeed that would change the numbers.
         OptimizerNotPageableError: the optimizer is known and mixes elements.
-        ConfigError: a parameter it does not take.
-        ConfigError: a parameter of DeepSpeed that would change the numbers.
     """
     cls = _class_named(section.type)
     refuse_not_pageable(cls)

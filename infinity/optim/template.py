@@ -247,8 +247,8 @@ def build_template(
     Raises:
         ConfigError: the source is none of these, or the constructor refuses its arguments.
         OptimizerNotPageableError: the class is known to mix elements.
-        ModelError: a trainable parameter is in two groups, or twice in one.
-        ModelError: a group holds a tensor that is no parameter of the model.
+        ModelError: a trainable parameter is in two groups, or twice in one; a group holds a tensor that is no parameter
+            of the model.
     """
     fqns = _names_of(named_params)
     device = torch.device(device)

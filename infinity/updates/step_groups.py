@@ -78,9 +78,10 @@ class StepGroups:
         """The groups as they are now.
 
         Raises:
-            ModelError: a parameter is in two groups.
-            ModelError: a parameter is to be trained, or to keep another state, and there is no place for that.
-            OptimizerNotPageableError: the hyperparameters make the optimizer mix elements, or an attribute of it was changed.
+            ModelError: a parameter is in two groups; a parameter is to be trained, or to keep another state, and there
+                is no place for that.
+            OptimizerNotPageableError: the hyperparameters make the optimizer mix elements, or an attribute of it was
+                changed.
         """
         groups = self._template.read()
         self._updater.check_attributes()

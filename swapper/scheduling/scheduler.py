@@ -96,9 +96,8 @@ class IOScheduler(Uncopyable):
         """Take a new operation.
 
         Raises:
-            ExtentError: A read of bytes that were never written.
-            ExtentError: A read of bytes whose last write failed, if that is known already.
-            ExtentError: The extent has been freed.
+            ExtentError: A read of bytes that were never written, or whose last write failed, if that is known already;
+                or the extent has been freed.
             SwapperClosedError: The scheduler has been closed.
             ReentryError: A signal handler asks, in the midst of a change.
         """

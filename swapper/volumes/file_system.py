@@ -58,9 +58,7 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
     """Return what lies under an existing path. Nothing is written and no byte of the drive is read.
 
     Raises:
-        VolumeError: The path does not exist.
-        VolumeError: This user may not go there.
-        VolumeError: The drive does not answer properly.
+        VolumeError: The path does not exist; this user may not go there; the drive does not answer properly.
     """
     path = Path(path)
     try:

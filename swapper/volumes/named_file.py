@@ -21,8 +21,7 @@ class NamedFile(ScratchFile):
         is_there: It must be there already; else it is made, and its name is on the drive from then on.
 
     Raises:
-        VolumeError: The file is not this user's alone.
-        VolumeError: A subclass says what is wrong with the directory, or it is not there.
+        VolumeError: The file is not this user's alone; or the directory is missing, or cannot be used.
     """
 
     __slots__ = ("file_name", "is_there")

@@ -57,9 +57,7 @@ class RunDirectory(Uncopyable):
 
     Raises:
         RunInUseError: Another process, or somebody else in this one, uses it.
-        VolumeError: Others can write to it, or own it.
-        VolumeError: It cannot be used.
-        VolumeError: Its file system has no locks.
+        VolumeError: Others can write to it, or own it; it cannot be used; its file system has no locks.
     """
 
     def __init__(self, directory: Path, maker: str = "") -> None:
@@ -85,9 +83,8 @@ class RunDirectory(Uncopyable):
 
         Raises:
             RunInUseError: Somebody else uses it.
-            VolumeError: Others can write to it, or own it.
-            VolumeError: It cannot be used.
-            VolumeError: Its file system has no locks, or it belongs to another program.
+            VolumeError: Others can write to it, or own it; it cannot be used; its file system has no locks, or it
+                belongs to another program.
         """
         if directory in self._locks:
             return
@@ -116,8 +113,7 @@ class RunDirectory(Uncopyable):
         """Note in a directory that is locked that this file in it is the run's.
 
         Raises:
-            VolumeError: It cannot be noted.
-            VolumeError: The file is there, and no run has made it.
+            VolumeError: It cannot be noted; the file is there, and no run has made it.
         """
         names = files_of_run(directory)
         if names is not None and name in names:
