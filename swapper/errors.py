@@ -4,9 +4,7 @@
     ├── ArgumentError (ValueError)      a setting, a size, a buffer or a range that cannot work
     ├── VolumeError                     scratch space could not be set up; nothing was left behind
     │   ├── VolumeTooSmallError         what is needed and what there is are attributes
-    │   ├── RunInUseError               another process uses the directory of a durable run
-    │   ├── DamagedCommitError          a commit of a durable run is not what was written
-    │   └── NewerFormatError            another version wrote it
+    │   └── DurableRunError             a durable run is in use, damaged, or of another version
     ├── BackendUnavailableError         this way of moving bytes cannot be used here; says what would make it work
     ├── LimitError (RuntimeError)       a limit of the system on threads, memory or open files is reached
     ├── OutOfSpaceError                 no room for one more extent in an open volume
@@ -29,6 +27,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 
 def error_words(error: OSError) -> str:
@@ -152,37 +151,40 @@ class VolumeTooSmallError(VolumeError):
         super().__init__(directory, f"{what}; free some space, add a directory on another drive, or ask for less")
 
 
-class RunInUseError(VolumeError):
-    """The directory of a durable run is in use."""
+class DurableRunError(VolumeError):
+    """A durable run in a directory is in use, damaged, or of another version.
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(
-            directory,
+    Attributes:
+        kind: Which of these.
+    """
+
+    def __init__(self, directory: Path, message: str, kind: Literal["in use", "damaged", "of another version"]) -> None:
+        self.kind = kind
+        super().__init__(directory, message)
+
+    @classmethod
+    def in_use(cls, directory: Path) -> DurableRunError:
+        """Another process, or somebody else in this one, has it."""
+        message = (
             f"a durable run in {str(directory)!r} is in use, by another process or another engine of this one; "
-            "wait for it to end, or name another directory",
+            "wait for it to end, or name another directory"
         )
+        return cls(directory, message, "in use")
 
-
-class DamagedCommitError(VolumeError):
-    """A commit of a durable run is not what was written."""
-
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(
-            path.parent,
-            f"{str(path)!r} is damaged: {problem}; do not trust the drive. Start from a checkpoint in another directory",
+    @classmethod
+    def damaged(cls, path: Path, problem: str) -> DurableRunError:
+        """A commit is not what was written."""
+        message = (
+            f"{str(path)!r} is damaged: {problem}; do not trust the drive. Start from a checkpoint in another directory"
         )
+        return cls(path.parent, message, "damaged")
 
-
-class NewerFormatError(VolumeError):
-    """A commit of a durable run was written by another version, mostly a later one."""
-
-    def __init__(self, path: Path, found: int, known: int, maker: str = "") -> None:
-        """``maker``: the program and version that wrote it."""
+    @classmethod
+    def of_another_version(cls, path: Path, found: int, known: int, maker: str = "") -> DurableRunError:
+        """A commit was written by another version, mostly a later one. ``maker``: the program and version that wrote it."""
         by = f", written by {maker}" if maker else ""
-        super().__init__(
-            path.parent,
-            f"{str(path)!r} has format {found}{by}, and this version knows format {known}; use the version that wrote it",
-        )
+        message = f"{str(path)!r} has format {found}{by}, and this version knows format {known}; use the version that wrote it"
+        return cls(path.parent, message, "of another version")
 
 
 class BackendUnavailableError(SwapperError):

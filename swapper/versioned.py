@@ -13,7 +13,7 @@ import numpy as np
 
 from swapper.backend import IOBackend
 from swapper.config import SwapperConfig, round_up
-from swapper.errors import DamagedCommitError, VolumeError, error_words
+from swapper.errors import DurableRunError, VolumeError, error_words
 from swapper.measure.choice import open_backend
 from swapper.meters.busy import BusyTimes
 from swapper.swapper import Swapper
@@ -122,7 +122,7 @@ class Versions:
         """Protect what the newest commit and those that it keeps name. To be called before anything is written.
 
         Raises:
-            DamagedCommitError: It is not what was written.
+            DurableRunError: It is not what was written.
         """
         newest = _read(self._run, number)
         kept = {number: newest["runs"]}
@@ -131,7 +131,9 @@ class Versions:
             if old in there:
                 try:
                     kept[old] = _read(self._run, old)["runs"]
-                except DamagedCommitError as error:
+                except DurableRunError as error:
+                    if error.kind != "damaged":
+                        raise
                     logger.warning("commit %d cannot be gone back to: %s", old, error)
         self._kept = kept
         self._slots.retain(kept)
@@ -191,7 +193,7 @@ class Versions:
                 are gone. That happens at once or, after a crash, not at all.
 
         Raises:
-            DamagedCommitError: It is not what was written.
+            DurableRunError: It is not what was written.
             OSError: It could not be made the newest; the present is as it was.
             SwapperError: An earlier commit failed.
         """
@@ -237,4 +239,4 @@ def _read(run: RunDirectory, number: int) -> dict[str, Any]:
         with np.load(io.BytesIO(data), allow_pickle=False) as found:
             return {name: found[name] for name in ("runs", "kept", "checksums", "is_whole", "segments")}
     except Exception as error:
-        raise DamagedCommitError(run.path / str(number), f"its map cannot be read: {error}") from error
+        raise DurableRunError.damaged(run.path / str(number), f"its map cannot be read: {error}") from error

@@ -50,7 +50,7 @@ from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import UpdateStream
 from infinity.version import __version__
-from swapper import NewerFormatError, RunDirectory, RunInUseError, SwapperError, VolumeError
+from swapper import DurableRunError, RunDirectory, SwapperError, VolumeError
 from swapper.errors import write_cure
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class DurableRun:
         try:
             self.directory = RunDirectory(self._path, f"infinity {__version__}")
         except (VolumeError, OSError) as error:
-            is_in_use = isinstance(error, RunInUseError)
+            is_in_use = isinstance(error, DurableRunError) and error.kind == "in use"
             cure = "Name another directory, or wait for the other process" if is_in_use else "Name another directory"
             problem = f"cannot hold a durable run: {error}"
             raise StorageError(self._path, problem, cure=cure, key="infinity.durable_path") from error
@@ -512,7 +512,7 @@ class DurableRun:
 
     def _damaged(self, error: Exception) -> StorageError:
         problem, cure = "that cannot be gone on from", "Name another directory, and load a checkpoint there"
-        if isinstance(error, NewerFormatError):
+        if isinstance(error, DurableRunError) and error.kind == "of another version":
             problem = "of another version of this package"
             cure = "Or name another directory, and load a checkpoint there"
         return StorageError(

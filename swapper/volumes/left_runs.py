@@ -43,7 +43,7 @@ class LeftRun:
         """Remove its files, and the directory if nothing else is in it.
 
         Raises:
-            RunInUseError: A process has it. Nothing has been removed.
+            DurableRunError: A process has it. Nothing has been removed.
             OSError: Something cannot be removed.
         """
         with contextlib.closing(RunDirectory(self.path)):

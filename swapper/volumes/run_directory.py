@@ -24,9 +24,7 @@ from pathlib import Path
 import google_crc32c
 
 from swapper.errors import (
-    DamagedCommitError,
-    NewerFormatError,
-    RunInUseError,
+    DurableRunError,
     VolumeError,
     error_words,
 )
@@ -56,7 +54,7 @@ class RunDirectory(Uncopyable):
         maker: Program and version, which commits name for those of other versions.
 
     Raises:
-        RunInUseError: Another process, or somebody else in this one, uses it.
+        DurableRunError: Another process, or somebody else in this one, uses it.
         VolumeError: Others can write to it, or own it; it cannot be used; its file system has no locks.
     """
 
@@ -82,7 +80,7 @@ class RunDirectory(Uncopyable):
         """Keep others from a directory of the run until `close`. Made, with its parents, if it is missing.
 
         Raises:
-            RunInUseError: Somebody else uses it.
+            DurableRunError: Somebody else uses it.
             VolumeError: Others can write to it, or own it; it cannot be used; its file system has no locks, or it
                 belongs to another program.
         """
@@ -98,7 +96,7 @@ class RunDirectory(Uncopyable):
             with closed_unless_made(os.close, descriptor):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RunInUseError(directory) from error
+            raise DurableRunError.in_use(directory) from error
         except OSError as error:
             raise VolumeError(
                 directory,
@@ -141,14 +139,15 @@ class RunDirectory(Uncopyable):
         """Return the newest commit that is what was written; None without any.
 
         Raises:
-            DamagedCommitError: There are some, and none of them is.
-            NewerFormatError: Another version wrote the newest.
+            DurableRunError: There are some, and none of them is; or another version wrote the newest.
         """
-        failure: DamagedCommitError | None = None
+        failure: DurableRunError | None = None
         for number in self.commits():
             try:
                 return number, self.read(number)
-            except DamagedCommitError as error:
+            except DurableRunError as error:
+                if error.kind != "damaged":
+                    raise
                 logger.error("%s", error)
                 failure = failure or error
         if failure is not None:
@@ -178,32 +177,31 @@ class RunDirectory(Uncopyable):
         """Return what was written.
 
         Raises:
-            DamagedCommitError: It holds something else.
-            NewerFormatError: Another version wrote it.
+            DurableRunError: It holds something else; another version wrote it.
         """
         path = self._path(number)
         try:
             data = read_own(path)
         except OSError as error:
-            raise DamagedCommitError(path, error_words(error)) from error
+            raise DurableRunError.damaged(path, error_words(error)) from error
         if len(data) < _HEAD.size + 4 or google_crc32c.value(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
-            raise DamagedCommitError(path, "its checksum is not that of its bytes")
+            raise DurableRunError.damaged(path, "its checksum is not that of its bytes")
         magic, version, num_parts, maker = _HEAD.unpack_from(data)
         if magic != MAGIC:
-            raise DamagedCommitError(path, "it is no commit")
+            raise DurableRunError.damaged(path, "it is no commit")
         if version != FORMAT:
-            raise NewerFormatError(
+            raise DurableRunError.of_another_version(
                 path, version, FORMAT, maker.rstrip(b"\0").decode(errors="replace") if version > 1 else ""
             )
         place = _HEAD.size + 8 * num_parts
         if num_parts > 64 or place > len(data):
-            raise DamagedCommitError(path, f"it cannot have {num_parts} parts")
+            raise DurableRunError.damaged(path, f"it cannot have {num_parts} parts")
         parts = []
         for length in struct.unpack_from(f"<{num_parts}Q", data, _HEAD.size):
             parts.append(data[place : place + length])
             place += length
         if place != len(data) - 4:
-            raise DamagedCommitError(path, "its parts have other lengths than it says")
+            raise DurableRunError.damaged(path, "its parts have other lengths than it says")
         return parts
 
     def remove(self, number: int) -> None:

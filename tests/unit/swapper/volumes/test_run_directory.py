@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swapper import NewerFormatError, RunDirectory, RunInUseError, SwapperConfig, Versions, VolumeError
+from swapper import DurableRunError, RunDirectory, SwapperConfig, Versions, VolumeError
 from tests.open_files import open_files
 
 
@@ -31,7 +31,7 @@ def test_a_file_system_without_locks_is_not_called_in_use(
     assert type(caught.value) is VolumeError and caught.value.directory == tmp_path
     assert not Counter(open_files(tmp_path)) - Counter(before)
     run = RunDirectory(tmp_path)
-    with pytest.raises(RunInUseError):
+    with pytest.raises(DurableRunError, match="is in use"):
         RunDirectory(tmp_path)
     run.close()
 
@@ -43,7 +43,7 @@ def test_another_format_is_named_and_nothing_older_is_taken(version: int, tmp_pa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("swapper.volumes.run_directory.FORMAT", version)
             run.write(2, [b"new"])
-        with pytest.raises(NewerFormatError, match=f"has format {version}, and this version knows format 2"):
+        with pytest.raises(DurableRunError, match=f"has format {version}, and this version knows format 2"):
             run.newest()
 
 
