@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -74,8 +74,7 @@ class StateLoader:
             # Checking a lazy entry would read it from storage once more; it is checked when it is loaded.
             if not isinstance(lazy, LazyEntry) or (isinstance(lazy, DictEntry) and lazy.is_read):
                 entry, main = without_main_weight(lazy)
-                self._elementwise(param, entry)
-                self._check_scalars(param, entry)
+                self._state(param, entry)
                 if main is not None and tuple(main.shape) != tuple(param.shape):
                     raise ValueError(
                         f"loaded state dict has a main weight of parameter '{self._template.fqn(param)}' with shape "
@@ -97,8 +96,7 @@ class StateLoader:
                 _, main = without_main_weight(_plain(pending))
             if main is not None and mains is not None:
                 mains.load_main_weight(param, main)
-            tensors = self._elementwise(param, entry)
-            state = {**self._scalars(param, entry), **tensors}
+            state = self._state(param, entry)
             if state or keeper.has_state(param):
                 keeper.load_state(param, state)
         for group, loaded in zip(self._template.param_groups, self._groups, strict=True):
@@ -126,26 +124,22 @@ class StateLoader:
         optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
         return optimizer.param_groups
 
-    def _scalars(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-        index = self._index_of[id(param)]
-        names = self._updater.state_names(index)
+    def _state(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """The entry as the parameter takes it, after checking that it fits."""
+        tensors = self._elementwise(param, entry)
+        names = self._updater.state_names(self._index_of[id(param)])
         small = {name: one_element() if name in names else value for name, value in entry.items() if value is not None}
-        if not small:
-            return {}
+        return {**self._scalars(param, small, names), **tensors} if small else {}
+
+    def _scalars(self, param: Tensor, small: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        index = self._index_of[id(param)]
         values = {key: value for key, value in self._groups[index].items() if key != "params"}
         like = one_element(self._template.device) if param in self._template else param.detach()
-        loaded = self._worker.load(values, small, like)
-        return {name: value for name, value in loaded.items() if name not in names}
-
-    def _check_scalars(self, param: Tensor, entry: Mapping[str, Any]) -> None:
-        if not any(value is not None for value in entry.values()) or not param.requires_grad:
-            return
         try:
-            scalars = self._scalars(param, entry)
-            group = self._template.param_groups[self._index_of[id(param)]]
-            needed = self._updater.schema_under(hyperparameters(group)).scalars
-            missing = [name for name in needed if name not in scalars]
-            int(scalars.get("step", 0))
+            loaded = self._worker.load(values, small, like)
+            needed = self._updater.schema_under(hyperparameters(self._template.param_groups[index])).scalars
+            missing = [name for name in needed if name not in loaded] if param.requires_grad else []
+            int(loaded.get("step", 0))
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             missing = [repr(error)]
         if missing:
@@ -153,6 +147,7 @@ class StateLoader:
                 f"loaded state dict has no usable scalars for parameter '{self._template.fqn(param)}': "
                 f"{', '.join(missing)}. Was it saved by another kind of optimizer?"
             )
+        return {name: value for name, value in loaded.items() if name not in names}
 
     def _elementwise(self, param: Tensor, entry: Mapping[str, Any]) -> dict[str, Tensor]:
         """The entry's element-wise tensors after checking that they are what the parameter needs.
