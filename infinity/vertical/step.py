@@ -333,6 +333,10 @@ class VerticalStep:
         batch = present()
         if batch is not None and not batch.is_inside:
             return batch.call(block, forward, args, kwargs)
+        if batch is None:
+            self._on.pager.lock.check(
+                f"calling {block.name}"
+            )  # another thread's: inside a block no hook of ours says so
         if batch is None and self._runs_glue_backward:
             raise Refusal(
                 f"the model recomputes {block.name} by itself (switch its activation checkpointing off: a vertical step "
