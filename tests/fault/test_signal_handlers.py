@@ -332,7 +332,7 @@ def _collect_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> li
     ("owner", "name", "thread"),
     [
         pytest.param(update_module, "flush_denormals", "infinity-update", id="update thread"),
-        pytest.param(TransferQueue, "give_back", "swapper-", id="worker under the scheduler's lock"),
+        pytest.param(TransferQueue, "count", "swapper-", id="worker under the scheduler's lock"),
     ],
 )
 def test_an_engine_dropped_while_it_works_is_collected_on_any_thread(
@@ -375,7 +375,7 @@ def test_a_finalizer_of_the_users_in_the_midst_of_an_update_is_refused_and_harms
                 errors.append(error)
 
     monkeypatch.setattr(gc, "garbage_is_there", False, raising=False)
-    threads = _collect_in(monkeypatch, TransferQueue, "give_back")
+    threads = _collect_in(monkeypatch, TransferQueue, "count")
     with Lockstep.start(tmp_path) as both:
         both.engine_step(0)
         gc.disable()  # or it is collected somewhere else
