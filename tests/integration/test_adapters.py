@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import infinity
@@ -32,10 +33,15 @@ def _of(model: Any, *adapters: str) -> list[nn.Parameter]:
     return [p for fqn, p in model.named_parameters() if any(f".{name}." in fqn for name in adapters)]
 
 
-def _step(model: Any, optimizer: Any, number: int) -> torch.Tensor:
-    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+def _step(model: Any, optimizer: Any, number: int, *, is_plain: bool = False) -> torch.Tensor:
+    """On each rank with a batch of its own: plain torch averages gradients as the engine does."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(num_ranks * number + rank))
     loss = model(inputs).square().mean()
     loss.backward()
+    for gradient in (p.grad for p in model.parameters() if p.grad is not None and is_plain and num_ranks > 1):
+        dist.all_reduce(gradient)
+        gradient.div_(num_ranks)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
@@ -54,7 +60,8 @@ class _Both:
         self.number = 0
 
     def step(self) -> None:
-        found, expected = (_step(m, o, self.number) for m, o in zip(self.models, self.optimizers, strict=True))
+        found = _step(self.models[0], self.optimizers[0], self.number)
+        expected = _step(self.models[1], self.optimizers[1], self.number, is_plain=True)
         assert torch.equal(found, expected)
         self.number += 1
 
@@ -129,6 +136,20 @@ def test_adapters_that_are_merged_and_deleted(tmp_path: Path) -> None:
         both.step()
         weights, expected = (model.state_dict() for model in both.models)
         assert weights.keys() == expected.keys() and all(torch.equal(weights[n], expected[n]) for n in expected)
+
+
+def test_adapters_that_are_merged_and_unloaded(tmp_path: Path) -> None:
+    both = _Both(tmp_path, _model("one", "two"), _everything)
+    with both.engine:
+        both.step()
+        both.change(lambda model, _: model.set_adapter("two"))
+        both.step()
+        weights, expected = (model.merge_and_unload(adapter_names=["one", "two"]) for model in both.models)
+        for name, value in expected.state_dict().items():
+            assert torch.equal(weights.state_dict()[name], value), name
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            assert torch.equal(weights(inputs), expected(inputs))
 
 
 def test_a_checkpoint_that_is_loaded_while_another_adapter_is_active(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""The life of PEFT's adapters on two ranks: what `tests/integration/test_adapters.py` does at one process, in ZeRO 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.errors import CheckpointError, RankError
+from tests.integration import test_adapters as one_process
+from tests.ranks import require_ranks
+
+_LIVES: dict[str, Callable[[Path], Any]] = {
+    "switched": partial(one_process.test_adapters_that_are_switched, one_process._everything),
+    "added to a group": one_process.test_an_adapter_that_comes_into_a_group_when_it_is_switched_on,
+    "merged, deleted": one_process.test_adapters_that_are_merged_and_deleted,
+    "merged, unloaded": one_process.test_adapters_that_are_merged_and_unloaded,
+    "loaded with the other one active": one_process.test_a_checkpoint_that_is_loaded_while_another_adapter_is_active,
+    "trained base": one_process.test_a_base_weight_that_was_trained_keeps_its_states_when_an_adapter_comes,
+    "group refused": one_process.test_a_group_that_is_refused_leaves_everything_as_it_was,
+}
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("life", _LIVES)
+def test_the_life_of_adapters(life: str, tmp_path: Path) -> None:
+    require_ranks(2, lambda _: _LIVES[life](tmp_path), tmp_path)
+
+
+@pytest.mark.deep
+def test_an_adapter_that_is_added_after_initialize_is_refused_before_the_step(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        with pytest.raises(RankError, match="their gradients are not averaged"):
+            one_process.test_an_adapter_that_is_added_after_initialize(tmp_path)
+
+    require_ranks(2, train, tmp_path)
+
+
+@pytest.mark.deep
+def test_a_load_that_the_optimizer_refuses_asks_for_another_one(tmp_path: Path) -> None:
+    def train(rank: int) -> None:
+        with pytest.raises(CheckpointError, match="Load another checkpoint"):
+            one_process.test_states_of_an_adapter_in_no_group_are_not_dropped_by_a_load(tmp_path)
+
+    require_ranks(2, train, tmp_path)
