@@ -1,4 +1,4 @@
-"""DeepSpeed's own tests, where there is a copy of them; and the table of their outcomes."""
+"""Other projects' own tests, where there is a copy of them; and the tables of their outcomes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.deepspeed_suite import table
-from tests.deepspeed_suite.run import main, run, unpack
-from tests.deepspeed_suite.suite import FILES, REASONS, Outcome, judge
+from tests.outside_suites import deepspeed, table
+from tests.outside_suites.run import SUITES, main, run, unpack
+from tests.outside_suites.suite import PRIVATE, Outcome
 
 _COPY = "INFINITY_DEEPSPEED_COPY"
 _FEW = (
@@ -81,13 +81,16 @@ def test_left_out():
 @pytest.mark.deep
 @pytest.mark.skipif(_COPY not in os.environ, reason=f"{_COPY} names no copy of DeepSpeed's repository")
 def test_some_of_deepspeeds_own_tests_do_as_the_table_says() -> None:
-    assert main(["--copy", os.environ[_COPY], "--processes", "1", *_FEW]) == 0
+    assert main(["deepspeed", "--copy", os.environ[_COPY], "--processes", "1", *_FEW]) == 0
 
 
-def test_each_row_of_the_table_is_of_a_known_file_and_has_a_known_reason() -> None:
-    rows = table.read(table.RESULTS.read_text())
-    assert {test.partition("::")[0] for test in rows} <= set(FILES)
-    assert {each.reason for each in rows.values() if each.status == "refused"} <= set(REASONS)
+@pytest.mark.parametrize("name", SUITES)
+def test_each_file_has_rows_in_the_table_and_each_row_a_known_reason(name: str) -> None:
+    suite = SUITES[name]
+    rows = table.read(suite.results.read_text())
+    assert {test.partition("::")[0] for test in rows} == set(suite.files)
+    assert {each.status for each in rows.values()} <= {"passed", "failed", "refused", "skipped"}
+    assert {each.reason for each in rows.values() if each.status == "refused"} <= suite.reasons
     assert all(each.reason for each in rows.values() if each.status != "passed")
 
 
@@ -97,7 +100,7 @@ def test_a_case_that_does_worse_is_told_and_one_that_does_better_is_not() -> Non
         "unit/a.py::test_one[2]": Outcome("passed", ""),
         "unit/a.py::test_two[1]": Outcome("passed", ""),
         "unit/a.py::test_two[2]": Outcome("failed", "assert 1 == 2"),
-        "unit/b.py::test_three": Outcome("refused", REASONS[0], "2", "2"),
+        "unit/b.py::test_three": Outcome("refused", PRIVATE, "2", "2"),
     }
     text = table.write(outcomes)
     known = table.read(text)
@@ -116,31 +119,31 @@ def test_a_case_that_does_worse_is_told_and_one_that_does_better_is_not() -> Non
     assert table.regressions(known, {"unit/c.py::test_new": Outcome("passed", "")}) != []
 
 
-def test_a_share_is_told_of_all_cases_that_deepspeed_does_not_skip() -> None:
+def test_a_share_is_told_of_all_cases_that_the_suite_does_not_skip() -> None:
     outcomes = [
         Outcome("passed", "", "2", "2"),
         Outcome("failed", "x"),
-        Outcome("refused", REASONS[0]),
+        Outcome("refused", PRIVATE),
         Outcome("skipped", "y"),
     ]
     assert table.summary(outcomes) == (
-        "3 cases, 1 of them on several processes: 1 pass (33.3 %), 1 fail, 1 are refused; DeepSpeed itself skips 1 more"
+        "3 cases, 1 of them on several processes: 1 pass (33.3 %), 1 fail, 1 are refused; the suite itself skips 1 more"
     )
 
 
 def test_a_failure_that_no_line_explains_is_a_failure() -> None:
     refused = "infinity.errors.OptimizerNotPageableError: optimizer Lamb cannot be paged: it scales each update"
-    assert judge("unit/a.py::test", "failed", refused).status == "refused"
-    assert judge("unit/a.py::test", "failed", "AssertionError: tensors differ") == Outcome(
+    assert deepspeed.SUITE.judge("unit/a.py::test", "failed", refused).status == "refused"
+    assert deepspeed.SUITE.judge("unit/a.py::test", "failed", "AssertionError: tensors differ") == Outcome(
         "failed", "AssertionError: tensors differ"
     )
     accepted, missing = "unit/a.py::TestZeroAllowUntestedOptimizer::test", "Failed: DID NOT RAISE AssertionError"
-    assert judge(accepted, "failed", missing).status == "refused"
-    assert judge(accepted, "failed", "ValueError: something else").status == "failed"
-    assert judge("unit/a.py::test", "skipped", "Skipped: no GPU") == Outcome("skipped", "no GPU")
-    assert judge("unit/a.py::test", "passed", "") == Outcome("passed", "")
+    assert deepspeed.SUITE.judge(accepted, "failed", missing).status == "refused"
+    assert deepspeed.SUITE.judge(accepted, "failed", "ValueError: something else").status == "failed"
+    assert deepspeed.SUITE.judge("unit/a.py::test", "skipped", "Skipped: no GPU") == Outcome("skipped", "no GPU")
+    assert deepspeed.SUITE.judge("unit/a.py::test", "passed", "") == Outcome("passed", "")
     lost = "infinity.errors.RankError: rank 0, averaging: another rank has ended, or did not come in time: ds_tensor"
-    assert judge("unit/a.py::test", "failed", lost).status == "failed"
+    assert deepspeed.SUITE.judge("unit/a.py::test", "failed", lost).status == "failed"
 
 
 @pytest.mark.deep
@@ -154,7 +157,7 @@ def test_ranks_are_run_as_asked_and_no_file_vanishes(tmp_path: Path) -> None:
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -m 'not nightly'\n")
     (folder / "unit" / "test_broken.py").write_text("import there_is_no_such_module\n")
     (folder / "unit" / "test_empty.py").write_text("")
-    found = run(tmp_path, ["unit/test_ranks.py", "unit/test_broken.py", "unit/test_empty.py"], 1)
+    found = run(deepspeed.SUITE, tmp_path, ["unit/test_ranks.py", "unit/test_broken.py", "unit/test_empty.py"], 1)
     inside = "unit/test_ranks.py::TestRanks::test_"
     assert found[f"{inside}sum"] == Outcome("passed", "", "2", "2")
     assert found[f"{inside}one_rank_fails"] == Outcome("failed", "ValueError: rank 1 it is", "2", "2")
@@ -170,4 +173,4 @@ def test_without_the_pinned_revision_the_error_says_what_to_pass(tmp_path: Path)
     clone = tmp_path / "clone"
     (clone / ".git").mkdir(parents=True)
     with pytest.raises(SystemExit, match="pass --copy with a clone"):
-        unpack(clone, tmp_path)
+        unpack(deepspeed.SUITE, clone, tmp_path)

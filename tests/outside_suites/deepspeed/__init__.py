@@ -1,19 +1,10 @@
-"""What DeepSpeed's tests are here, and what the outcome of one means: pure texts and rules.
-
-A test that does not pass is *refused* if one of the `REASONS` explains it, *skipped* if DeepSpeed's own code skips it here, and
-*failed* otherwise.
-"""
+"""DeepSpeed's own tests."""
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+from tests.outside_suites.suite import CONFIG, INSIDE, PRIVATE, WORKS, Suite
 
-REVISION = "edaa7221267243c7be7fb49c5d5f5c4fb97b4641"
-"""Of https://github.com/deepspeedai/DeepSpeed, August 2026: after 0.19.5."""
-RESULTS_VARIABLE = "DEEPSPEED_SUITE_RESULTS"
-"""The environment variable that names the file for the results, a line of JSON for each test."""
-FILES = (
+_FILES = (
     "unit/runtime/half_precision/test_dynamic_loss_scale.py",
     "unit/runtime/half_precision/test_fp16.py",
     "unit/runtime/half_precision/test_zero_optim_overflow.py",
@@ -84,105 +75,67 @@ FILES = (
     "unit/ops/lion/test_lion.py",
     "unit/comm/test_dist.py",
 )
-"""Those that concern what this engine does; paths below DeepSpeed's folder ``tests``."""
 
-
-class Outcome(NamedTuple):
-    """Of one test.
-
-    Attributes:
-        status: "passed", "failed", "refused" or "skipped".
-        reason: one of `REASONS` if it is refused, else the error or what DeepSpeed says.
-        asked: for how many processes the test asks, "1,2" for both.
-        run: with how many it was run; "0" if not at all.
-    """
-
-    status: str
-    reason: str
-    asked: str = "1"
-    run: str = "1"
-
-
-_PRIVATE = "The test uses a private name of DeepSpeed, which does not exist here."
-_INSIDE = "The test looks at how DeepSpeed's engine is built: its partitions, buckets, hooks or classes."
 _OPTIMIZER = "The engine refuses this optimizer: it mixes elements of parameters, or runs another optimizer."
 _GROUPS = "The engine refuses a parameter that is in two groups of the optimizer."
 _LATER = "The engine refuses parameters that come into the model after initialize."
 _SECOND = "The engine refuses a second engine that trains the same model."
-_CONFIG = "The engine refuses a key of the config that would change results and is not supported."
 _ATTRIBUTE = (
     "The engine has no timers and no log level of DeepSpeed's; Python's logging and the profiler take their place."
 )
-_WORKS = "The test expects an error, and what it does works here."
 _FP32 = "The engine keeps main weights, states and sums of gradients in fp32, where DeepSpeed has 16 bits."
 _SPARSE = "The engine makes gradients of sparse embeddings dense."
 _INIT = "zero.Init and GatheredParameters leave parameters as they are, where DeepSpeed empties them."
 _PYTEST = "The fixtures for several processes in DeepSpeed's harness are not found by a current pytest."
-REASONS = (
-    _PRIVATE,
-    _INSIDE,
-    _OPTIMIZER,
-    _GROUPS,
-    _LATER,
-    _SECOND,
-    _CONFIG,
-    _ATTRIBUTE,
-    _WORKS,
-    _FP32,
-    _SPARSE,
-    _INIT,
-    _PYTEST,
-)
-"""All reasons for which a test is refused."""
 
 _OF_MESSAGES = (
-    (r"PrivateNameError: [\w.]+", _PRIVATE),
-    (r"there is no deepspeed\.[\w.]+ here", _PRIVATE),
-    (r"module '(?:deepspeed|infinity)[\w.]*' has no attribute '\w+'", _PRIVATE),
-    (r"has no attribute '_\w+'", _PRIVATE),
-    (r"It cannot be imported: .*No module named 'accelerator\.", _PRIVATE),
+    (r"PrivateNameError: [\w.]+", PRIVATE),
+    (r"there is no deepspeed\.[\w.]+ here", PRIVATE),
+    (r"module '(?:deepspeed|infinity)[\w.]*' has no attribute '\w+'", PRIVATE),
+    (r"has no attribute '_\w+'", PRIVATE),
+    (r"It cannot be imported: .*No module named 'accelerator\.", PRIVATE),
     (
         r"single_partition_of_fp32_groups|averaged_gradients|fp32_partitioned_groups_flat|bit16_groups\w*|ds_tensor|"
         r"Flattening param group|forward_hooks|pre_bwd_fn|leaf_parameters|ds_persist|nccl_start_alignment_factor|fp16_groups|"
         r"accumulated_grads_in_cpu|ds_active_sub_modules|zero3_linear_wrap|ZeRORuntimeException",
-        _INSIDE,
+        INSIDE,
     ),
-    (r"isinstance\(Paged[\s\S]*?, (BF16_Optimizer|FP16_\w+|DeepSpeedZeroOptimizer\w*)\)", _INSIDE),
+    (r"isinstance\(Paged[\s\S]*?, (BF16_Optimizer|FP16_\w+|DeepSpeedZeroOptimizer\w*)\)", INSIDE),
     (r"OptimizerNotPageableError: optimizer \w+ cannot be paged", _OPTIMIZER),
-    (r"attribute name must be string, not '_Unusable'", _PRIVATE),
+    (r"attribute name must be string, not '_Unusable'", PRIVATE),
     (r"ModelError: trainable parameter", _GROUPS),
-    (r"ConfigError: config key '[\w.]+'", _CONFIG),
-    (r"ConfigError: unknown config key '[\w.]+'", _CONFIG),
-    (r"config key '(scheduler.params.warmup_type)' = 'not_a_warmup_type': unknown", _CONFIG),
+    (r"ConfigError: config key '[\w.]+'", CONFIG),
+    (r"ConfigError: unknown config key '[\w.]+'", CONFIG),
+    (r"config key '(scheduler.params.warmup_type)' = 'not_a_warmup_type': unknown", CONFIG),
     (r"'Engine' object has no attribute '(tput_timer|log_level)'", _ATTRIBUTE),
     (r"trainable parameters came into the model after infinity.initialize", _LATER),
     (r"fixture 'distributed_fixture' not found", _PYTEST),
-    (r"'types.SimpleNamespace' object has no attribute", _INSIDE),
+    (r"'types.SimpleNamespace' object has no attribute", INSIDE),
 )
-"""A pattern in an error, and why the test is refused."""
 
 _OF_TESTS = (
-    (r"test_multiple_models\.py.*(-True-\d|\[True-\d)\]", _PRIVATE),  # _backward_epilogue
-    (r"test_autocast\.py::test_get_autocast_decorators", _PRIVATE),
-    (r"test_dist\.py::TestDistInit", _WORKS),
-    (r"test_unmanaged_rejects_overlap_comm", _WORKS),
-    (r"test_existing_no_sync_still_blocked_for_zero2", _WORKS),
-    (r"TestZero0DirectBackwardStillRaises", _WORKS),
-    (r"test_pipeline_parallelism_rejected", _PRIVATE),
-    (r"test_idempotent_on_already_injected_modules", _PRIVATE),
-    (r"TestZero3ParamPartitioningLargeParam", _INSIDE),
-    (r"TestIncorectAllgatherBucketSize", _WORKS),
-    (r"TestStage2IgnoreUnusedParameters", _WORKS),
+    (r"test_multiple_models\.py.*(-True-\d|\[True-\d)\]", PRIVATE),  # _backward_epilogue
+    (r"test_autocast\.py::test_get_autocast_decorators", PRIVATE),
+    (r"test_dist\.py::TestDistInit", WORKS),
+    (r"test_unmanaged_rejects_overlap_comm", WORKS),
+    (r"test_existing_no_sync_still_blocked_for_zero2", WORKS),
+    (r"TestZero0DirectBackwardStillRaises", WORKS),
+    (r"test_pipeline_parallelism_rejected", PRIVATE),
+    (r"test_idempotent_on_already_injected_modules", PRIVATE),
+    (r"TestZero3ParamPartitioningLargeParam", INSIDE),
+    (r"TestIncorectAllgatherBucketSize", WORKS),
+    (r"TestStage2IgnoreUnusedParameters", WORKS),
+    (r"test_sum_gradient_allreduce_rejects", WORKS),
     (r"test_load_immediate_save|test_checkpoint_unfused_optimizer", _SECOND),
     (r"bf16_opt_states", _FP32),
     (r"test_non_strict_load_sparse", _SPARSE),
     (r"test_zero_user_backward\.py.*::test_\w*grad\w*_accumulation\w*\[", _FP32),
-    (r"TestZeroAllowUntestedOptimizer", _WORKS),
-    (r"test_no_sync_ctxt\.py.*test_zero_stage\[[23]-", _WORKS),
-    (r"TestOptimizerImplementation", _WORKS),
-    (r"TestBF16OptimizerStatesOffloadValidation", _WORKS),
-    (r"test_no_grad_input_error", _WORKS),
-    (r"TestGatheredParametersAllRanksErrorOnModification", _WORKS),
+    (r"TestZeroAllowUntestedOptimizer", WORKS),
+    (r"test_no_sync_ctxt\.py.*test_zero_stage\[[23]-", WORKS),
+    (r"TestOptimizerImplementation", WORKS),
+    (r"TestBF16OptimizerStatesOffloadValidation", WORKS),
+    (r"test_no_grad_input_error", WORKS),
+    (r"TestGatheredParametersAllRanksErrorOnModification", WORKS),
     (
         r"test_zero_context\w*\.py::(TestSerialContext|TestZeroGatheredParametersFree|TestSerialParamInit|"
         r"TestScatterGather|TestGatherUpdate)|"
@@ -191,26 +144,13 @@ _OF_TESTS = (
     ),
     (r"test_engine_log_level\.py", _ATTRIBUTE),
 )
-"""A pattern in a test's name, and why it is refused where it fails."""
 
-
-def judge(test: str, outcome: str, message: str) -> Outcome:
-    """What pytest's ``outcome`` of a test with this error message means."""
-    message = message.removeprefix("Failed: ")  # a rank's error, as pytest tells of it
-    first = message.strip().partition("\n")[0].removeprefix("Skipped: ").strip()
-    if outcome == "passed":
-        return Outcome("passed", "")
-    if outcome == "skipped" and "Error" not in first:  # else it skips because of what there is not here
-        return Outcome("skipped", first)
-    # Ranks that end of another one's error say nothing of the test.
-    is_of_rank = re.match(r"(infinity\.errors\.)?RankError: .*(has ended|in time)", message) is not None
-    if not is_of_rank:
-        for pattern, reason in _OF_TESTS:
-            if reason == _WORKS and not re.search("DID NOT RAISE|Expected .*[Ee]rror", message):
-                continue  # it fails with something else than the error that is missing
-            if re.search(pattern, test):
-                return Outcome("refused", reason)
-        for pattern, reason in _OF_MESSAGES:
-            if re.search(pattern, message):
-                return Outcome("refused", reason)
-    return Outcome("failed", " ".join(message.split())[:160])
+SUITE = Suite(
+    "deepspeed",
+    "https://github.com/deepspeedai/DeepSpeed",
+    "edaa7221267243c7be7fb49c5d5f5c4fb97b4641",  # August 2026: after 0.19.5
+    _FILES,
+    _OF_MESSAGES,
+    _OF_TESTS,
+    needs=("hjson", "mup"),
+)

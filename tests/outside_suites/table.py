@@ -1,4 +1,4 @@
-"""The table of outcomes, ``results.tsv``: cases of a test that share outcome and reason are one line.
+"""The table of a suite's outcomes, ``results.tsv``: cases of a test that share outcome and reason are one line.
 
 Knows lines only; must not know how tests are run.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 
-from tests.deepspeed_suite.suite import Outcome
+from tests.outside_suites.suite import Outcome
 
 _RANKS = {"passed": 0, "skipped": 1, "refused": 1, "failed": 2}
 """How bad an outcome is."""
-RESULTS = Path(__file__).with_name("results.tsv")
 _HEAD = "outcome\tcases\tasked\trun\ttest\treason"
 _TEST = 4
 """The column with the test."""
@@ -67,7 +65,7 @@ def regressions(known: Mapping[str, Outcome], outcomes: Mapping[str, Outcome]) -
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:
-    """How many cases there are of each kind, and the share that passes of those that DeepSpeed does not skip."""
+    """How many cases there are of each kind, and the share that passes of those that the suite itself does not skip."""
     counts: dict[str, int] = defaultdict(int)
     several = 0
     for outcome in outcomes:
@@ -77,5 +75,5 @@ def summary(outcomes: Iterable[Outcome]) -> str:
     share = 100 * counts["passed"] / run if run else 0.0
     return (
         f"{run} cases, {several} of them on several processes: {counts['passed']} pass ({share:.1f} %), "
-        f"{counts['failed']} fail, {counts['refused']} are refused; DeepSpeed itself skips {counts['skipped']} more"
+        f"{counts['failed']} fail, {counts['refused']} are refused; the suite itself skips {counts['skipped']} more"
     )

@@ -13,7 +13,6 @@ import importlib.machinery
 import json
 import os
 import re
-import select
 import signal
 import socket
 import sys
@@ -25,22 +24,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-import _pytest.runner
 import pytest
 import torch
 
 import infinity.as_deepspeed
 from infinity.deepspeed.modules import why_absent
 from infinity.errors import InfinityError
-from tests.deepspeed_suite.suite import RESULTS_VARIABLE
+from tests.outside_suites.children import LAUNCHED, LIMIT_SECONDS, Children
 
-_LIMIT_SECONDS = 600.0
-"""Of the ranks of a test; the test itself has as much again."""
 _AFTER_SECONDS = 30.0
 """How long the other ranks have when one has failed or skipped."""
 _MOST_RANKS = 4
 """A test that asks for more is run with so many."""
-_LAUNCHED = "launched"
 _OF_ANOTHER_RANK = re.compile("RankError: .*(has ended|in time)|Connection closed by peer|gloo")
 """In an error that follows from another rank's."""
 
@@ -117,12 +112,22 @@ def _of_module(module: ModuleType, name: str) -> Any:
     return _private(f"{module.__name__.partition('.')[2]}.{name}".lstrip("."))
 
 
-class Suite:
-    """The plugin itself."""
+class Suite(Children):
+    """With DeepSpeed's harness."""
 
     def __init__(self) -> None:
         self._finder = _PrivateModules()
         self._before: dict[str, Any] = {}
+
+    def asked(self, item: pytest.Item) -> str:
+        """For how many processes a test asks, as DeepSpeed's harness finds it out."""
+        of_class = getattr(item, "cls", None)
+        if not getattr(of_class, "is_dist_test", False):
+            return "1"
+        mark = item.get_closest_marker("world_size")
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        found = mark.args[0] if mark is not None else params.get("world_size", of_class.world_size)  # type: ignore[union-attr]
+        return _sizes_in_words(found)
 
     def pytest_collection(self) -> None:
         """Private names can be imported from here on."""
@@ -153,68 +158,9 @@ class Suite:
 
         _warm_up()
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        """Run the test in a child, and take over its reports."""
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        reports = _in_child(item)
-        _note(item, reports)
-        for report in reports:
-            item.ihook.pytest_runtest_logreport(report=report)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
-
-    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        """DeepSpeed's own settings leave some out."""
-        for item in items:
-            _write([item.nodeid, "skipped", "Skipped: DeepSpeed's pytest.ini leaves it out", _asked(item), "0"])
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported is a failed case, or a skipped one."""
-        if report.outcome != "passed":
-            _write([report.nodeid, report.outcome, f"It cannot be imported: {_message_of(report)}", "0", "0"])
-
-
-def _note(item: pytest.Item, reports: Sequence[pytest.TestReport]) -> None:
-    outcome, message = "passed", ""
-    for report in reports:
-        if report.outcome != "passed":
-            outcome, message = report.outcome, _message_of(report)
-            break
-    asked = _asked(item)
-    launched = [used for report in reports for name, used in report.user_properties if name == _LAUNCHED]
-    used = launched[-1] if launched else "0" if outcome == "skipped" or asked != "1" else "1"
-    _write([item.nodeid, outcome, message, asked, used])
-
-
-def _write(row: Sequence[str]) -> None:
-    path = os.environ.get(RESULTS_VARIABLE)
-    if path is not None:
-        with open(path, "a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def _asked(item: pytest.Item) -> str:
-    """For how many processes a test asks, as DeepSpeed's harness finds it out."""
-    of_class = getattr(item, "cls", None)
-    if not getattr(of_class, "is_dist_test", False):
-        return "1"
-    mark = item.get_closest_marker("world_size")
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    found = mark.args[0] if mark is not None else params.get("world_size", of_class.world_size)  # type: ignore[union-attr]
-    return _sizes_in_words(found)
-
 
 def _sizes_in_words(world_size: Any) -> str:
     return ",".join(map(str, [world_size] if isinstance(world_size, int) else world_size))
-
-
-def _message_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The last line of an error, as Python would print it."""
-    if isinstance(report.longrepr, tuple):
-        return str(report.longrepr[2])
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return str(report.longrepr).strip().rpartition("\nE ")[2] if crash is None else str(crash.message)
 
 
 def _warm_up() -> None:
@@ -231,7 +177,7 @@ def _warm_up() -> None:
 def _launch(self: Any, request: Any, world_size: Any) -> None:
     """In place of DeepSpeed's own: the test, as each rank of a group, in this process if that is the only one."""
     sizes = [world_size] if isinstance(world_size, int) else world_size
-    request.node.user_properties.append((_LAUNCHED, _sizes_in_words([min(size, _MOST_RANKS) for size in sizes])))
+    request.node.user_properties.append((LAUNCHED, _sizes_in_words([min(size, _MOST_RANKS) for size in sizes])))
     for size in (min(size, _MOST_RANKS) for size in sizes):
         folder = tempfile.mkdtemp(dir=str(request.getfixturevalue("tmpdir")))
         if size == 1:
@@ -259,7 +205,7 @@ def _run_ranks(test: Any, size: int, folder: Path) -> list[tuple[str, str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     children = [_fork_rank(test, rank, size, port, folder) for rank in range(size)]
-    deadline = time.monotonic() + _LIMIT_SECONDS
+    deadline = time.monotonic() + LIMIT_SECONDS
     said: list[tuple[str, str]] = []
     running = dict(enumerate(children))
     while running and time.monotonic() < deadline:
@@ -277,7 +223,7 @@ def _run_ranks(test: Any, size: int, folder: Path) -> list[tuple[str, str]]:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         if not said:
-            said.append(("failed", f"no answer of rank {rank} in {_LIMIT_SECONDS:.0f} seconds"))
+            said.append(("failed", f"no answer of rank {rank} in {LIMIT_SECONDS:.0f} seconds"))
     return said
 
 
@@ -298,57 +244,6 @@ def _fork_rank(test: Any, rank: int, size: int, port: str, folder: Path) -> int:
         while not text and not all((folder / f"end{other}").exists() for other in range(size)):
             time.sleep(0.02)  # one that ends closes its connections, which may be others' last exchange
         os._exit(0)
-
-
-def _in_child(item: pytest.Item) -> list[pytest.TestReport]:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _run_and_exit(item, writer)
-    os.close(writer)
-    try:
-        said = _read_all(reader, time.monotonic() + 2 * _LIMIT_SECONDS)
-    finally:
-        os.close(reader)
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    if said is None:
-        return [_failed(item, f"no answer in {2 * _LIMIT_SECONDS:.0f} seconds")]
-    if not said:
-        return [_failed(item, f"its process died with {os.waitstatus_to_exitcode(status)}")]
-    reports = [
-        item.config.hook.pytest_report_from_serializable(config=item.config, data=data) for data in json.loads(said)
-    ]
-    for report in reports:
-        if isinstance(report.longrepr, list):  # a skip's, which JSON has no tuples for
-            report.longrepr = tuple(report.longrepr)
-    return reports
-
-
-def _run_and_exit(item: pytest.Item, writer: int) -> NoReturn:
-    try:
-        reports = _pytest.runner.runtestprotocol(item, nextitem=None, log=False)
-        hook = item.config.hook
-        data = [hook.pytest_report_to_serializable(config=item.config, report=report) for report in reports]
-        with os.fdopen(writer, "w") as file:
-            json.dump(data, file)
-    finally:
-        os._exit(0)
-
-
-def _read_all(reader: int, deadline: float) -> bytes | None:
-    said = b""
-    while select.select([reader], [], [], max(deadline - time.monotonic(), 0))[0]:
-        more = os.read(reader, 1 << 20)
-        if not more:
-            return said
-        said += more
-    return None
-
-
-def _failed(item: pytest.Item, what: str) -> pytest.TestReport:
-    return pytest.TestReport(item.nodeid, item.location, {}, "failed", what, "call")
 
 
 class _Raises:
