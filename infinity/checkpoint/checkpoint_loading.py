@@ -53,18 +53,18 @@ class Loading:
     def __exit__(self, *failure: Any) -> None:
         self._open.close()
 
-    def optimizer(
+    def in_order(
         self,
         optimizer: torch.optim.Optimizer,
         rest: Mapping[str, Any],
         parameters: Mapping[str, nn.Parameter],
         *,
         is_strict: bool,
-    ) -> None:
-        """Hyperparameters, scalars, and the states of what is held by nobody; `parameters` brings the others' elements.
+    ) -> Mapping[str, Any]:
+        """``rest`` with the saved groups in the order of this optimizer's.
 
         Raises:
-            ValueError: it does not fit; nothing has been changed.
+            ValueError: they do not fit; nothing has been changed.
         """
         groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
         if "names" in rest and {id(p) for g in groups for p in g["params"]} <= {id(p) for p in parameters.values()}:
@@ -74,6 +74,17 @@ class Loading:
                 check_groups(rest["param_groups"], groups)
         except ValueError as error:
             raise CheckpointError(self._saved.folder / REST, str(error)) from error
+        return rest
+
+    def optimizer(self, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> None:
+        """Hyperparameters, scalars, and the states of what is held by nobody; `parameters` brings the others' elements.
+
+        Args:
+            rest: see `in_order`.
+
+        Raises:
+            ValueError: it does not fit; nothing has been changed.
+        """
         mine = self._tiled.without_tiles([p for group in optimizer.param_groups for p in group["params"]])
         ids = [key for group in rest["param_groups"] for key in group["params"]]
         parameter_of = dict(zip(ids, mine, strict=False))  # the optimizer says so if they are not as many

@@ -486,9 +486,12 @@ def load(
         if with_scheduler and not only_module:
             otherwise = "load_lr_scheduler_states=False to load_checkpoint"
             stack.enter_context(scheduler_with(training.lr_scheduler, rest, otherwise=otherwise))
+        optimizer = training.optimizer if with_optimizer and not only_module and "param_groups" in rest else None
+        if optimizer is not None:
+            in_order = loading.in_order(optimizer, rest, parameters, is_strict=is_strict)
         begin()
-        if with_optimizer and not only_module and training.optimizer is not None and "param_groups" in rest:
-            loading.optimizer(training.optimizer, rest, parameters, is_strict=is_strict)
+        if optimizer is not None:
+            loading.optimizer(optimizer, in_order)
         total = sum(each.num_bytes for each in saved.tensors if with_optimizer or each.kind == WEIGHT)
         with changing, one_thread(), progress("loading a checkpoint", total, is_shown=shows_progress) as note:
             loading.buffers(buffers)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infinity.errors import CheckpointError, RankError
+from infinity.errors import RankError
 from tests.integration import test_adapters as one_process
 from tests.ranks import require_ranks
 
@@ -19,6 +19,7 @@ _LIVES: dict[str, Callable[[Path], Any]] = {
     "merged, deleted": one_process.test_adapters_that_are_merged_and_deleted,
     "merged, unloaded": one_process.test_adapters_that_are_merged_and_unloaded,
     "loaded with the other one active": one_process.test_a_checkpoint_that_is_loaded_while_another_adapter_is_active,
+    "load refused": one_process.test_states_of_an_adapter_in_no_group_are_not_dropped_by_a_load,
     "trained base": one_process.test_a_base_weight_that_was_trained_keeps_its_states_when_an_adapter_comes,
     "group refused": one_process.test_a_group_that_is_refused_leaves_everything_as_it_was,
 }
@@ -35,14 +36,5 @@ def test_an_adapter_that_is_added_after_initialize_is_refused_before_the_step(tm
     def train(rank: int) -> None:
         with pytest.raises(RankError, match="their gradients are not averaged"):
             one_process.test_an_adapter_that_is_added_after_initialize(tmp_path)
-
-    require_ranks(2, train, tmp_path)
-
-
-@pytest.mark.deep
-def test_a_load_that_the_optimizer_refuses_asks_for_another_one(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        with pytest.raises(CheckpointError, match="Load another checkpoint"):
-            one_process.test_states_of_an_adapter_in_no_group_are_not_dropped_by_a_load(tmp_path)
 
     require_ranks(2, train, tmp_path)
