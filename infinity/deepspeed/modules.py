@@ -267,7 +267,9 @@ def install(package: ModuleType) -> None:
     made = {name: _Part(name, content) for name, content in names.items() if name not in sys.modules}
     for name, part in made.items():
         above, _, last = name.rpartition(".")
-        vars(made.get(above) or sys.modules[above]).setdefault(last, part)  # a function may have that name
+        held = vars(made.get(above) or sys.modules[above])
+        if not callable(held.get(last)):  # a function may have that name; a module gives way, as after an import
+            held[last] = part
     sys.modules.update(made)  # last: another thread finds them complete
 
 

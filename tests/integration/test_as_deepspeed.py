@@ -150,6 +150,7 @@ def test_it_is_seen_wherever_libraries_look() -> None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.zero import GatheredParameters
+        assert all(getattr(deepspeed, name) is sys.modules[f"deepspeed.{name}"] for name in ("checkpointing", "comm", "zero"))
         assert dist.get_world_size() == 1 and GatheredParameters is infinity.GatheredParameters
         import infinity.as_deepspeed  # again
         infinity.as_deepspeed.install()
