@@ -27,7 +27,7 @@ _SHARED = (
 class ModuleFacade(nn.Module):
     """Is an ``nn.Module`` to whoever asks for one; parameters, buffers, children and state dicts are those of `module`.
 
-    The facade itself appears in no list of modules: inside a container, `module` stands in its place, so names have no
+    The facade itself appears in `modules` alone: inside a container, `module` stands in its place, so names have no
     prefix of its own. Forward hooks registered on it run around its own calls. What it does not know is looked up in
     `module`; parameters and modules that are assigned to it are assigned to `module`.
     """
@@ -96,6 +96,11 @@ class ModuleFacade(nn.Module):
         """Those of the module, which is the first of them."""
         found: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
         return found
+
+    def modules(self, *args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+        """The facade itself, where libraries look for an engine (Lightning's Fabric does), and those of the module."""
+        yield self
+        yield from self.module.modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the module, with the module's names."""

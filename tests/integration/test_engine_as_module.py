@@ -60,7 +60,7 @@ def test_it_is_a_module_with_the_models_content(both: Lockstep) -> None:
         expected, found = dict(getattr(model, name)()), dict(getattr(engine, name)())
         assert list(expected) == list(found)
         assert all(expected[key] is found[key] for key in expected)
-    assert list(engine.modules()) == list(model.modules())
+    assert list(engine.modules()) == [engine, *model.modules()]
     assert all(a is b for a, b in zip(engine.parameters(), model.parameters(), strict=True))
     assert repr(model).splitlines()[1].strip() in repr(engine)
     assert "blocks" in dir(engine)
