@@ -26,7 +26,7 @@ SUITE = Suite(
         (r"there is no deepspeed\.[\w.]+ here", PRIVATE),
         (r"assert 'cpu' == 'cuda'", GPU),
         (r"with fp16 the loss scale has to follow each step", _SCALE),
-        (r"KeyError: 'fp32_flat_groups'", INSIDE),
+        (r"KeyError: 'fp32_flat_groups'|assert 'ds_version' in", INSIDE),
         (r"contiguous checkpointing needs the number of checkpoints", _THEIRS),
     ),
     of_tests=(
