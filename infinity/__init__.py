@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from infinity.entry import engine_of, initialize
     from infinity.loading.init import Init
     from infinity.loading.load_pretrained import load_pretrained
+    from infinity.loop.gathered_parameters import GatheredParameters
     from infinity.optim import lr_schedules as schedules
-    from infinity.paging.gathered_parameters import GatheredParameters
     from infinity.plan.plan import Plan
     from infinity.telemetry import StepReport
 
@@ -45,7 +45,7 @@ _lazy_name, __dir__ = lazy_names(
     __name__,
     {
         "Engine": "infinity.engine.engine",
-        "GatheredParameters": "infinity.paging.gathered_parameters",
+        "GatheredParameters": "infinity.loop.gathered_parameters",
         "InfinityConfig": "infinity.config",
         "Init": "infinity.loading.init",
         "Plan": "infinity.plan.plan",

@@ -25,7 +25,7 @@ from infinity.distributed.meshes import Mesh, mesh_of
 from infinity.distributed.process_groups import init_distributed, local_rank, num_processes
 from infinity.distributed.world import world
 from infinity.engine.assembly import build
-from infinity.engine.engine import Engine
+from infinity.engine.engine import Engine, engine_behind
 from infinity.errors import BudgetTooSmallError, ConfigError, ModelError
 from infinity.loop.scheduler_steps import needs_samples
 from infinity.machine.autotune import tune_io
@@ -36,7 +36,6 @@ from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
 from infinity.optim.template import Template, absent_template, build_template
-from infinity.paging.parameter_handler import ParameterHandler
 from infinity.plan.placement import DEVICE_KEY
 from infinity.run_log.notes import RunNotes
 from infinity.torch_internals.module_tensors import announce_nothing
@@ -253,9 +252,7 @@ def engine_of(model: nn.Module) -> Engine | None:
     For a script that has no name for it any more: ``infinity.engine_of(model).close()``.
     """
     host = next((host for parameter in model.parameters() if (host := host_of(parameter)) is not None), None)
-    gatherer = host.gatherer if isinstance(host, ParameterHandler) else None
-    engine = None if gatherer is None else gatherer.owner
-    return engine if isinstance(engine, Engine) else None
+    return None if host is None else engine_behind(host)
 
 
 def _template(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.activations.caches import is_cache, layer_of, without_caches
 from infinity.paging.compiled_forwards import InPlaceOfMethod
-from infinity.paging.pager import Pager
 from infinity.paging.saved_tensors import top_hooks
 from infinity.torch_internals.names import in_backward
 from infinity.units.unit import Unit
@@ -27,17 +26,23 @@ _HOME = "torch.utils.checkpoint"
 class RecomputedForward(InPlaceOfMethod):
     """The ``forward`` of a block under torch's non-reentrant checkpointing, where there is anything to gain by it."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], pager: Pager, units: Sequence[Unit]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        inside_module: Callable[[Sequence[Unit]], AbstractContextManager[None]],
+        units: Sequence[Unit],
+    ) -> None:
         """
         Args:
             module: the block.
             forward: its forward without checkpointing.
-            pager: of its weights.
+            inside_module: as of the pager of its weights.
             units: which the block's own hooks enter: torch calls them in forward only.
         """
         super().__init__(module, "forward", forward)
         self.forward = forward
-        self._pager = pager
+        self._inside_module = inside_module
         self._units = list(units)
         self._layer = layer_of(module)
 
@@ -59,7 +64,7 @@ class RecomputedForward(InPlaceOfMethod):
         return top is None or getattr(top[0], "__module__", None) != _HOME
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        with self._pager.inside_module(self._units) if in_backward() else nullcontext():
+        with self._inside_module(self._units) if in_backward() else nullcontext():
             return self.forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

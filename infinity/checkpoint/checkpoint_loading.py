@@ -12,12 +12,13 @@ from torch import nn
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.rest_checks import check_groups
 from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
-from infinity.checkpoint.state_access import StateAccess, in_memory_order
+from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.stored_weights import in_memory_order
 from infinity.errors import CheckpointError
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.optim.groups import TiledGroups
 from infinity.optim.named_groups import in_order_of
-from infinity.paging.module_hooks import ModuleHooks
+from infinity.paging.parameter_map import ParameterMap
 from infinity.telemetry.progress import Note
 from infinity.units.buffers import write_buffer
 from infinity.units.layout import Slot
@@ -33,13 +34,13 @@ class Loading:
         saved: Checkpoint,
         threads: BlockThreads,
         access: StateAccess,
-        module_hooks: ModuleHooks,
+        parameter_map: ParameterMap,
         tiled: TiledGroups,
     ) -> None:
         self._saved = saved
         self._threads = threads
         self._access = access
-        self._module_hooks = module_hooks
+        self._parameter_map = parameter_map
         self._tiled = tiled
         self._open = ExitStack()
         self._sources: dict[tuple[str, str], ElementsInOrder] = {}
@@ -109,7 +110,7 @@ class Loading:
         self, parameter: Any, scalars: Mapping[str, Any], large: dict[str, SavedTensor | torch.Tensor]
     ) -> dict[str, Any]:
         parts = self._tiled.all_of(parameter)
-        if self._module_hooks.holds(parts[0]):
+        if self._parameter_map.holds(parts[0]):
             for part in parts:
                 self._states[id(part)] = large
             stands_for = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -131,10 +132,10 @@ class Loading:
         names = {id(part): fqn for fqn, parameter in parameters.items() for part in self._tiled.all_of(parameter)}
         for fqn, parameter in parameters.items():
             found = self._saved.tensor("parameters", fqn)
-            if found is not None and not self._module_hooks.holds(self._tiled.all_of(parameter)[0]):
+            if found is not None and not self._parameter_map.holds(self._tiled.all_of(parameter)[0]):
                 with torch.no_grad():
                     parameter.copy_(found.read(self._threads))
-        for unit in self._module_hooks.units:
+        for unit in self._parameter_map.units:
             note(self._unit(unit, names))
         for source in self._sources.values():
             source.end()

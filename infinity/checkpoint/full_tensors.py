@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.paging.parameter_handler import ParameterHandler
+from infinity.loop.parameter_handler import ParameterHandler
 from infinity.units.parameter import PagedView, host_of
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,26 +22,27 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from infinity.checkpoint.adapters import is_adapted, save_adapters
 from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_file import Entry, OpenSource, Source, check_entries, refuse, write_file
-from infinity.errors import StorageError, format_bytes
+from infinity.errors import ModelError, StorageError, format_bytes
+from infinity.loop.pager import Pager
 from infinity.optim.groups import TiledParameter
-from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.pager import Pager
+from infinity.paging.parameter_map import ParameterMap
 from infinity.telemetry.progress import progress
+from infinity.units.adapters import is_adapted
 from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name
 from infinity.units.unit import Unit, is_float8
 from swapper import SwapperError
-from swapper.volumes.publish import Staging, locked
+from swapper.volumes.publish import Staging, locked, sync_tree
 
 _SMALL_NUMEL = 1 << 18
 """Main weights of no more elements wait in memory until they are written."""
 _NAME_OF_PICKLES = "pytorch_model.bin"
 """DeepSpeed's default. Nobody looks for safetensors under that name."""
 T = TypeVar("T")
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Weights:
     """Where an engine's weights come from.
 
     Attributes:
-        module_hooks: know model and units.
+        parameter_map: know model and units.
         pager: opens a unit's model weights.
         main_weights: copies of the fp32 main weights of some of a unit's parameters, by slot index; of a frozen one, of its
             weight.
@@ -56,7 +58,7 @@ class Weights:
         shows_progress: on the terminal.
     """
 
-    module_hooks: ModuleHooks
+    parameter_map: ParameterMap
     pager: Pager
     main_weights: Callable[[Unit, Sequence[Slot]], Mapping[int, torch.Tensor]]
     directories: Sequence[Path]
@@ -98,7 +100,7 @@ def save_pretrained(
     Raises:
         ModelError, StorageError: as `save_units`.
     """
-    model = weights.module_hooks.model
+    model = weights.parameter_map.model
 
     def entries() -> list[Entry]:
         return original_entries(model, _entries(weights, dtype=dtype), weights.directories)
@@ -115,8 +117,8 @@ def _save(
     dtype: torch.dtype | None = None,
 ) -> None:
     """``entries`` is not asked of a model with adapters. ``dtype``: of `save_configs`."""
-    model = weights.module_hooks.model
-    with told_of(directory, sum(unit.num_bytes for unit in weights.module_hooks.units)):
+    model = weights.parameter_map.model
+    with told_of(directory, sum(unit.num_bytes for unit in weights.parameter_map.units)):
         if is_adapted(model):
             save_adapters(model, directory)
             return
@@ -242,16 +244,16 @@ def _free_names(stem: str, num_shards: int, taken: set[str]) -> list[str]:
 
 
 def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype | None = None) -> list[Entry]:
-    module_hooks = weights.module_hooks
+    parameter_map = weights.parameter_map
     names: dict[int, list[str]] = {}
     others: dict[int, nn.Parameter] = {}
-    for fqn, parameter in module_hooks.model.named_parameters(remove_duplicate=False):
+    for fqn, parameter in parameter_map.model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or not trained_only:
             names.setdefault(id(parameter), []).append(fqn)
-            if not module_hooks.holds(parameter):
+            if not parameter_map.holds(parameter):
                 others[id(parameter)] = parameter
-    tied: Any = getattr(module_hooks.model, "all_tied_weights_keys", None) or {}
-    tiles = tiled_in(module_hooks.model)
+    tied: Any = getattr(parameter_map.model, "all_tied_weights_keys", None) or {}
+    tiles = tiled_in(parameter_map.model)
     for key, (_, number) in tiles.items():
         if number:
             names.pop(key, None)
@@ -259,15 +261,15 @@ def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype
             names[key] = [untiled_name(fqn) for fqn in names[key]]
     for key, fqns in names.items():
         names[key] = [fqn for fqn in fqns if tied.get(fqn) not in fqns] or fqns
-    found = [entry for unit in module_hooks.units for entry in _entries_of(unit, names, weights, dtype, tiles)]
+    found = [entry for unit in parameter_map.units for entry in _entries_of(unit, names, weights, dtype, tiles)]
     rest: Source = contextlib.nullcontext
     for key, parameter in others.items():
         found.append(Entry(names[key], parameter.shape, _cast(parameter, dtype), rest, _always(parameter.detach)))
     if not trained_only:
-        for fqn, buffer in persistent_buffers(module_hooks.model, remove_duplicate=False):
+        for fqn, buffer in persistent_buffers(parameter_map.model, remove_duplicate=False):
             if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
                 refuse(fqn, f"it is {'on the meta device' if buffer.is_meta else 'sparse or quantized'}")
-            kept = dtype if dtype is not None and buffer.dtype == _dtype_of(module_hooks.model) else buffer.dtype
+            kept = dtype if dtype is not None and buffer.dtype == _dtype_of(parameter_map.model) else buffer.dtype
             found.append(Entry((fqn,), buffer.shape, kept, rest, _always(buffer.detach)))
     return found
 
@@ -319,7 +321,7 @@ def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weight
 
     def parts() -> Iterator[torch.Tensor]:
         for tile in tiled.tiles:
-            unit, slot = weights.module_hooks.locate(tile)
+            unit, slot = weights.parameter_map.locate(tile)
             if dtype is not None:
                 yield weights.main_weights(unit, [slot])[slot.index].reshape(-1)
                 continue
@@ -378,3 +380,58 @@ def save_configs(model: Any, staging: Staging, dtype: torch.dtype | None = None,
     for name in names:
         staging.sync(name)
     return names
+
+
+def save_adapters(model: Any, directory: Path) -> None:
+    """Write PEFT's adapters with the model's own ``save_pretrained``, all at once. Of the base model nothing is copied.
+
+    Under the wrapper's names, beside the base model's config, weights would load as none at all: every name is unknown to
+    the base model, which then starts from random numbers.
+
+    Raises:
+        ModelError: parameters outside the adapters are trained, or the adapters are gone, or of several kinds;
+            nothing has been written.
+    """
+    if isinstance(model, sys.modules["peft"].PeftMixedModel):
+        raise ModelError(
+            "it has adapters of several kinds (mixed=True), for which PEFT has no files",
+            cure="Save engine.module.state_dict() with torch.save",
+        )
+    adapters = set(model.peft_config)
+    tensors = dict(
+        [*model.named_parameters(remove_duplicate=False), *persistent_buffers(model, remove_duplicate=False)]
+    )
+    own = {fqn for fqn in tensors if not adapters.isdisjoint(fqn.split("."))}
+    saved = own | _saved_by_peft(model, tensors)
+    # Adaption prompts are not named after their adapter.
+    if not own and not any(tensors[fqn].requires_grad and "bias" not in fqn for fqn in saved):
+        raise ModelError(
+            "the adapters have been merged into the model and unloaded: PEFT would write none of the weights",
+            cure="Save what merge_and_unload() returned, with its own save_pretrained(directory)",
+        )
+    for fqn, parameter in model.named_parameters():
+        if parameter.requires_grad and fqn not in saved:
+            raise ModelError(
+                f"'{fqn}' is trained, but belongs to no adapter, and PEFT saves adapters only",
+                cure="Name its module in the adapter config's modules_to_save, or save engine.module.state_dict()",
+                fqn=fqn,
+            )
+    with Staging(directory, "adapter") as staging:
+        values = {fqn: tensors[fqn].detach().to("cpu", copy=True) for fqn in tensors if fqn in saved}
+        model.save_pretrained(staging.path / "files", state_dict=values)
+        folder = staging.path / "files"
+        sync_tree(folder)
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        moves = [(f"files/{name}", name) for name in names]
+        head = next(move for move in moves if Path(move[1]).name == _ADAPTER_CONFIG)
+        with locked(directory):
+            staging.publish([], moves, head, lambda name: False)
+
+
+def _saved_by_peft(model: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names of what PEFT takes as it is out of a state dict; each kind of adapter has rules of its own."""
+    empty = {fqn: torch.empty(each.shape, dtype=each.dtype, device="meta") for fqn, each in tensors.items()}
+    names = {id(each): fqn for fqn, each in empty.items()}
+    take = sys.modules["peft"].get_peft_model_state_dict
+    taken = [each for name in model.peft_config for each in take(model, empty, adapter_name=name).values()]
+    return {names[id(each)] for each in taken if id(each) in names}

@@ -14,10 +14,10 @@ from torch import nn
 
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.errors import ModelError, listed
+from infinity.loop.pager import Pager
 from infinity.numerics.raw_bytes import raw_bytes
 from infinity.optim.groups import TiledGroups
-from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.pager import Pager
+from infinity.paging.parameter_map import ParameterMap
 from swapper.wrappers.checksum import crc32c
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class LeftOut:
     """Looks at the values of frozen parameters; must not know what a checkpoint does with checksums."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], hooks: ModuleHooks, pager: Pager, tiled: TiledGroups
+        self, parameters: Mapping[str, nn.Parameter], hooks: ParameterMap, pager: Pager, tiled: TiledGroups
     ) -> None:
         """``parameters``: by FQN, in an order in which those of a unit stand together."""
         self._parameters = parameters

@@ -37,14 +37,14 @@ from infinity.checkpoint.saved import (
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, EngineClosedError, ModelError
+from infinity.loop.pager import Pager
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.raw_bytes import checksum
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups
 from infinity.optim.main_weights import without_main_weight
 from infinity.optim.scheduler_state import scheduler_with
-from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.pager import Pager
+from infinity.paging.parameter_map import ParameterMap
 from infinity.telemetry.progress import progress
 from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
@@ -70,7 +70,7 @@ class Training:
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
     access: StateAccess
-    module_hooks: ModuleHooks
+    parameter_map: ParameterMap
     pager: Pager
     read_rest: Callable[[], dict[str, Any]]
     """Counters and the like."""
@@ -102,10 +102,10 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
     for fqn, parameter in training.model.named_parameters():
         if id(parameter) in excluded:
             continue
-        if not training.module_hooks.holds(parameter):
+        if not training.parameter_map.holds(parameter):
             found.append(_whole("parameters", fqn, WEIGHT, parameter.detach()))
             continue
-        unit, slot = training.module_hooks.locate(parameter)
+        unit, slot = training.parameter_map.locate(parameter)
         kinds = [WEIGHT, *training.access.stream.names_of(unit, slot)] if slot.spec.is_trainable else [WEIGHT]
         for kind in kinds:
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
@@ -164,9 +164,9 @@ def _frozen(training: Training) -> dict[int, str]:
     tiles = tiled_in(training.model)
     found = {}
     for fqn, parameter in training.model.named_parameters():
-        is_held = training.module_hooks.holds(parameter)
+        is_held = training.parameter_map.holds(parameter)
         if not parameter.requires_grad and not (
-            is_held and training.module_hooks.locate(parameter)[1].spec.is_trainable
+            is_held and training.parameter_map.locate(parameter)[1].spec.is_trainable
         ):
             tiled, _ = tiles.get(id(parameter), (None, 0))
             found[id(parameter)] = fqn if tiled is None else tiled.fqn
@@ -174,7 +174,7 @@ def _frozen(training: Training) -> dict[int, str]:
 
 
 def _left_out(training: Training) -> LeftOut:
-    return LeftOut(whole_parameters(training.model), training.module_hooks, training.pager, training.tiled)
+    return LeftOut(whole_parameters(training.model), training.parameter_map, training.pager, training.tiled)
 
 
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
@@ -224,7 +224,7 @@ class Saving:
         self.folder = directory / tag
         # It must not have the engine, which would never become garbage: whoever may want to wait for units has this one.
         self._records = training.access.shared or training.access.stream
-        self._units = training.module_hooks.units
+        self._units = training.parameter_map.units
         self._sinks: dict[tuple[int, int, str], _Sink] = {}
         self._left: dict[int, int] = {}
         """Unit index -> tensors that are not saved yet; of those that have any."""
@@ -384,7 +384,7 @@ def _units_before(training: Training) -> dict[int, list[int]]:
     """Index of a tile's unit -> those of the tiles before it."""
     found = {}
     for tiled in training.tiled.tiled:
-        indices = [training.module_hooks.locate(tile)[0].index for tile in tiled.tiles]
+        indices = [training.parameter_map.locate(tile)[0].index for tile in tiled.tiles]
         found.update({index: indices[:number] for number, index in enumerate(indices)})
     return found
 
@@ -482,7 +482,7 @@ def load(
     if is_strict and left_out:
         _left_out(training).check(left_out, saved.excluded_checksums)
     with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
-        loading = stack.enter_context(Loading(saved, threads, training.access, training.module_hooks, training.tiled))
+        loading = stack.enter_context(Loading(saved, threads, training.access, training.parameter_map, training.tiled))
         if with_scheduler and not only_module:
             otherwise = "load_lr_scheduler_states=False to load_checkpoint"
             stack.enter_context(scheduler_with(training.lr_scheduler, rest, otherwise=otherwise))

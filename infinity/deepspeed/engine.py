@@ -182,7 +182,7 @@ class DeepSpeedEngine(Engine):
             raise NotImplementedError(
                 "coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0. Use engine.no_sync()"
             )
-        if self._is_in_no_sync:
+        if self.counts.is_in_no_sync:
             problem = "it cannot be nested inside another no_sync context"
             raise StepError.order(
                 "engine.coalesce_grad_reduction()", problem, cure="One block around all of it suffices"

@@ -157,3 +157,10 @@ def explained() -> Iterator[None]:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's memory, in its order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def zeros_on(directories: Sequence[Path], numel: int) -> torch.Tensor:
+    """Zeros in fp32, 1-D: in files of ``directories``, or, without any, in memory."""
+    if not directories:
+        return torch.zeros(numel, dtype=torch.float32, device="cpu")
+    return DriveTensors(directories).empty((numel,), torch.float32).zero_()

@@ -6,7 +6,7 @@ Knows ranks, and what scripts hand over to say so; must not know models.
 and its own code exchanges activations. To the engine a part is a model like any other. So nearly all that concerns ranks
 concerns those with the same part (`Mesh.data`): they begin with the same weights, average gradients, divide states, fetch from
 each other, write one checkpoint. Between parts nothing is exchanged but
-  * the norm of all gradients, from which clipping and skipped steps follow (`infinity.gradients.part_norms`);
+  * the norm of all gradients, from which clipping and skipped steps follow (`infinity.gradients.norms`);
   * whether checkpoints are complete, and which one all parts have.
 """
 

@@ -165,7 +165,7 @@ class CheckpointCalls(ExportCalls):
 
     def _let_updates_wait_for(self, saving: checkpoint.Saving | None) -> None:
         self._parts.stream.wait_for_saver(saving)
-        self._parts.access.wait_for_saver(saving)
+        self._parts.stored.wait_for_saver(saving)
 
     def wait_for_checkpoint(self) -> None:
         """Return when what ``save_checkpoint(blocking=False)`` writes is complete and on the drive; at once if nothing is.
@@ -335,7 +335,7 @@ class CheckpointCalls(ExportCalls):
         # Several ranks may find it replaced or not: they all raise.
         rest = checkpoint.reading_again(folder, load) if ranks.num == 1 else load()
         if self._parts.access.shared is not None:
-            self._parts.exchange.gather(self._parts.module_hooks.units)
+            self._parts.exchange.gather(self._parts.parameter_map.units)
         if not only_module:
             self.count_on(rest["counters"], with_loss_scale=with_optimizer)
         if with_optimizer and not only_module:
@@ -387,7 +387,7 @@ class CheckpointCalls(ExportCalls):
             self.optimizer,
             self.lr_scheduler,
             parts.access,
-            parts.module_hooks,
+            parts.parameter_map,
             parts.pager,
             lambda: self.rest() | ({_OTHER_RANKS: list(of_other_ranks)} if of_other_ranks else {}),
             parts.template.tiled,

@@ -42,7 +42,7 @@ from infinity.errors import InfinityError, ModelError, StepError, StorageError
 from infinity.numerics.plain_data import UNREADABLE, unpack
 from infinity.numerics.random_states import check_random_states, set_random_states
 from infinity.optim.scheduler_state import scheduler_with
-from infinity.paging.pager import Pager
+from infinity.paging.residency import Residency
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states
@@ -223,7 +223,7 @@ class DurableRun:
         storage: EngineResources,
         units: Sequence[Unit],
         states: Mapping[tuple[int, int], ParameterState],
-        pager: Pager,
+        residency: Residency,
         stream: UpdateStream,
         waiting: Callable[[str], Any],
         exchange: WeightExchange,
@@ -237,7 +237,7 @@ class DurableRun:
         if storage.versions is None or not isinstance(storage.records, PagedStateStore):
             raise RuntimeError("a durable run without versions of its states")
         self._versions, self._records = storage.versions, storage.records
-        self._units, self._states, self._pager, self._waiting = units, states, pager, waiting
+        self._units, self._states, self._residency, self._waiting = units, states, residency, waiting
         self._stream, self._exchange = stream, exchange
         if self._header is not None:
             if self._header["places"] != self._places():
@@ -423,7 +423,7 @@ class DurableRun:
         what = "going to a commit"
         with self._exchange.replacing(self._units, lambda: agree(self._ranks, f"before {what}")):
             for unit in self._units:
-                self._pager.residency.evict(unit)
+                self._residency.evict(unit)
                 unit.outdate()
             together(self._ranks, what, go)
         with self._reading():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from inspect import BoundArguments
 from pathlib import Path
@@ -25,21 +26,16 @@ import torch
 from infinity.config import InfinityConfig
 from infinity.config.ranks import check_comm_hook
 from infinity.distributed.comm_hooks import MeanHook
-from infinity.engine.listener import EngineListener
 from infinity.engine.parts import Parts
 from infinity.engine.relayout import Relayout
-from infinity.engine.settled_access import SettledAccess
 from infinity.engine.shutdown import Shutdown
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.engine.weights_at_close import leave
 from infinity.errors import ConfigError, StepError
 from infinity.gradients.loss_scaler import LossScaler
-from infinity.loop.backward import Backwards
-from infinity.loop.grad_access import GradAccess
 from infinity.loop.model_call import ModelCall
-from infinity.loop.phase import Phase, PhaseGuard
+from infinity.loop.phase import Phase
 from infinity.loop.scheduler_steps import step_arguments
-from infinity.loop.style import LoopStyle
 from infinity.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
@@ -65,23 +61,21 @@ class Engine(Relayout):
 
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         """Not meant to be called: see `infinity.initialize`."""
-        super().__init__(parts.module_hooks.model, config, parts.mesh)
-        self._settled = SettledAccess(self, lambda: self._parts, self._check_settled)
-        mains = self._settled if parts.access.has_main_weights else None
-        self._paged = PagedOptimizer(parts.template, parts.updater, self, self._settled, parts.groups.loose, mains)
-        self.optimizer = self._paged if parts.template.param_groups else None
-        self.run_module = ModelCall(
-            self.module, config, parts.device.torch_device, lambda *size: self._reporter.note_size(*size)
+        super().__init__(parts.parameter_map.model, config, parts.mesh, parts.counts)
+        self._paged = PagedOptimizer(
+            parts.template, parts.updater, self, parts.settled, parts.groups.loose, parts.mains
         )
+        self.optimizer = self._paged if parts.template.param_groups else None
         self._was_applied = False
         self._has_warned_of_dropping = False
         self._saving = None
         self._untile: Callable[[], None] = lambda: None
         self._passed: PassedOptimizer | None = None
         self._notes = RunNotes(None)
-        self._style = LoopStyle(self.gradient_accumulation_steps)
+        self._style = parts.style
         self._hook: MeanHook | None = None
         self._connect(parts)
+        _engines.add(self)
 
     def _connect(self, parts: Parts) -> None:
         """Work with these parts from now on."""
@@ -90,29 +84,17 @@ class Engine(Relayout):
         self._residency = parts.pager.residency
         self._stepper = parts.stepper
         self._reporter = parts.reporter
-        self._guard = PhaseGuard(parts.stepper, lambda: self.global_steps)
-        self._backwards = Backwards(
-            parts.module_hooks,
-            parts.pager,
-            parts.stepper,
-            self._guard,
-            style=self._style,
-            is_boundary=self.counts.is_boundary,
-            step=lambda: self.global_steps,
-            is_in_no_sync=lambda: self._is_in_no_sync,
-            listener=parts.upper.gradient_listener,
-        )
+        self._guard = parts.guard
+        self._backwards = parts.backwards
+        self._gradients = parts.live
+        self._settled = parts.settled
+        self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.note_size)
         self._vertical = VerticalSchedule(parts.vertical, self._backwards, self._guard)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
-        self._gradients = GradAccess(parts.module_hooks, self._residency, self._stepper, self._backwards)
-        self._listener = EngineListener(parts, self._backwards, self._guard)
-        parts.upper.pager_listener.connect(self._listener)
-        parts.upper.gradient_listener.connect(self._gradients)
-        parts.upper.gradient_host.connect(self._gradients)
-        parts.upper.gatherer.connect(self._settled)
         self._stepper.gradients.take_hook(self._hook)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording, parts.exchange)
-        parts.module_hooks.install(self._pager, self, self._settled.gather, self._settled.scatter)
+        self._backwards.collector.watch(parts.module_hooks.handles_of_others)
+        parts.module_hooks.install(self, self._settled.gather, self._settled.scatter)
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
         """At the end of ``rest``, in reverse, and each even if the one before fails."""
@@ -253,7 +235,7 @@ class Engine(Relayout):
         """
         self._check_usable()
         self._check_optimizer("engine.step()")
-        if self._is_in_no_sync:
+        if self.counts.is_in_no_sync:
             problem = "It is illegal to call Engine.step() inside no_sync context manager"
             raise StepError.order("engine.step()", problem, cure="Call it after that block")
         self._guard.check_step()
@@ -489,6 +471,7 @@ class Engine(Relayout):
         self.report = self._reporter.end_step(
             self.global_steps,
             None if self._stepper.grad_norm is None else float(self._stepper.grad_norm),
+            prediction=self.plan.prediction,
             lr=tuple(self.get_lr()),
             loss_scale=self.loss_scale(),
             num_samples=self.train_batch_size(),
@@ -640,8 +623,7 @@ class Engine(Relayout):
             self._abandon_forward()
 
     def _abandon_forward(self) -> None:
-        self._parts.module_hooks.forget_calls()
-        self._pager.abandon_forward()
+        self._parts.module_hooks.abandon_calls()
 
     # ---------------------------------------------------------------------------------------------------------- the end
 
@@ -686,7 +668,7 @@ class Engine(Relayout):
                 rest.callback(self._shutdown.hurry)  # an interrupt has cut off an attempt to close
             elif restores or self._guard.is_settled:
                 leave(
-                    self._parts.module_hooks.units,
+                    self._parts.parameter_map.units,
                     self.device,
                     self.flush,
                     restore,
@@ -733,8 +715,12 @@ class Engine(Relayout):
     # --------------------------------------------------------------------------------------------------------- checking
 
     def _check_usable(self) -> None:
-        self._listener.check_usable()
+        self._parts.preconditions.check_usable()
 
-    def _check_settled(self) -> None:
-        self._check_usable()
-        self._guard.check_settled()
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def engine_behind(host: object) -> Engine | None:
+    """The engine for whose parameters ``host`` answers; None if there is none."""
+    return next((engine for engine in list(_engines) if engine._parts.parameter_handler is host), None)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from infinity.checkpoint.adapters import is_adapted
 from infinity.checkpoint.safetensors_export import Weights, save_pretrained, save_units
 from infinity.checkpoint.state_access import StateAccess
 from infinity.config.schema.quantities import parse_bytes
@@ -21,6 +20,7 @@ from infinity.engine.loop_settings import LoopSettings
 from infinity.engine.parts import Parts
 from infinity.loop.phase import PhaseGuard
 from infinity.threads.engine_lock import locked
+from infinity.units.adapters import is_adapted
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -147,7 +147,7 @@ class ExportCalls(LoopSettings):
         check_apart(self._mesh, Path(directory))
         reading: _LedReading | None = None
         if dtype is not None and self._parts.access.is_divided:
-            reading = _LedReading(self._parts.access, self._mesh.data, self._parts.module_hooks.units)
+            reading = _LedReading(self._parts.access, self._mesh.data, self._parts.parameter_map.units)
         if self._mesh.data.index > 0:
             if reading is not None:
                 reading.follow()
@@ -159,7 +159,7 @@ class ExportCalls(LoopSettings):
     def _weights(self, reading: _LedReading | None = None) -> Weights:
         parts = self._parts
         return Weights(
-            parts.module_hooks,
+            parts.parameter_map,
             parts.pager,
             (reading or parts.access).main_weights,
             self.config.nvme_paths,

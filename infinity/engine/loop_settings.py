@@ -49,8 +49,8 @@ class LoopSettings(ModuleFacade):
         "Samples of all steps so far; where the config leaves the batch size open, those that were seen.",
     )
 
-    def __init__(self, module: nn.Module, config: InfinityConfig, mesh: Mesh) -> None:
-        """``module``: the model; ``config``: as `infinity.load_config` gives it; ``mesh``: who has which part of the model."""
+    def __init__(self, module: nn.Module, config: InfinityConfig, mesh: Mesh, counts: Accumulation) -> None:
+        """``module``: the model; ``mesh``: who has which part of it; ``counts``: from the first micro-batch on."""
         super().__init__(module)
         self.config = config
         self.global_rank, self.world_size = world().index, world().num
@@ -60,9 +60,8 @@ class LoopSettings(ModuleFacade):
         self.training_dataloader: Any = None
         self.report: StepReport | None = None
         self.monitor = Monitors(MonitorsSection())
-        self.counts = Accumulation(config, mesh.data.num)
+        self.counts = counts
         self._num_saved_steps = 0
-        self._is_in_no_sync = False
 
     @staticmethod
     def _cure_of_absent(name: str) -> str:
@@ -112,14 +111,8 @@ class LoopSettings(ModuleFacade):
         Raises:
             StepError: it is inside such a block already.
         """
-        if self._is_in_no_sync:
-            problem = "no_sync context manager reentry is unsupported"
-            raise StepError.order("engine.no_sync()", problem, cure="One block around all of it does the same")
-        self._is_in_no_sync = True
-        try:
+        with self.counts.no_sync():
             yield
-        finally:
-            self._is_in_no_sync = False
 
     # ------------------------------------------------------------------------------------------------------------ others
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.adapters import is_base
 from infinity.engine.checkpoint_calls import CheckpointCalls
 from infinity.engine.parts import Parts
 from infinity.errors import ModelError, StepError
 from infinity.loop.phase import Phase
 from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.units.adapters import is_base
 from infinity.units.originals import Originals
 from infinity.units.parameter import let_go
 from swapper.sync.interrupts import uninterrupted
@@ -42,8 +42,8 @@ class _Contents:
 class Relayout(CheckpointCalls):
     """Part of the engine."""
 
-    def build_by(self, make_parts: Callable[[contextlib.ExitStack, Relayout], tuple[Any, Originals]]) -> None:
-        """``make_parts`` builds parts around the model, and gives them to this engine: ``infinity.engine.assembly.build``."""
+    def build_by(self, make_parts: Callable[[contextlib.ExitStack, Relayout, Parts], tuple[Any, Originals]]) -> None:
+        """``make_parts`` makes parts in place of others, and gives them to this engine: `infinity.engine.assembly.build`."""
         self._make_parts = make_parts
 
     @property
@@ -62,7 +62,7 @@ class Relayout(CheckpointCalls):
         before = self._parts.stepper
         self._connect(parts)
         parts.stepper.follow(before)
-        self._paged.update_by(parts.updater)
+        self._paged.update_by(parts.updater, parts.settled, parts.mains)
 
     def make_room(self) -> None:
         """The last group is new: make room for the states of those of its parameters that have none.
@@ -102,9 +102,9 @@ class Relayout(CheckpointCalls):
             parameter
             for parameter in parts.template.params()
             if not is_left_out(parameter)
-            and parts.module_hooks.holds(parameter)
+            and parts.parameter_map.holds(parameter)
             and not parts.access.has_place(parameter)
-            and parts.module_hooks.locate(parameter)[1].spec.dtype == self.config.compute_dtype
+            and parts.parameter_map.locate(parameter)[1].spec.dtype == self.config.compute_dtype
         ]
 
     def _check_relayout(self, parameter: nn.Parameter) -> None:
@@ -117,9 +117,9 @@ class Relayout(CheckpointCalls):
                 cure="Put it into a group before infinity.initialize, be it frozen",
             )
         members = {id(member) for member in parts.template.params()}
-        present = parts.module_hooks.parameters_now()
+        present = parts.parameter_map.parameters_now()
         for member in parts.template.known():
-            is_gone = id(member) not in present and parts.module_hooks.holds(member)
+            is_gone = id(member) not in present and parts.parameter_map.holds(member)
             if is_gone and parts.access.has_place(member):
                 raise ModelError.unprepared(
                     parts.template.fqn(member),
@@ -127,7 +127,7 @@ class Relayout(CheckpointCalls):
                     cure="Leave it in the model, frozen and as an attribute of any module, or take it out after "
                     "engine.close() and call infinity.initialize anew",
                 )
-            if id(member) not in members and parts.module_hooks.holds(member) and parts.access.has_state(member):
+            if id(member) not in members and parts.parameter_map.holds(member) and parts.access.has_state(member):
                 raise ModelError.unprepared(
                     parts.template.fqn(member),
                     "has a state and is in no group, and there is no room for that while groups get new parameters",
@@ -147,9 +147,9 @@ class Relayout(CheckpointCalls):
         access, copies = parts.access, parts.access.copies
         found = _Contents({}, {}, {}, {}, parts.stepper.scaler.state())
         parts.template.keep_room(
-            [p for p in parts.template.known() if parts.module_hooks.holds(p) and access.has_place(p)]
+            [p for p in parts.template.known() if parts.parameter_map.holds(p) and access.has_place(p)]
         )
-        for unit in parts.module_hooks.units:
+        for unit in parts.parameter_map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 with parts.pager.opened(unit):
                     found.weights[parameter] = copies.copy(unit.weight(slot).cpu())
@@ -167,7 +167,7 @@ class Relayout(CheckpointCalls):
         with uninterrupted():
             self._take_down(contents)
         with contextlib.ExitStack() as undo:
-            _, originals = self._make_parts(undo, self)
+            _, originals = self._make_parts(undo, self, self._parts)
             undo.pop_all()
         originals.forget()
         access = self._parts.access

@@ -15,7 +15,7 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.pulls import pulls_of
-from infinity.errors import BudgetTooSmallError, StorageError
+from infinity.errors import BudgetTooSmallError, EngineClosedError, StorageError
 from infinity.gradients.arrivals import Arrivals
 from infinity.plan.placement import HOST_KEY, Placement
 from infinity.plan.sizes import Request, UnitSize
@@ -220,6 +220,11 @@ class EngineResources:
         """Wait for all writes."""
         for swapper in self._all():
             swapper.flush()
+
+    def check_open(self) -> None:
+        """Raise `EngineClosedError` after `close`: the process ends, and the engine was not closed before."""
+        if self.is_closed:
+            raise EngineClosedError.at_exit("this call")
 
     def raise_pending(self) -> None:
         """Raise the first error of a request that nobody waited for."""

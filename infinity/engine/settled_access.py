@@ -1,20 +1,26 @@
 """Weights and states for whoever is not in the midst of a step: whole, of one step, with nothing pending.
 
-Knows parts; must not know the loop, nor what is done with the values.
+Must not know the loop, nor what is done with the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.checkpoint.gathered_units import GatheredUnits
+from infinity.checkpoint.state_access import StateAccess
 from infinity.distributed.collectives import Ranks
-from infinity.engine.parts import Parts
-from infinity.paging.pager import Pager
+from infinity.engine.durable_run import DurableRun
+from infinity.engine.resources import EngineResources
+from infinity.loop.load_hooks import OpenLoads
+from infinity.loop.pager import Pager
+from infinity.loop.preconditions import Preconditions
 from infinity.threads.engine_lock import locked
+from infinity.updates.stream import UpdateStream
 
 
 class SettledAccess:
@@ -24,82 +30,80 @@ class SettledAccess:
     `GatheredParameters`.
 
     Attributes:
-        owner: The engine, which lives as long as somebody has this.
         num_loads: How often states were replaced.
+        data_ranks: The processes that have the same part of the model, each with its own data.
     """
 
-    def __init__(self, owner: object, parts: Callable[[], Parts], check: Callable[[], None]) -> None:
-        """
-        Args:
-            owner: the engine.
-            parts: gives the engine's present ones.
-            check: raises if the engine cannot be used now, or its weights are of two steps.
-        """
-        self.owner = owner
+    def __init__(
+        self,
+        pager: Pager,
+        access: StateAccess,
+        gathered: GatheredUnits,
+        stream: UpdateStream,
+        storage: EngineResources,
+        loads: OpenLoads,
+        preconditions: Preconditions,
+        durable: DurableRun | None,
+        data_ranks: Ranks,
+    ) -> None:
         self.num_loads = 0
-        self._parts = parts
-        self._check = check
-
-    @property
-    def data_ranks(self) -> Ranks:
-        """The processes that have the same part of the model, each with its own data."""
-        return self._parts().mesh.data
-
-    @property
-    def _pager(self) -> Pager:
-        return self._parts().pager
+        self.data_ranks = data_ranks
+        self._pager = pager
+        self._access = access
+        self._gathered = gathered
+        self._stream = stream
+        self._storage = storage
+        self._loads = loads
+        self._preconditions = preconditions
+        self._durable = durable
 
     @locked
     def flush(self) -> None:
         """See `Engine.flush`."""
-        self._check()
-        parts = self._parts()
-        parts.module_hooks.settle_loads()
-        with parts.clock.waiting("update"):
-            parts.stream.drain(parts.pager.residency.attach_wanted)
-        for unit in parts.module_hooks.units:
-            parts.access.store_gathered(unit)
-        with parts.clock.waiting("write"):
-            parts.storage.flush()
-        parts.pager.residency.collect_all()
+        self._preconditions.check_settled()
+        self._loads.settle()
+        clock, residency = self._pager.clock, self._pager.residency
+        with clock.waiting("update"):
+            self._stream.drain(residency.attach_wanted)
+        for unit in residency.units:
+            self._gathered.store_gathered(unit)
+        with clock.waiting("write"):
+            self._storage.flush()
+        residency.collect_all()
         self._settle_commit()
-        if (
-            parts.trimmer is not None
-        ):  # who walks through all states gets copies of them, one parameter's after the other
-            parts.trimmer.trim()
+        self._pager.pause()  # who walks through all states gets copies of them, one parameter's after the other
 
     def _settle_commit(self) -> None:
-        durable = self._parts().durable
-        if durable is not None:
-            durable.settle()
+        if self._durable is not None:
+            self._durable.settle()
 
     def has_place(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter can have optimizer state: it was trainable, or in a group, in `initialize`."""
-        return self._parts().access.has_place(parameter)
+        return self._access.has_place(parameter)
 
     @locked
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has optimizer state. Waits for nothing but its first update."""
-        return self._parts().access.has_state(parameter)
+        return self._access.has_state(parameter)
 
     @locked
     def gather_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Copies of a parameter's optimizer state, as torch keeps it."""
         self.flush()
-        return self._parts().access.state(parameter)
+        return self._access.state(parameter)
 
     @locked
     def load_state(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
         """Replace a parameter's optimizer state. Raises ValueError, and changes nothing, where that does not fit."""
         self.flush()
-        self._parts().access.load_state(parameter, values)
+        self._access.load_state(parameter, values)
         self.num_loads += 1
 
     @locked
     def gather_main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
         """A copy of a parameter's fp32 main weight, on the CPU; of a frozen one, its weight as fp32."""
         self.flush()
-        return self._parts().access.main_weight(parameter)
+        return self._access.main_weight(parameter)
 
     @locked
     def load_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -109,17 +113,17 @@ class SettledAccess:
             ValueError: ``values`` has another shape; nothing has been changed.
         """
         self.flush()
-        self._parts().access.load_main_weight(parameter, values)
+        self._access.load_main_weight(parameter, values)
 
     def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Any:
         """Make the parameters hold their full weights until `scatter`. See `infinity.GatheredParameters`."""
         with self._pager.gathering():
             self.flush()
-            return self._parts().access.gather(parameters, compares=compares), self._pager.save_gathered()
+            return self._access.gather(parameters, compares=compares), self._pager.save_gathered()
 
     def scatter(self, gathering: Any) -> None:
         """The counterpart of `gather`: store what was changed."""
         gathered, is_saving = gathering
         self._settle_commit()
         with self._pager.scattering(is_saving=is_saving):
-            self._parts().access.scatter(gathered)
+            self._gathered.scatter(gathered)

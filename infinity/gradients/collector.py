@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from infinity.errors import OtherNumbersWarning, StepError
-from infinity.gradients.listener import GradientListener
+from infinity.gradients.live_gradients import LiveGradients
 from infinity.torch_internals.modes import outside_modes
 from infinity.torch_internals.names import as_plain, backward_number
 from infinity.units.layout import Slot
@@ -48,8 +48,7 @@ class GradientCollector:
         keep: Callable[[Unit, dict[Slot, torch.Tensor]], None],
         notice: Callable[[], None],
         step: Callable[[], int],
-        handles: list[Any] | None = None,
-        listener: Callable[[], GradientListener] = GradientListener,
+        live: LiveGradients,
     ) -> None:
         """
         Args:
@@ -59,8 +58,7 @@ class GradientCollector:
             keep: takes gradients that are looked at before their unit is complete.
             notice: called with the first gradient of each backward, inside it.
             step: the number of the present step, for messages.
-            handles: where the hooks' handles are put.
-            listener: gives who is told of gradients that have a graph.
+            live: takes gradients that have a graph, before they are delivered without.
         """
         self._units = list(units)
         self._num_owners = num_owners
@@ -83,12 +81,16 @@ class GradientCollector:
         self._has_warned_of_sparse = False
         self.taker: int | None = None
         """The thread that takes gradients with `take`; None: they are delivered."""
-        self._listener = listener
-        self._handles: list[Any] = [] if handles is None else handles
+        self._live = live
+        self._handles: list[Any] = []
+
+    def watch(self, handles: list[Any]) -> None:
+        """Hook the parameters. ``handles`` get those of the hooks, and may have others."""
+        self._handles = handles
         for unit in self._units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 if slot.spec.is_trainable:
-                    self._handles.append(hook_gradient(parameter, self._hook(unit, slot)))
+                    handles.append(hook_gradient(parameter, self._hook(unit, slot)))
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -260,7 +262,7 @@ class GradientCollector:
                     continue
                 AUTOGRAD_FIELD.__set__(parameter, None)
             if gradient.requires_grad:
-                self._listener().note_graph(unit, slot, gradient)
+                self._live.add_with_graph(unit, slot, gradient)
             if gradient.is_sparse and not self._has_warned_of_sparse:
                 self._has_warned_of_sparse = True
                 warnings.warn(OtherNumbersWarning.of_sparse_gradient(slot.spec.fqn), stacklevel=2)

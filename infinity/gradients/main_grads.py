@@ -15,7 +15,7 @@ import torch
 from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norms
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients.arrivals import Arrivals
-from infinity.gradients.listener import GradientListener
+from infinity.gradients.held_gradients import HeldGradients
 from infinity.gradients.loss_scaler import LossScaler
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.sources import (
@@ -75,7 +75,6 @@ class MainGradStore:
         arrivals: Arrivals | None = None,
         waiting: MainGradDtype | None = None,
         scaler: LossScaler | None = None,
-        listener: Callable[[], GradientListener] = GradientListener,
     ) -> None:
         """
         Args:
@@ -88,7 +87,6 @@ class MainGradStore:
             arrivals: where gradients arrive from a device with a memory of its own.
             waiting: in which dtype they wait; fp32 by default.
             scaler: knows with which factor gradients come; None: with none.
-            listener: gives who is told when gradients are replaced or dropped.
         """
         kept = set(in_memory)
         self._grads = [UnitGrads(unit, stays=unit.index in kept) for unit in units]
@@ -114,7 +112,8 @@ class MainGradStore:
         """Rung when a loan ends, by the thread that ends it: the update stream's, or one of the swapper's."""
         self.scaler = scaler or LossScaler(None)
         """Knows the factor with which gradients come."""
-        self._listener = listener
+        self.held = HeldGradients()
+        """What the user holds of them."""
         self.resumed_bytes = 0
         """Bytes read so far to add to sums that had been spilled before."""
 
@@ -368,7 +367,7 @@ class MainGradStore:
 
     def _tell_of_end(self, grads: UnitGrads) -> None:
         if grads.present:
-            self._listener().note_end(grads.unit, grads.slots())
+            self.held.end(grads.unit, grads.slots())
 
     def _sum(
         self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], *, is_wide: bool = False
@@ -534,7 +533,7 @@ class MainGradStore:
             gone = {index for index in grads.present | grads.zeros if (grads.unit.index, index) not in kept}
             ended = [slot for slot in grads.slots() if slot.index in gone]
             if ended:
-                self._listener().note_end(grads.unit, ended)
+                self.held.end(grads.unit, ended)
             grads.drop(gone)
             buffer = grads.buffer
             is_left = grads.present or grads.zeros or self._is_held(grads)

@@ -1,13 +1,29 @@
-"""The norm of all gradients, and what clipping makes of it.
+"""The norm of all gradients, be it that processes have different parts of the model, and what clipping makes of it.
 
-Pure: knows norms; must not know whose they are.
+Knows norms and a mesh; must not know gradients.
+
+[Note: norms of parts] The processes of a row (`Mesh.parts`) tell each other the norm of each parameter, by name. What comes out
+has the bits of torch's ``clip_grad_norm_``, for which a stage of a pipeline is a piece of ``model.parameters()``, and a tensor
+that is divided has one norm, the root of the sum of squares of its parts' (as of a DTensor). What each tensor rank has whole
+(biases, layer norms) counts once. Which of them is which, the script says by an attribute of the parameter, as in Megatron and
+DeepSpeed: one that has it not must have the same gradient on all tensor ranks. So a forgotten attribute, and a sum over tensor
+ranks that the script forgot, are errors and not a wrong norm.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+
+from infinity.distributed.agreement import together
+from infinity.distributed.meshes import Mesh
+from infinity.errors import RankError
+
+_MARKS = ("tensor_model_parallel", "model_parallel")
+"""Attributes of a parameter of which each tensor rank has its own part."""
 
 
 def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -28,3 +44,82 @@ def total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 def clip_coefficient(norm: torch.Tensor, maximum: float) -> torch.Tensor:
     """The factor that ``torch.nn.utils.clip_grad_norm_`` multiplies with. 0-dim fp32 tensor."""
     return torch.clamp(maximum / (norm + 1e-6), max=1.0)
+
+
+class ParameterNorm(NamedTuple):
+    """Of one gradient, as one process has it."""
+
+    fqn: str
+    is_part: bool
+    """Whether other tensor ranks have other parts of the same parameter."""
+    norm: torch.Tensor
+    """2-norm, 0-dim fp32."""
+
+
+class _Told(NamedTuple):
+    """What a process says of its part: norms by name, and the scale that its gradients have."""
+
+    norms: dict[str, tuple[bool, float]]
+    scale: float | None
+
+
+def is_part(parameter: Any) -> bool:
+    """Whether the script says that other tensor ranks have other parts of the parameter."""
+    first, second = _MARKS
+    return getattr(parameter, first, False) is True or getattr(parameter, second, False) is True
+
+
+def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step: int) -> torch.Tensor:
+    """The 2-norm of all gradients of all parts, 0-dim fp32, divided by their scale.
+
+    Args:
+        mesh: who has which part. All processes of a row call it at the same point.
+        norms: of this process's part, in the order of ``model.parameters()``.
+        scale: by which they are multiplied.
+        step: for messages.
+
+    Raises:
+        RankError: tensor ranks have different norms of a parameter of which each has the whole; or as of `Ranks.meet`.
+    """
+    if not mesh.is_divided:
+        return total_norm([each.norm for each in norms]) / scale
+    what = f"the norm of all parts' gradients in step {step}"
+    own = _Told({each.fqn: (each.is_part, float(each.norm)) for each in norms}, scale if norms else None)
+    of_parts = [_Told(*each) for each in together(mesh.parts, what, lambda: own)]
+    told = dict(zip(mesh.places, of_parts, strict=True))
+    scales = {of_part.scale for of_part in told.values() if of_part.scale is not None} or {scale}
+    common = scales.pop() if len(scales) == 1 else None
+    found: list[torch.Tensor] = []
+    for stage in sorted({place.stage for place in told}):
+        of_stage = [told[place] for place in sorted(told) if place.stage == stage]
+        for fqn in {fqn: None for of_part in of_stage for fqn in of_part.norms}:
+            of_tensor_ranks = [_of(of_part, fqn, is_scaled=common is not None) for of_part in of_stage]
+            found.append(_merged(mesh, what, fqn, of_tensor_ranks))
+    return total_norm(found) / (1.0 if common is None else common)
+
+
+def _of(told: _Told, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
+    found = told.norms.get(fqn)
+    return found if found is None or is_scaled or told.scale is None else (found[0], found[1] / told.scale)
+
+
+def _merged(mesh: Mesh, what: str, fqn: str, of_tensor_ranks: Sequence[tuple[bool, float] | None]) -> torch.Tensor:
+    """The norm of one parameter, from what the tensor ranks of a stage have of it; None: no gradient."""
+    told = [each for each in of_tensor_ranks if each is not None]
+    norms = [norm for _, norm in told]
+    values = torch.tensor(norms, dtype=torch.float32, device="cpu")
+    if len(of_tensor_ranks) == 1:
+        return values[0]
+    if all(is_part for is_part, _ in told):
+        return values.pow(2.0).sum().pow(0.5)  # as DTensor does it
+    is_same = len({*norms}) == 1 or all(math.isnan(norm) for norm in norms)
+    if len(told) == len(of_tensor_ranks) and is_same and not any(is_part for is_part, _ in told):
+        return values[0]
+    shown = [None if each is None else each[1] for each in of_tensor_ranks]
+    raise RankError(
+        what,
+        f"that of '{fqn}' is {shown} on the tensor ranks, which all have the whole parameter",
+        rank=mesh.data.number,
+        cure=f"If each has a part of it, set parameter.{_MARKS[0]} = True on all of them before infinity.initialize; if not, add "
+        "its gradients up over the tensor ranks in backward (in a hook of the parameter)",
+    )

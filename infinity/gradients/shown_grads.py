@@ -78,7 +78,7 @@ class ShownGradients(MainGradStore):
         """Replace one parameter's main gradient by ``gradient``, which has no loss scale; None drops it."""
         grads = self._of(unit)
         if slot.index in grads.present:
-            self._listener().note_end(unit, [slot])
+            self.held.end(unit, [slot])
         if not grads.stays or self.scaler.scale != 1.0:
             self.show(unit)
             grads.note_change()

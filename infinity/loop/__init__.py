@@ -1,4 +1,4 @@
-"""The user's training loop: its phases, its backwards, what ``parameter.grad`` gives, and its batches.
+"""What torch and the user's training loop call: hooks, page faults, backwards, phases, ``parameter.grad``, batches.
 
 Knows what the loop did so far; must not know the vertical order or the engine above it.
 """

@@ -25,6 +25,7 @@ class Accumulation:
         is_managed: whether they are counted; else every `Engine.step` is a boundary.
         boundary: what the script says of the next backward; None: it is counted.
         is_in_step: whether `Engine.step` runs, with its update.
+        is_in_no_sync: whether gradients stay this rank's own: inside `no_sync`.
         num_backwards: of the present step.
         global_steps, micro_steps, skipped_steps, global_samples: so far.
     """
@@ -36,7 +37,7 @@ class Accumulation:
         self.num_micro_batches = config.gradient_accumulation_steps
         self.is_managed = config.managed_gradient_accumulation
         self.boundary: bool | None = None
-        self.is_in_step = False
+        self.is_in_step = self.is_in_no_sync = False
         self.num_backwards = 0
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._num_ranks = num_ranks
@@ -74,6 +75,18 @@ class Accumulation:
             yield
         finally:
             self.is_in_step = False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Engine.no_sync`."""
+        if self.is_in_no_sync:
+            problem = "no_sync context manager reentry is unsupported"
+            raise StepError.order("engine.no_sync()", problem, cure="One block around all of it does the same")
+        self.is_in_no_sync = True
+        try:
+            yield
+        finally:
+            self.is_in_no_sync = False
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """See `Engine.set_gradient_accumulation_boundary`."""

@@ -6,7 +6,7 @@ Knows the phase of the loop, the collector and the stepper; must not know the us
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container
+from collections.abc import Container
 from threading import get_ident
 
 import torch
@@ -14,14 +14,15 @@ import torch
 from infinity.activations.refusal import LastingRefusal
 from infinity.errors import AccessError, StepError
 from infinity.gradients.collector import GradientCollector, have_hooks_of_others
-from infinity.gradients.listener import GradientListener
+from infinity.gradients.live_gradients import LiveGradients
+from infinity.loop.accumulation import Accumulation
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
-from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.pager import Pager
-from infinity.threads.engine_lock import refuse_in_between
+from infinity.paging.parameter_map import ParameterMap
+from infinity.paging.residency import Residency
+from infinity.threads.engine_lock import EngineLock, refuse_in_between
 from infinity.torch_internals.modes import is_compiling
-from infinity.torch_internals.names import in_backward
+from infinity.torch_internals.names import call_after_backward, in_backward
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
@@ -32,48 +33,48 @@ class Backwards:
 
     def __init__(
         self,
-        module_hooks: ModuleHooks,
-        pager: Pager,
+        parameter_map: ParameterMap,
+        residency: Residency,
+        lock: EngineLock,
         stepper: Stepper,
         guard: PhaseGuard,
-        *,
+        live: LiveGradients,
         style: LoopStyle,
-        is_boundary: Callable[[], bool],
-        step: Callable[[], int],
-        is_in_no_sync: Callable[[], bool] = lambda: False,
-        listener: Callable[[], GradientListener] = GradientListener,
+        counts: Accumulation,
     ) -> None:
         """
         Args:
-            module_hooks, pager, stepper, guard: whom it works with.
+            parameter_map, residency, stepper, guard: whom it works with.
+            lock: held by each backward.
+            live: what the user holds of gradients, to which those of autograd are added.
             style: what the user's loop shows of itself.
-            is_boundary: whether the present micro-batch of ``engine.backward`` is the last of its step.
-            step: the number of the present step, for messages.
-            is_in_no_sync: whether gradients stay this rank's own.
-            listener: gives who is told before gradients are added up.
+            counts: know which micro-batch is the last of its step.
         """
-        self._pager = pager
+        self._residency = residency
+        self._clock = residency.clock
+        self._lock = lock
         self._stepper = stepper
         self._guard = guard
         self._style = style
-        self._is_boundary = is_boundary
-        self._step = step
-        self._is_in_no_sync = is_in_no_sync
+        self._counts = counts
+        self.is_open = False
+        """Whether a backward runs of which `note` knows: until it ends, or a forward begins after it was cut off."""
+        self._is_locked = False
+        """Whether `note` holds the lock."""
         self._is_retained = False
         self._has_hooks = False
         self._is_own_scaled = False
         self._deferred_error: Exception | None = None
-        self._listener = listener
-        self._parameters = [unit.parameters for unit in module_hooks.units]
+        self._live = live
+        self._parameters = [unit.parameters for unit in parameter_map.units]
         self.collector = GradientCollector(
-            module_hooks.units,
-            module_hooks.num_owners(),
+            parameter_map.units,
+            parameter_map.num_owners(),
             self._deliver,
             self._keep,
             self._notice,
-            step,
-            handles=module_hooks.handles_of_others,
-            listener=listener,
+            lambda: counts.global_steps,
+            live,
         )
 
     def run(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -89,30 +90,30 @@ class Backwards:
         if updates_now:
             self._stepper.divide_by(self._style.divisor(is_engine_step=True))
         if self._is_final():
-            self._stepper.begin_last(self._step(), updates_now=updates_now)
+            self._stepper.begin_last(self._counts.global_steps, updates_now=updates_now)
         is_complete = False
-        self._pager.clock.begin_compute("backward")
+        self._clock.begin_compute("backward")
         try:
             with self._style.running():
                 loss.backward(retain_graph=retain_graph)
             self.collector.finish()
             self._stepper.finish_backward(updates_now=updates_now)
-            if self._is_boundary() and not self._is_in_no_sync():
-                self._stepper.gradients.average_last(self._step())
+            if self._counts.is_boundary() and not self._counts.is_in_no_sync:
+                self._stepper.gradients.average_last(self._counts.global_steps)
             is_complete = True
         finally:
             self._guard.move_to(Phase.READY if is_complete else Phase.BROKEN)
             # Before a step that changes all weights, nothing is worth fetching.
-            steps_next = self._is_boundary() and not (updates_now and self._stepper.updates_all_in_backward)
-            self._pager.end_backward(is_complete=is_complete, fetches=is_complete and not steps_next)
+            steps_next = self._counts.is_boundary() and not (updates_now and self._stepper.updates_all_in_backward)
+            self.end(is_complete=is_complete, fetches=is_complete and not steps_next)
             if not is_complete:
                 self.collector.drop()
 
     def _is_final(self) -> bool:
         """Whether gradients that are whole in this backward are those of the step."""
-        if self._guard.phase is not Phase.BACKWARD or self._is_retained or not self._is_boundary():
+        if self._guard.phase is not Phase.BACKWARD or self._is_retained or not self._counts.is_boundary():
             return False
-        if self._is_in_no_sync():  # where no step comes, but maybe another backward
+        if self._counts.is_in_no_sync:  # where no step comes, but maybe another backward
             return False
         return not self._has_hooks  # they may look at any gradient
 
@@ -126,9 +127,9 @@ class Backwards:
                 "loss.backward()",
                 "Loss scaling is required with fp16 before the backward, and the step undoes it",
                 cure="Call engine.backward(loss), or engine.scale(loss).backward(), and engine.step()",
-                step=self._step(),
+                step=self._counts.global_steps,
             )
-        self._pager.note_backward()
+        self.note()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as a backward of the user's own needs it: multiplied by the loss scale, if there is one (then fp32)."""
@@ -155,23 +156,70 @@ class Backwards:
         used_up = self._stepper.used_up
         for slot in gradients if used_up else ():
             if (unit.index, slot.index) in used_up:  # by the backward before this one
-                raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self._step())
+                raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self._counts.global_steps)
         if self._guard.phase is not Phase.BACKWARD:
             gradients = dict(self._style.take_own(gradients))
-        self._listener().note_delivery(unit, gradients)
+        self._live.add(unit, gradients)
         return gradients
 
     def note_use(self, unit: Unit, *, is_saved: bool) -> None:
         """Backward uses a unit's weights, and whether forward had saved them for that."""
         self.collector.note_use(unit, is_saved=is_saved, is_updated=unit.index in self._stepper.updated)
 
-    def end_own_of_user(self) -> None:
+    def note(self) -> None:
+        """Something happens inside backward: if it is the first thing, its end will be noticed.
+
+        The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
+        """
+        if self.is_open:
+            if self._lock.owner != get_ident():
+                self._lock.check("backward")
+            return
+        self._lock.acquire("backward")
+        self._is_locked = True
+        self.is_open = True
+        call_after_backward(self._ended)
+        self._residency.training_trace.begin_backward()
+        self._clock.begin_compute("backward")
+
+    def _ended(self) -> None:
         """Autograd tells that a backward has ended. An error raised here would be lost: the next call raises it."""
-        if self._guard.phase is Phase.READY and self.collector.has_fired:
+        if self.is_open:
+            self.is_open = False
             try:
-                self._finish_own_of_user()
+                if self._guard.phase is Phase.READY and self.collector.has_fired:
+                    self._finish_own_of_user()
             except Exception as error:
                 self._deferred_error = error
+            finally:
+                self.close()
+
+    def close(self) -> None:
+        """No backward goes on that `note` has noticed, whether it has ended or was cut off."""
+        self.is_open = False
+        if self._is_locked:
+            self._is_locked = False
+            self._lock.release()
+
+    def break_off(self) -> None:
+        """The lock is not held any more."""
+        self._is_locked = False
+
+    def end(self, *, is_complete: bool, fetches: bool) -> None:
+        """Backward has ended.
+
+        Args:
+            is_complete: it ended without an exception, so the record may be replayed.
+            fetches: begin to fetch what the next forward needs first.
+        """
+        if not is_complete:
+            self.close()
+        self._clock.end_compute()
+        self._residency.close_unused()
+        if is_complete:
+            self._residency.training_trace.commit()
+            if fetches:
+                self._residency.pump()
 
     def collect(self) -> None:
         """Take note of what a ``loss.backward()`` of the user left."""
@@ -184,14 +232,14 @@ class Backwards:
         self._guard.note_backward()
         try:
             self.collector.finish()
-            if not self._is_in_no_sync():
-                self._stepper.gradients.average(self._step())
+            if not self._counts.is_in_no_sync:
+                self._stepper.gradients.average(self._counts.global_steps)
             is_whole = True
         finally:
             self._is_own_scaled = False
             if not is_whole:
                 self._guard.move_to(Phase.BROKEN)
-            self._pager.end_backward(is_complete=is_whole, fetches=False)
+            self.end(is_complete=is_whole, fetches=False)
 
     def before_gradient_access(self, unit: Unit, slot: Slot, *, assigns: bool = False) -> None:
         """A parameter's gradient is looked at or replaced: take in what autograd has of it.
@@ -204,7 +252,7 @@ class Backwards:
             AccessError: it is one of several micro-batches' that go through backward together.
             EngineBusyError: a signal handler or finalizer does so in the midst of a call.
         """
-        if self._pager.lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
+        if self._lock.is_mine:  # else what a handler is shown counts as looked at, while it is being used up
             refuse_in_between(f"access to the gradient of '{slot.spec.fqn}'")
         if not in_backward():
             self.refuse_together(f"the gradient of '{slot.spec.fqn}' is looked at or changed before the step")

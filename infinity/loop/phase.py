@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infinity.errors import CheckpointError, EngineClosedError, StepError
+from infinity.loop.accumulation import Accumulation
 from infinity.updates.stepper import Stepper
 
 
@@ -40,8 +40,8 @@ _TRANSITIONS = {
 class PhaseGuard:
     """Knows the phase and refuses calls that make no sense in it, with the cure. Must not do anything else."""
 
-    def __init__(self, stepper: Stepper, step: Callable[[], int]) -> None:
-        """``step`` gives the number of the present step, for messages."""
+    def __init__(self, stepper: Stepper, counts: Accumulation) -> None:
+        """``counts``: know the number of the present step, for messages."""
         self.phase = Phase.READY
         self._is_destroyed = False
         self.has_backward = False
@@ -50,7 +50,7 @@ class PhaseGuard:
         self._cut_off = "backward"
         """What was under way when it was cut off."""
         self._stepper = stepper
-        self._step = step
+        self._counts = counts
 
     def move_to(self, phase: Phase) -> None:
         """Enter a phase."""
@@ -112,7 +112,7 @@ class PhaseGuard:
                 "engine",
                 f"the last {self._cut_off} was cut off by an exception, its gradients are not whole",
                 cure="Call engine.reset() to drop them, then train on",
-                step=self._step(),
+                step=self._counts.global_steps,
             )
 
     def check_step(self) -> None:
@@ -123,7 +123,7 @@ class PhaseGuard:
                 "engine.step()",
                 "there was no backward since the last one",
                 cure="Call engine.backward(loss) for each micro-batch before it",
-                step=self._step(),
+                step=self._counts.global_steps,
             )
 
     def check_settled(self) -> None:
@@ -133,14 +133,14 @@ class PhaseGuard:
                 "reading weights",
                 "some of them were already updated in backward, and engine.step() has not been called",
                 cure='Call engine.step() first, or set "infinity.update": "step"',
-                step=self._step(),
+                step=self._counts.global_steps,
             )
 
     def check_not_partial(self, problem: str) -> None:
         """Raise if some units were updated in backward; ``problem`` says what happened then."""
         if self._stepper.updated:
             raise StepError.partial_update(
-                step=self._step(),
+                step=self._counts.global_steps,
                 num_updated=len(self._stepper.updated),
                 num_units=len(self._stepper.units),
                 problem=problem,
@@ -154,7 +154,7 @@ class PhaseGuard:
                 "engine.backward()",
                 "the weights were already updated in the backward before this one, and engine.step() was not called",
                 cure='Call engine.step() after each gradient accumulation boundary, or set "infinity.update": "step"',
-                step=self._step(),
+                step=self._counts.global_steps,
             )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -162,7 +162,7 @@ class PhaseGuard:
                 "engine.backward()",
                 f"the loss must be a scalar tensor, one with one element; got {what}",
                 cure="Reduce it first, e.g. loss.mean()",
-                step=self._step(),
+                step=self._counts.global_steps,
             )
 
     def check_optimizer_step(self, *, is_engine_step: bool) -> None:
@@ -173,12 +173,12 @@ class PhaseGuard:
                 "optimizer.step()",
                 "with fp16 the loss scale has to follow each step",
                 cure="Call engine.step() with engine.backward(loss)",
-                step=self._step(),
+                step=self._counts.global_steps,
             )
         if self._stepper.is_between_steps and not is_engine_step:
             raise StepError.order(
                 "optimizer.step()",
                 "the update already ran in engine.backward()",
                 cure="Call engine.step() with engine.backward(), or optimizer.step() with loss.backward()",
-                step=self._step(),
+                step=self._counts.global_steps,
             )

@@ -20,11 +20,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, TypeVar
 
 import torch
 
+from infinity.loop.accumulation import Accumulation
 from infinity.torch_internals.names import is_autograds_thread
 
 Key = TypeVar("Key")
@@ -38,9 +39,9 @@ class LoopStyle:
     callers: Final[list[int]] = []
     """The threads of calls of ``engine.backward``, of whatever engine, that have not returned."""
 
-    def __init__(self, num_micro_batches: Callable[[], int]) -> None:
-        """``num_micro_batches``: the accumulation steps, as they are now."""
-        self._num_micro_batches = num_micro_batches
+    def __init__(self, counts: Accumulation) -> None:
+        """``counts``: know the accumulation steps."""
+        self._counts = counts
         self.divides = True
         """Whether the accumulation steps divide gradients at all: what the last ``engine.backward`` was told."""
         self.changes_what_comes = False
@@ -59,7 +60,7 @@ class LoopStyle:
         if self._is_whole:  # what there is to divide, the step divides
             return 1.0
         self._has_parts = True
-        return self._num_micro_batches() if divides else 1
+        return self._counts.num_micro_batches if divides else 1
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -73,7 +74,7 @@ class LoopStyle:
 
     def take_own(self, gradients: dict[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
         """Gradients of a backward of the user's own, as they are to be added to those of the step."""
-        share = float(self._num_micro_batches() if self.divides else 1)
+        share = float(self._counts.num_micro_batches if self.divides else 1)
         me = threading.get_ident()
         if me in LoopStyle.callers or (LoopStyle.callers and is_autograds_thread()):  # those serve all callers
             self._has_parts |= not self._is_whole
@@ -88,7 +89,7 @@ class LoopStyle:
 
     def divisor(self, *, is_engine_step: bool) -> int:
         """What the gradients that are there have to be divided by in the step."""
-        share = self._num_micro_batches() if self._is_whole and self.divides and is_engine_step else 1
+        share = self._counts.num_micro_batches if self._is_whole and self.divides and is_engine_step else 1
         if share & (share - 1) and not self._has_warned:
             self._has_warned = True
             logger.warning(

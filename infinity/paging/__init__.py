@@ -1,4 +1,4 @@
-"""Page faults: which unit is in memory, what comes next, and the hooks by which modules and parameters ask.
+"""Which unit is in memory and what comes next, tokens for saved tensors, and which parameter lies where.
 
 Knows units and when they are used; must not know gradients, updates or the optimizer.
 """

@@ -1,6 +1,6 @@
 """What was assigned to a parameter's ``.data``: torch makes the two one, the engine takes a copy.
 
-Knows one such tensor and its memory; must not know the parameter.
+Knows such tensors and their memory; must not know parameters but by name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import weakref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from infinity.errors import AccessError
 from infinity.numerics.raw_bytes import checksum, raw_bytes
 
 
@@ -56,3 +57,45 @@ def _lies(values: torch.Tensor) -> tuple[object, ...]:
 
 def _checksum(values: torch.Tensor) -> int:
     return checksum(raw_bytes(values.detach().resolve_conj().resolve_neg().cpu()))
+
+
+class AssignedData:
+    """What was assigned to the ``.data`` of parameters, by FQN."""
+
+    def __init__(self) -> None:
+        self._assigned: dict[str, Assigned] = {}
+        self._fqn_at: dict[tuple[int, int], str] = {}
+        """`Assigned.place` of those -> FQN."""
+
+    def of(self, fqn: str) -> Assigned | None:
+        """What was assigned to a parameter last."""
+        return self._assigned.get(fqn)
+
+    def add(self, fqn: str, values: torch.Tensor) -> None:
+        """``values`` were assigned to a parameter."""
+        assigned = self._assigned[fqn] = Assigned(values)
+        self._fqn_at[assigned.place] = fqn
+
+    def owner_of(self, values: torch.Tensor) -> str | None:
+        """The parameter to which a tensor over the same memory was assigned; None if there is none."""
+        fqn = self._fqn_at.get(place_of(values))
+        return None if fqn is None or self._assigned[fqn].is_gone else fqn
+
+    def forget(self, fqn: str) -> None:
+        """A parameter has other values from now on."""
+        known = self._assigned.pop(fqn, None)
+        if known is not None and self._fqn_at.get(known.place) == fqn:
+            del self._fqn_at[known.place]
+
+    def check(self) -> None:
+        """Raise if one of them has been written to since: in torch the weight would have changed.
+
+        Raises:
+            AccessError: once for each such write.
+        """
+        for fqn, assigned in list(self._assigned.items()):
+            if assigned.is_gone:
+                self.forget(fqn)
+            elif assigned.is_written:
+                self.forget(fqn)
+                raise AccessError.of_data(fqn)

@@ -17,7 +17,7 @@ import torch
 
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, EngineBusyError, ModelError, format_bytes
-from infinity.paging.listener import WeightWriter
+from infinity.paging.interfaces import WeightWriter
 from infinity.paging.trace import Trace
 from infinity.telemetry.clock import StepClock
 from infinity.threads.engine_lock import refuse_in_between
@@ -68,7 +68,7 @@ class Residency:
         prefetches: bool,
         guess: Sequence[int],
         budget: tuple[str, int],
-        writer: Callable[[], WeightWriter | None] = lambda: None,
+        writer: WeightWriter | None = None,
         is_divided: bool = False,
     ) -> None:
         """
@@ -80,7 +80,7 @@ class Residency:
             prefetches: fetch ahead of need.
             guess: the order of need before the first micro-batch is recorded.
             budget: the config key that the pool is a part of, and its value, for messages.
-            writer: gives what stores what was written into weights; without one, that is refused.
+            writer: stores what was written into weights; None: that is refused.
             is_divided: other processes keep parts of the weights, so what is in memory is outdated by a step.
         """
         self.units = list(units)
@@ -95,8 +95,8 @@ class Residency:
         self.trace = self.training_trace
         """That of the present forward, or of the last one: from its beginning on."""
         self._usual_writer = writer
-        self._present_writer: WeightWriter | None = None
-        """In place of the usual one: from `write_by` to the next."""
+        self._writer = writer
+        """Another one than the usual: from `write_by` to the next."""
         self._source = source
         self._prefetches = prefetches
         self._is_divided = is_divided
@@ -148,10 +148,7 @@ class Residency:
 
     def write_by(self, writer: WeightWriter | None) -> None:
         """``writer`` stores what is written into weights from now on; None: the usual one."""
-        self._present_writer = writer
-
-    def _writer(self) -> WeightWriter | None:
-        return self._present_writer or self._usual_writer()
+        self._writer = writer or self._usual_writer
 
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
@@ -168,7 +165,7 @@ class Residency:
         unit.note_changes()
         if not unit.dirty:
             return
-        writer = self._writer()
+        writer = self._writer
         if unit.flat is None or writer is None:
             fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
             self.forget_changes(unit)
@@ -195,7 +192,7 @@ class Residency:
         """The parameter may be written to from now on: keep what it is, if nobody could tell afterwards."""
         if slot.index in unit.before or slot.index in unit.dirty or unit.flat is None:
             return
-        writer = self._writer()
+        writer = self._writer
         if writer is not None and writer.needs_before(unit, slot):
             unit.note_changes()  # by a view that was kept, say: then it is too late
             if slot.index not in unit.dirty:
@@ -493,7 +490,7 @@ class Residency:
         for unit in self.units if units is None else units:
             if unit.num_active == 0 and (unit.is_bound or unit.dirty or unit.before):
                 with self.lock:
-                    writer = self._writer()
+                    writer = self._writer
                     unit.unbind()
                     if not unit.dirty:
                         unit.forget_changes()

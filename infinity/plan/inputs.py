@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from infinity.checkpoint.adapters import is_base
 from infinity.config import InfinityConfig
 from infinity.device.host_memory import FreeShare
 from infinity.errors import ConfigError
@@ -26,6 +25,7 @@ from infinity.plan.placement import Placement
 from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.plan.tracker import PlanTracker, first_plan
 from infinity.plan.volumes import Volumes
+from infinity.units.adapters import is_base
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition
 from infinity.units.shares import Shares

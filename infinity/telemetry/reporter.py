@@ -26,7 +26,7 @@ _GIVEN = (
     *("predicted_read_bytes", "predicted_write_bytes", "predicted_seconds"),
     *("host_bytes", "host_peak_bytes", "device_peak_bytes", "buffers_peak_bytes"),
 )
-"""Entries of a report in the order in which `Sources.prediction` and `Sources.memory` give them."""
+"""Entries of a report in the order of a prediction, and of what `Sources.memory` gives."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class Sources:
         clock: The training thread's time.
         counters: What the drives have done so far.
         optimizer_seconds: Seconds that the optimizer's thread has worked so far.
-        prediction: Predicted bytes read and written per step, and seconds, if they are known.
         copies: Bytes, begin and end of the copies between host and device since the last call, and what they were.
         memory: Bytes of host memory now, the most so far, the most of the device's (None: it is the host's), and the most of
             the engine's buffers since the last call.
@@ -63,7 +62,6 @@ class Sources:
     clock: StepClock
     counters: Callable[[], DriveCounters]
     optimizer_seconds: Callable[[], float]
-    prediction: Callable[[], tuple[int, int, float | None]]
     copies: Callable[[], Sequence[tuple[Copy, float, float]]]
     memory: Callable[[], tuple[int, int, int | None, int]]
     num_processes: int = 1
@@ -136,6 +134,7 @@ class Reporter:
         step: int,
         grad_norm: float | None,
         *,
+        prediction: tuple[int, int, float | None],
         lr: tuple[float, ...] = (),
         loss_scale: float = 1.0,
         num_samples: int | None = None,
@@ -143,12 +142,13 @@ class Reporter:
     ) -> StepReport:
         """The report of the step that ends now, which is the ``step``-th; see `StepReport`.
 
+        ``prediction``: bytes read and written per step, and seconds, if they are known.
         ``num_samples``: of all processes together, where no batch was seen; None if nobody knows.
         """
         self._settle()
         phases = dict(self._clock.phase_seconds)
         seen_samples, num_tokens = self._sizes_of_step()
-        given: dict[str, Any] = dict(zip(_GIVEN, (*self._sources.prediction(), *self._sources.memory()), strict=True))
+        given: dict[str, Any] = dict(zip(_GIVEN, (*prediction, *self._sources.memory()), strict=True))
         began, waited = self._clock.began_seconds, dict(self._clock.waited_seconds)
         compute_busy_seconds, copy_busy_seconds = self._clock.compute_seconds, self._copy_seconds
         self._copy_seconds = 0.0

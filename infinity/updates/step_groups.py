@@ -19,15 +19,18 @@ from torch import nn
 
 from infinity.device.compute import gradient_norm
 from infinity.errors import ModelError
-from infinity.gradients.part_norms import ParameterNorm, is_part
+from infinity.gradients.norms import ParameterNorm, is_part
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.groups import Groups, Members
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template
-from infinity.paging.module_hooks import ModuleHooks, callers
+from infinity.paging.parameter_map import ParameterMap
+from infinity.threads.frames import callers
 from infinity.torch_internals.names import as_plain, functional_call
+from infinity.units.layout import Slot
 from infinity.units.parameter import plain_grad
 from infinity.units.unit import Unit
+from infinity.updates.job import ParameterState
 
 _FUNCTIONAL_CALL = functional_call.__code__
 
@@ -39,30 +42,32 @@ class StepGroups:
 
     def __init__(
         self,
-        module_hooks: ModuleHooks,
+        parameter_map: ParameterMap,
         template: Template,
         updater: PieceUpdater,
         names_of: Callable[[Unit], Sequence[str]],
-        present_names: Callable[[torch.Tensor], Sequence[str] | None],
+        states: Mapping[tuple[int, int], ParameterState],
+        await_update: Callable[[Unit], None],
         loose: LooseParameters,
     ) -> None:
         """
         Args:
-            module_hooks, template, updater: whom it works with.
+            parameter_map, template, updater: whom it works with.
             names_of: a unit -> names of the per-element states that its records have room for.
-            present_names: a trainable parameter -> names of those that it has, after the updates asked for; None before its
-                first update.
+            states: of parameters that have room for one, by (unit index, slot index).
+            await_update: returns when no update of a unit is pending.
             loose: what came into the groups later.
         """
         self.loose = loose
-        self._module_hooks = module_hooks
+        self._parameter_map = parameter_map
         self._template = template
         self._updater = updater
         self._names_of = names_of
-        self._present_names = present_names
+        self._states = states
+        self._await_update = await_update
         self._frozen: list[nn.Parameter] = []
         self._trainable: list[nn.Parameter] = []
-        for unit in module_hooks.units:
+        for unit in parameter_map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 (self._trainable if slot.spec.is_trainable else self._frozen).append(parameter)
         self._flags: list[bool] | None = None
@@ -150,9 +155,9 @@ class StepGroups:
             if index is None or self._fitting.get(id(parameter)) == names_by_group[index]:
                 continue
             names = names_by_group[index]
-            unit, slot = self._module_hooks.locate(parameter)
-            known = self._present_names(parameter)
-            missing = [name for name in names if name not in (self._names_of(unit) if known is None else known)]
+            unit, slot = self._parameter_map.locate(parameter)
+            present = self._present_names(unit, slot)
+            missing = [name for name in names if name not in present]
             if missing:
                 raise ModelError.unprepared(
                     slot.spec.fqn,
@@ -163,6 +168,14 @@ class StepGroups:
                 )
             self._fitting[id(parameter)] = names
         self._fits = groups.members, names_by_group
+
+    def _present_names(self, unit: Unit, slot: Slot) -> Sequence[str]:
+        """Per-element states that a parameter has, after the updates asked for; before its first one, those with room."""
+        state = self._states.get((unit.index, slot.index))
+        if state is not None and state.is_fresh:
+            self._await_update(unit)  # its first may be pending
+        names = self._names_of(unit)
+        return names if state is None or state.names is None else [name for name in names if name in state.names]
 
     def _names_by_group(self, groups: Groups) -> list[tuple[str, ...]]:
         known, self._known_names = self._known_names, []
@@ -175,11 +188,11 @@ class StepGroups:
 
     def _check_new(self, groups: Groups) -> None:
         """Trainable parameters that came into the model later: in no group, they are not trained."""
-        present: Mapping[int, torch.Tensor] = self._module_hooks.parameters_now()
+        present: Mapping[int, torch.Tensor] = self._parameter_map.parameters_now()
         new = {
             key: parameter
             for key, parameter in present.items()
-            if key not in self._module_hooks.places
+            if key not in self._parameter_map.places
             and isinstance(parameter, nn.Parameter)  # functional_call puts other tensors in their places for a while
             and groups.index_of(parameter) is None
             and parameter.requires_grad
@@ -188,7 +201,7 @@ class StepGroups:
             return
         if any(frame.f_code is _FUNCTIONAL_CALL for frame in callers()):  # which puts parameters in place for a while
             return
-        names = {id(parameter): fqn for fqn, parameter in self._module_hooks.model.named_parameters()}
+        names = {id(parameter): fqn for fqn, parameter in self._parameter_map.model.named_parameters()}
         fqn = names.get(next(iter(new)), "?")
         problem = (
             f"{len(new)} trainable parameters came into the model after infinity.initialize (the first is '{fqn}')"
@@ -207,15 +220,15 @@ class StepGroups:
     def not_held(self) -> list[torch.Tensor]:
         """Parameters that came into the model or into a group later: autograd adds to their gradients by itself."""
         found: dict[int, torch.Tensor] = {id(parameter): parameter for parameter in self.loose.present()}
-        found |= self._module_hooks.parameters_now()
-        return [parameter for parameter in found.values() if not self._module_hooks.holds(parameter)]
+        found |= self._parameter_map.parameters_now()
+        return [parameter for parameter in found.values() if not self._parameter_map.holds(parameter)]
 
     def ungrouped(self) -> frozenset[tuple[int, int]]:
         """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
         members = self._template.members().index_of
         return frozenset(
             (unit.index, slot.index)
-            for unit in self._module_hooks.units
+            for unit in self._parameter_map.units
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
             if id(parameter) not in members and (slot.spec.is_trainable or plain_grad(parameter) is not None)
         )
@@ -227,7 +240,7 @@ class StepGroups:
             groups: as they were before the step.
             updated: (unit index, slot index) of what had a gradient.
         """
-        units = self._module_hooks.units
+        units = self._parameter_map.units
         parameters: list[torch.Tensor] = [units[unit].parameters[slot] for unit, slot in updated]
         parameters += [parameter for parameter in self.loose.present() if parameter.grad is not None]
         with_gradient = {*map(groups.members.index_of.get, map(id, parameters))}
@@ -248,9 +261,9 @@ class StepGroups:
         """
         found: list[ParameterNorm] = []
         loose = {id(parameter): parameter for parameter in self.loose.present()}
-        for parameter in (self._module_hooks.parameters_now() | loose).values():
+        for parameter in (self._parameter_map.parameters_now() | loose).values():
             fqn = f"loose parameter {len(found)}"
-            place = self._module_hooks.places.get(id(parameter))
+            place = self._parameter_map.places.get(id(parameter))
             if place is not None:
                 unit, slot = place
                 norm = norms.get((unit.index, slot.index))

@@ -25,16 +25,16 @@ import torch
 
 from infinity.config import UpdateMode
 from infinity.device.compute import ComputeDevice
+from infinity.device.host_memory import HeapTrimmer
 from infinity.distributed.meshes import Mesh
 from infinity.errors import StepError
 from infinity.gradients.averaged_grads import AveragedGradients, NewGradients
-from infinity.gradients.norms import clip_coefficient
-from infinity.gradients.part_norms import norm_of_model
+from infinity.gradients.norms import clip_coefficient, norm_of_model
 from infinity.gradients.share_updates import ShareUpdates
 from infinity.gradients.sources import GradientSource
 from infinity.optim.classes.one_bit_adam import IS_MOMENTUM
 from infinity.optim.groups import Groups
-from infinity.paging.pager import Pager
+from infinity.paging.residency import Residency
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Unit
@@ -83,7 +83,8 @@ class Stepper:
         rules: StepRules,
         *,
         device: ComputeDevice,
-        pager: Pager,
+        residency: Residency,
+        trimmer: HeapTrimmer | None,
         gradients: AveragedGradients,
         stream: UpdateStream,
         groups: StepGroups,
@@ -98,7 +99,8 @@ class Stepper:
             units: all units, by index.
             chunks: of each unit, those that are updated here.
             rules: how a step goes.
-            device, pager, gradients, stream, groups, gathered: whom it works with.
+            device, residency, gradients, stream, groups, gathered: whom it works with.
+            trimmer: gives memory back between two updates; None: that is not needed.
             exchange: brings the weights that are updated elsewhere.
             mesh: who has which part of the model.
             before_updates: returns when what the step before wrote may be followed by what this one writes.
@@ -111,8 +113,9 @@ class Stepper:
         self.scaler = gradients.scaler
         self._chunks = chunks
         self._device = device
-        self._pager = pager
-        self._residency = pager.residency
+        self._residency = residency
+        self._clock = residency.clock
+        self._trimmer = trimmer
         self._stream = stream
         self.step_groups = groups
         self._gathered = gathered
@@ -233,7 +236,7 @@ class Stepper:
             self._share_updates.leave(unit, slots)
             self.used_up.update((unit.index, slot.index) for slot in slots)
             self.updated.add(unit.index)
-            self._pager.pause()
+            self._pause()
 
     def _update_share(self, unit: Unit, source: GradientSource, scale: float) -> None:
         self._updated_shares.append(unit)
@@ -254,9 +257,13 @@ class Stepper:
                     self._waiting += waiting[place + 1 :]
                     raise
                 self.updated.add(unit.index)
-                self._pager.pause()
+                self._pause()
             else:
                 self._waiting.append((unit, gradients))
+
+    def _pause(self) -> None:
+        if self._trimmer is not None:
+            self._trimmer.trim()
 
     def _submit(
         self,
@@ -385,7 +392,7 @@ class Stepper:
             self._gather_weights()
         self._forget()
         if self.rules.update == "step":
-            with self._pager.clock.waiting("update"):
+            with self._clock.waiting("update"):
                 self._stream.drain()
         if not was_in_backward or self._is_divided:
             self._residency.pump()
@@ -423,17 +430,17 @@ class Stepper:
         others = (unit for unit in self.units if unit.index in self.updated)
         updated = list(dict.fromkeys([*self._updated_shares, *others]))
         divided = [unit for unit in updated if self._exchange.divides(unit)]
-        with self._pager.clock.waiting("ranks"):
+        with self._clock.waiting("ranks"):
             kept = self._exchange.kept_by_all(divided)
         for unit in updated:
             self._residency.await_update(unit)
-            with self._pager.clock.waiting("ranks"):
+            with self._clock.waiting("ranks"):
                 if unit in kept:
                     self._exchange.gather_in_memory(unit)
                 elif not self._exchange.divides(unit):
                     self._exchange.gather([unit])
         self._page_out_changed(but=kept)
-        with self._pager.clock.waiting("ranks"):
+        with self._clock.waiting("ranks"):
             self._exchange.gather([unit for unit in divided if unit not in kept])
         for unit in updated:
             if unit.gathered:
@@ -509,7 +516,7 @@ class Stepper:
         if has_begun:
             for unit in self.units:
                 self._residency.await_update(unit)
-            with self._pager.clock.waiting("ranks"):
+            with self._clock.waiting("ranks"):
                 self._exchange.gather(self.units)
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from infinity.activations.recomputation import RecomputedForward
-from infinity.paging.module_hooks import ModuleHooks
+from infinity.loop.module_hooks import ModuleHooks
+from infinity.paging.parameter_map import ParameterMap
 from infinity.units.unit import Unit
 from infinity.vertical.call import Block
 
@@ -22,21 +23,21 @@ _ABSENT: Any = object()
 class Interception:
     """Puts a handler in the place of the forwards of all modules that lie in a block."""
 
-    def __init__(self, module_hooks: ModuleHooks, blocks: Sequence[str]) -> None:
+    def __init__(self, parameter_map: ParameterMap, module_hooks: ModuleHooks, blocks: Sequence[str]) -> None:
         """``blocks``: FQNs of the modules that were made units of their own."""
-        self._model = module_hooks.model
+        self._model = parameter_map.model
         self._module_hooks = module_hooks
         self.blocks: list[Block] = []
         """The modules, each before its descendants."""
         self._before: list[tuple[nn.Module, Any]] = []
         self._relieved: list[Any] = []
-        modules = dict(module_hooks.model.named_modules())
+        modules = dict(parameter_map.model.named_modules())
         for block in blocks:
-            home = _home(module_hooks, modules[block])
+            home = _home(parameter_map, modules[block])
             if home is None:
                 continue
             for name, module in modules[block].named_modules(prefix=block):
-                units = {module_hooks.locate(p)[0].index for p in module.parameters() if module_hooks.holds(p)}
+                units = {parameter_map.locate(p)[0].index for p in module.parameters() if parameter_map.holds(p)}
                 if home.index in units and not isinstance(module, torch.jit.ScriptModule):
                     self.blocks.append(Block(name, module, home))
         self._units = {block.unit.index for block in self.blocks}
@@ -88,11 +89,11 @@ def _wrap(handler: Handler, block: Block, forward: Callable[..., Any]) -> Callab
     return call
 
 
-def _home(module_hooks: ModuleHooks, block: nn.Module) -> Unit | None:
+def _home(parameter_map: ParameterMap, block: nn.Module) -> Unit | None:
     """The unit that holds parameters of this block only."""
     inside = {id(parameter) for parameter in block.parameters()}
-    for parameter in filter(module_hooks.holds, block.parameters()):
-        unit = module_hooks.locate(parameter)[0]
+    for parameter in filter(parameter_map.holds, block.parameters()):
+        unit = parameter_map.locate(parameter)[0]
         if all(id(other) in inside for other in unit.parameters):
             return unit
     return None

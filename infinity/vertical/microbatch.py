@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
-from infinity.paging.pager import Pager
+from infinity.loop.pager import Pager
 from infinity.vertical.arguments import Tree
 from infinity.vertical.call import Block, BlockCall
 from infinity.vertical.glue import Glue

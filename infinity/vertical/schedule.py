@@ -35,7 +35,7 @@ class VerticalSchedule:
         self._backwards = backwards
         self._guard = guard
         self._suitability = context.suitability
-        self._interception = Interception(context.module_hooks, context.blocks)
+        self._interception = Interception(context.parameter_map, context.module_hooks, context.blocks)
         self._start: StepStart | None = None
         self._step: VerticalStep | None = None
         """The one under way."""
@@ -64,7 +64,7 @@ class VerticalSchedule:
         )
 
     def _hooks_of_the_user(self) -> str | None:
-        for unit in self._on.module_hooks.units:
+        for unit in self._on.parameter_map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 # One is the engine's own.
                 if slot.spec.is_trainable and len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) > 1:
@@ -103,7 +103,7 @@ class VerticalSchedule:
 
     def _find_tied(self) -> list[Key]:
         """The parameters between blocks that two modules have, and of whose gradients there is room for some."""
-        on, hooks = self._on, self._on.module_hooks
+        on, hooks = self._on, self._on.parameter_map
         capacity_bytes = on.activation_bytes if on.device.shares_host_memory else None
         found: list[Key] = []
         for unit in hooks.units if capacity_bytes is not None else ():
@@ -119,7 +119,7 @@ class VerticalSchedule:
     ) -> list[torch.Tensor] | str:
         on = self._on
         on.module_hooks.follow_compilation()
-        self._start = StepStart(on.module_hooks.model, on.device.torch_device, self._start)
+        self._start = StepStart(on.parameter_map.model, on.device.torch_device, self._start)
         is_trial = not self._suitability.is_proven
         step = VerticalStep(on, self._backwards, self._guard, self._interception, options, is_trial=is_trial)
         resumed_bytes = on.stepper.gradients.resumed_bytes

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from infinity.activations.refusal import Refusal
 from infinity.errors import ModelError
-from infinity.paging.pager import Pager
+from infinity.loop.pager import Pager
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.vertical.interception import Interception

@@ -16,9 +16,10 @@ from infinity.activations.spill_space import SpillSpace
 from infinity.device.compute import ComputeDevice
 from infinity.errors import StepError
 from infinity.loop.backward import Backwards
+from infinity.loop.module_hooks import ModuleHooks
+from infinity.loop.pager import Pager
 from infinity.loop.phase import Phase, PhaseGuard
-from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.pager import Pager
+from infinity.paging.parameter_map import ParameterMap
 from infinity.telemetry.clock import StepClock
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
@@ -39,6 +40,7 @@ from infinity.vertical.tied import Key, TiedParts
 class StepContext:
     """The parts of an engine that vertical steps work with."""
 
+    parameter_map: ParameterMap
     module_hooks: ModuleHooks
     pager: Pager
     stepper: Stepper
@@ -97,7 +99,7 @@ class VerticalStep:
         self._batches: list[MicroBatch] = []
         self._blocks: list[Block] = []
         self._losses: list[torch.Tensor] = []
-        self._units = {unit.index: unit for unit in on.module_hooks.units}
+        self._units = {unit.index: unit for unit in on.parameter_map.units}
         self._hooked: set[tuple[int, int, int]] = set()
         """Gradients that have been through a hook of the user: micro-batch, unit and slot."""
         self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -323,7 +325,7 @@ class VerticalStep:
         self._guard.move_to(Phase.READY)
         on.pager.end_sharing()
         # Before a step that changes all weights, nothing is worth fetching.
-        on.pager.end_backward(is_complete=True, fetches=updates and on.stepper.updates_all_in_backward)
+        self._backwards.end(is_complete=True, fetches=updates and on.stepper.updates_all_in_backward)
         self._clear()
 
     # -------------------------------------------------------------------------------------------------------- around it

@@ -87,7 +87,7 @@ def _config(directory: Path, stage: int = 3, tier: str = "nvme", near: int = 1, 
 def _engine(directory: Path, stage: int = 3, **changes: Any) -> Any:
     engine = infinity.initialize(model=_Model(), config=_config(directory, stage, **changes))[0]
     exchange = engine._parts.exchange
-    assert all(exchange.divides(unit) == (stage == 3) for unit in engine._parts.module_hooks.units)
+    assert all(exchange.divides(unit) == (stage == 3) for unit in engine._parts.parameter_map.units)
     return engine
 
 
@@ -336,14 +336,14 @@ def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: st
     def train(rank: int) -> None:
         with _engine(tmp_path, stage=2) as engine:
             expected = [_step(engine, rank, number) for number in range(3)]
-            weights, units = _weights(engine), engine._parts.module_hooks.units
+            weights, units = _weights(engine), engine._parts.parameter_map.units
         room = sum(unit.num_bytes for unit in units) - 4096 * (rank in lacking)
         for budget, is_divided in ((room, True), (2 * room, False)):
             section = {"device_memory_budget": budget, "keep_in_memory": False}
             config = _config(tmp_path, tier="none", infinity=section)
             with infinity.initialize(model=_Model(), config=config)[0] as engine:
                 exchange, storage = engine._parts.exchange, engine._parts.storage
-                assert all(exchange.divides(unit) == is_divided for unit in engine._parts.module_hooks.units)
+                assert all(exchange.divides(unit) == is_divided for unit in engine._parts.parameter_map.units)
                 assert storage.pool.capacity_bytes <= budget
                 assert [_step(engine, rank, number) for number in range(3)] == expected
                 _require_same(_weights(engine), weights)

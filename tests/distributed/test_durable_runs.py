@@ -146,7 +146,7 @@ def test_all_roll_back(num: int, near: int, memory: str, tmp_path: Path, monkeyp
         config = _config(tmp_path, keep_last=3)
         config["zero_optimization"]["zero_hpz_partition_size"] = near
         with infinity.initialize(model=_Model(), config=config)[0] as engine:
-            units = engine._parts.module_hooks.units
+            units = engine._parts.parameter_map.units
             kept = sum(unit.extent.num_bytes for unit in units if unit.extent is not None)
             spans = [span for unit in units for span in engine._parts.exchange.shares.weight_spans(unit)]
             assert kept == sum(stop - start for start, stop in spans) < sum(unit.num_bytes for unit in units)

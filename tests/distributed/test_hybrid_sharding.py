@@ -136,7 +136,7 @@ def test_what_a_group_divides_and_sends(tmp_path: Path) -> None:
         kept, sent = {}, {}
         for size in (2, 4):
             with infinity.initialize(model=_Model(512), config=_config(tmp_path, 3, "nvme", size))[0] as engine:
-                units = engine._parts.module_hooks.units
+                units = engine._parts.parameter_map.units
                 kept[size] = sum(unit.extent.num_bytes for unit in units if unit.extent is not None)
                 before = world().sent_bytes["gradients"]
                 for number in range(10, 12):
@@ -300,7 +300,7 @@ def test_what_small_groups_keep_read_write_and_send(tmp_path: Path) -> None:
             Pulls.send = noting  # type: ignore[method-assign]  # in this process, which ends soon
             with infinity.initialize(model=model, config=config)[0] as engine:
                 storage, exchange = engine._parts.storage, engine._parts.exchange
-                units, own = engine._parts.module_hooks.units, exchange._holders
+                units, own = engine._parts.parameter_map.units, exchange._holders
                 whole = sum(unit.num_bytes for unit in units)
                 assert all(exchange.divides(unit) for unit in units)
                 written: Counter[str] = Counter()

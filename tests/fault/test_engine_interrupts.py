@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
 from infinity.checkpoint.training_checkpoint import Saving
-from infinity.paging.pager import Pager
+from infinity.loop.pager import Pager
 from infinity.paging.residency import Residency
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper

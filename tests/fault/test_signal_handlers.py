@@ -18,7 +18,7 @@ import torch
 import infinity
 import swapper
 from infinity.errors import EngineBusyError, InfinityError
-from infinity.paging.pager import Pager
+from infinity.loop.pager import Pager
 from infinity.paging.residency import Residency
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.unit import Unit

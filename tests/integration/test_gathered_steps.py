@@ -86,4 +86,4 @@ def test_a_hook_that_raises_in_load_state_dict_leaves_nothing_open(mode: str, tm
         both.model.load_state_dict({key: value.clone() for key, value in both.reference.model.state_dict().items()})
         both.engine_step(2)
         both.require_equal()
-        assert not any(unit.num_active or unit.gathered for unit in both.engine._parts.module_hooks.units)
+        assert not any(unit.num_active or unit.gathered for unit in both.engine._parts.parameter_map.units)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
-from infinity.engine.parts import Late
-from infinity.paging.listener import WeightWriter
-from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.pager import Pager
-from infinity.paging.parameter_handler import ParameterHandler
+from infinity.loop.backward import Backwards
+from infinity.loop.load_hooks import OpenLoads
+from infinity.loop.module_hooks import ModuleHooks
+from infinity.loop.pager import Pager
+from infinity.loop.parameter_handler import ParameterHandler
+from infinity.loop.phase import PhaseGuard
+from infinity.loop.style import LoopStyle
+from infinity.paging.assigned import AssignedData
+from infinity.paging.interfaces import WeightWriter
+from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.residency import Residency
 from infinity.telemetry.clock import StepClock
+from infinity.threads.engine_lock import EngineLock
+from infinity.tiers.user_copies import UserCopies
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
-from infinity.units.parameter import hold
+from infinity.units.parameter import hold, plain_grad, set_plain_grad
 from infinity.units.partition import partition
 from infinity.units.unit import Arrival, Unit, spec_of
 
@@ -55,7 +64,7 @@ def make_pager(
     *,
     prefetches: bool,
     guess: Sequence[int] | None = None,
-    writer: Callable[[], WeightWriter | None] = lambda: None,
+    writer: WeightWriter | None = None,
 ) -> Pager:
     """A pager over host memory. It guesses that units are needed in order, unless told otherwise."""
     residency = Residency(
@@ -68,7 +77,32 @@ def make_pager(
         budget=("infinity.host_memory_budget", capacity_bytes),
         writer=writer,
     )
-    return Pager(residency)
+    nothing: Any = SimpleNamespace(
+        updated=set(), num_micro_batches=1, global_steps=0, begin_forward=lambda: None, check_settled=lambda: None
+    )
+    parameter_map: Any = SimpleNamespace(units=units, num_owners=dict)
+    lock, guard = EngineLock(), PhaseGuard(nothing, nothing)
+    backwards = Backwards(parameter_map, residency, lock, nothing, guard, nothing, LoopStyle(nothing), nothing)
+    return Pager(residency, lock, backwards, nothing, UserCopies())
+
+
+class PlainGradients:
+    """Gradients are autograd's."""
+
+    def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return plain_grad(parameter)
+
+    def set(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        set_plain_grad(parameter, gradient)
+
+
+def make_handler(parameter_map: ParameterMap, pager: Pager) -> tuple[ModuleHooks, ParameterHandler]:
+    """Hooks and handler of a model that no engine has."""
+    loads = OpenLoads()
+    hooks = ModuleHooks(parameter_map, pager, loads)
+    gradients: Any = PlainGradients()
+    gatherer: Any = None
+    return hooks, ParameterHandler(parameter_map, hooks, pager, gradients, gatherer, AssignedData())
 
 
 def frozen_unit(index: int, num_pages: int) -> Unit:
@@ -110,7 +144,13 @@ class Held:
     """
 
     def __init__(
-        self, model: nn.Module, *, dtype: torch.dtype = torch.float32, is_paged: bool = True, room: int | None = None
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype = torch.float32,
+        is_paged: bool = True,
+        room: int | None = None,
+        stores_writes: bool = True,
     ) -> None:
         self.model = model
         named = dict(model.named_parameters())
@@ -128,11 +168,11 @@ class Held:
             unit.stays_resident = not is_paged
         self.source = TensorSource()
         capacity = room or sum(unit.num_bytes for unit in self.units)
-        self.writer: Late[WeightWriter | None] = Late(TensorWriter(self.source))
+        writer = TensorWriter(self.source) if stores_writes else None
         source = self.source if is_paged else None
-        self.pager = make_pager(self.units, source, capacity, prefetches=False, writer=self.writer)
-        self.module_hooks = ModuleHooks(model, self.units)
-        self.parameter_handler = ParameterHandler(self.module_hooks, self.pager)
+        self.pager = make_pager(self.units, source, capacity, prefetches=False, writer=writer)
+        self.parameter_map = ParameterMap(model, self.units)
+        self.module_hooks, self.parameter_handler = make_handler(self.parameter_map, self.pager)
         for unit in self.units:
             base = torch.zeros(unit.num_bytes, dtype=torch.uint8)
             for slot in unit.layout.slots:
@@ -148,11 +188,11 @@ class Held:
 
     def install(self) -> None:
         """Hook the model, so that its forward and backward page."""
-        self.module_hooks.install(self.pager, self, lambda parameters: None, lambda gathered: None)
+        self.module_hooks.install(self, lambda parameters: None, lambda gathered: None)
 
     def stored(self, fqn: str) -> torch.Tensor:
         """A parameter as it rests."""
-        unit, slot = self.module_hooks.locate(self.model.get_parameter(fqn))
+        unit, slot = self.parameter_map.locate(self.model.get_parameter(fqn))
         self.pager.residency.collect_all()
         if self.pager.residency._source is None:
             assert unit.flat is not None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.paging.gathered_parameters import GatheredParameters
+from infinity.loop.gathered_parameters import GatheredParameters
 
 
 def _borders(num_items: int, num_parts: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from infinity.deepspeed.contents.leaf_modules import set_z3_leaf_modules
 from infinity.deepspeed.contents.tiling import TiledLinear, TiledLinearReturnBias
 from infinity.loading.init import Init
-from infinity.paging.gathered_parameters import GatheredParameters
+from infinity.loop.gathered_parameters import GatheredParameters
 from infinity.units.parameter import ZeroParamStatus
 
 MiCS_Init = Init

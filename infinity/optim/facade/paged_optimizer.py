@@ -267,9 +267,9 @@ class PagedOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def update_by(self, updater: PieceUpdater) -> None:
+    def update_by(self, updater: PieceUpdater, keeper: StateKeeper, mains: Any) -> None:
         """The backend has laid everything out anew."""
-        self._updater = updater
+        self._updater, self._keeper, self._mains = updater, keeper, mains
         self.expire_states()
 
     # ------------------------------------------------------------------------------------------------ the states

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.checkpoint.state_access import StateAccess, in_memory_order
+from infinity.checkpoint.gathered_units import GatheredUnits
+from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.stored_weights import StoredWeights, in_memory_order
 from infinity.device.compute import ComputeDevice
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.meshes import Division
 from infinity.errors import BudgetTooSmallError
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
 from infinity.numerics.remainder import split_bits
-from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.parameter_handler import ParameterHandler
+from infinity.paging.parameter_map import ParameterMap
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
@@ -28,7 +29,7 @@ from infinity.units.shares import Shares
 from infinity.units.unit import Unit, spec_of
 from infinity.updates.job import ParameterState
 from swapper import StagingArena, Swapper
-from tests.unit.stage import make_pager
+from tests.unit.stage import make_handler, make_pager
 
 _NAMES = ("exp_avg", "exp_avg_sq")
 _FP32 = ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT)
@@ -77,24 +78,26 @@ class _Bench:
                 self.weights.allocate(unit)
         capacity = sum(sorted(unit.num_bytes for unit in self.units)[-room:])
         source: Any = self.weights
-        self.pager = make_pager(self.units, source, capacity, prefetches=False)
-        hooks = ModuleHooks(self.model, self.units)
+        exchange = WeightExchange(Division.among(Ranks()), Shares(), self.weights, ComputeDevice())
+        parameter_map = ParameterMap(self.model, self.units)
         self.states = {
             (unit.index, slot.index): ParameterState()
             for unit in self.units
             for slot in unit.layout.slots
             if slot.spec.is_trainable
         }
+        self.stored = StoredWeights(self.records, self.weights, self.states, chunks, form, exchange)
+        self.pager = make_pager(self.units, source, capacity, prefetches=False)
         self.copies = self.pager.copies
-        exchange = WeightExchange(Division.among(Ranks()), Shares(), self.weights, ComputeDevice())
-        self.access = StateAccess(hooks, self.pager, self.records, self.weights, self.states, chunks, form, exchange)
-        self.handler = ParameterHandler(hooks, self.pager)
+        self.gathered = GatheredUnits(self.stored)
+        self.access = StateAccess(parameter_map, self.pager, self.records, self.states, self.stored, self.gathered)
+        _, self.handler = make_handler(parameter_map, self.pager)
         for unit in self.units:
             flat = self.pager.residency.pool.allocate(unit.num_bytes)
             assert flat is not None
             flat.tensor().fill_(77)
             self.pager.residency.place(unit, flat)
-            self.access.store(unit, [parameter.detach() for parameter in unit.parameters])
+            self.stored.store(unit, [parameter.detach() for parameter in unit.parameters])
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 hold(parameter, self.handler, slot.spec.dtype, torch.device("cpu"))
             self.pager.residency.evict(unit)
@@ -167,7 +170,7 @@ def test_what_was_stored_is_given_out_with_all_its_bits(bench: _Bench) -> None:
         assert stored.stride() == bench.place(name)[1].spec.stride
         assert torch.equal(stored, bench.cast(original) if name in ("frozen", "long") else original)
         assert stored.data_ptr() != bench.access.stored(bench.model.get_parameter(name)).data_ptr()
-    assert bench.access.has_main_weights == (bench.form is not _FP32) and bench.access.has_halves == (
+    assert bench.access.has_main_weights == (bench.form is not _FP32) and bench.stored.has_halves == (
         bench.form is _HALVES
     )
 
@@ -182,29 +185,27 @@ def test_padding_is_zero_and_a_unit_needs_memory_to_be_stored(bench: _Bench) -> 
     assert not rest.any()
     outside = Unit(0, "outside", [], unit.layout)
     with pytest.raises(RuntimeError, match="unit outside has no flat buffer"):
-        bench.access.store(outside, [])
+        bench.stored.store(outside, [])
     with pytest.raises(RuntimeError, match="unit outside is not resident"):
-        bench.access.store_modified(outside, [])
+        bench.stored.store_modified(outside, [])
 
 
 @pytest.mark.deep(but=4)
 def test_a_state_is_given_out_as_it_was_loaded(bench: _Bench) -> None:
     wide, bias, access = bench.model.wide, bench.model.bias, bench.access
-    assert access.state(wide) == {} and not access.has_state(wide) and access.state_names(wide) is None
+    assert access.state(wide) == {} and not access.has_state(wide)
     given = _state(bench, "wide")
     access.load_state(wide, given)
     given["step"].fill_(0)  # the engine has its own
     found = access.state(wide)
-    assert (
-        list(found) == ["step", *_NAMES] and found["step"] == 5 and list(access.state_names(wide) or ()) == list(_NAMES)
-    )
+    assert list(found) == ["step", *_NAMES] and found["step"] == 5
     assert torch.equal(found["exp_avg"], given["exp_avg"]) and torch.equal(found["exp_avg_sq"], given["exp_avg_sq"])
     assert found["exp_avg"].stride() == wide.stride() and bench.states[0, 0].num_updates == 5
     found["step"].fill_(9)
     assert access.state(wide)["step"] == 5
     assert access.has_state(wide) and not access.has_state(bias) and access.state(bias) == {}
     access.load_state(bias, {"exp_avg": torch.ones(70), "step": 2})
-    assert list(access.state_names(bias) or ()) == ["exp_avg"] and list(access.state(bias)) == ["step", "exp_avg"]
+    assert list(access.state(bias)) == ["step", "exp_avg"]
     assert torch.equal(access.state(wide)["exp_avg"], given["exp_avg"])
     access.load_state(wide, {})
     assert access.state(wide) == {} and not access.has_state(wide)
@@ -214,7 +215,7 @@ def test_a_state_is_given_out_as_it_was_loaded(bench: _Bench) -> None:
 def test_there_is_no_place_for_the_state_of_what_was_frozen(bench: _Bench) -> None:
     frozen, access = bench.model.frozen, bench.access
     assert access.has_place(bench.model.wide) and not access.has_place(frozen)
-    assert access.state(frozen) == {} and not access.has_state(frozen) and access.state_names(frozen) is None
+    assert access.state(frozen) == {} and not access.has_state(frozen)
     access.load_state(frozen, {})
     with pytest.raises(ValueError, match="'frozen' was frozen"):
         access.load_state(frozen, {"exp_avg": torch.ones(5, 5)})
@@ -299,9 +300,9 @@ def test_only_elements_that_were_changed_lose_their_low_bits(bench: _Bench) -> N
         before = unit.trainable_view(unit.flat.tensor()).clone()
         expected = bench.change("wide")
         version = unit.version
-        bench.access.store_modified(unit, [slot], before, is_outdating=False)
+        bench.stored.store_modified(unit, [slot], before, is_outdating=False)
         assert unit.version == version
-        bench.access.store_modified(unit, [slot], unit.trainable_view(unit.flat.tensor()).clone())
+        bench.stored.store_modified(unit, [slot], unit.trainable_view(unit.flat.tensor()).clone())
         assert unit.version == version + 1
     # Where the model weight is rounded by itself and no low bits are kept of it, its cast is what counts.
     bench.check(wide=expected)
@@ -316,11 +317,11 @@ def test_what_is_gathered_and_written_to_is_stored_and_nothing_else(bench: _Benc
     expected, frozen = bench.change("wide"), bench.change("frozen")
     unit.weight(bench.place("bias")[1])[0] += 0  # nothing
     version = unit.version
-    access.scatter(gathered)
+    bench.gathered.scatter(gathered)
     assert unit.version == version + 1 and not unit.is_bound and not unit.num_active and not unit.gathered
     bench.check(wide=expected, frozen=frozen)
     version = unit.version
-    access.scatter(access.gather([model.wide], compares=True))
+    bench.gathered.scatter(access.gather([model.wide], compares=True))
     assert unit.version == version
 
 
@@ -332,10 +333,10 @@ def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Benc
     inner = access.gather([bench.model.wide], compares=True)
     assert torch.equal(bench.main("wide"), expected)  # stored before the inner one began
     unit.weight(bench.place("bias")[1])[:] = 2
-    access.scatter(inner)
+    bench.gathered.scatter(inner)
     assert unit.is_bound and unit.num_active == 1
     version = unit.version
-    access.scatter(outer)
+    bench.gathered.scatter(outer)
     assert unit.version == version  # there was nothing left to store
     bench.check(wide=expected, bias=torch.full((70,), 2.0))
 
@@ -343,15 +344,15 @@ def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Benc
 @pytest.mark.deep(but=4)
 def test_before_an_update_what_was_written_is_stored_and_after_it_that_is_what_counts(bench: _Bench) -> None:
     access, unit = bench.access, bench.units[0]
-    access.store_gathered(unit)  # nobody holds it
+    bench.gathered.store_gathered(unit)  # nobody holds it
     gathered = access.gather([bench.model.wide], compares=True)
     expected = bench.change("wide")
-    access.store_gathered(unit)
+    bench.gathered.store_gathered(unit)
     assert torch.equal(bench.main("wide"), expected)
     access.load_main_weight(bench.model.bias, torch.full((70,), 4.0))  # as an update would
-    access.note_updated(unit)
+    bench.gathered.note_updated(unit)
     version = unit.version
-    access.scatter(gathered)
+    bench.gathered.scatter(gathered)
     assert unit.version == version
     bench.check(wide=expected, bias=torch.full((70,), 4.0))
 
@@ -360,7 +361,7 @@ def test_writes_that_torch_counts_are_accepted_with_the_rest(bench: _Bench) -> N
     gathered = bench.access.gather([bench.model.bias])
     with torch.no_grad():
         bench.model.bias.fill_(3)
-    bench.access.scatter(gathered)
+    bench.gathered.scatter(gathered)
     assert not bench.units[0].dirty
     bench.check(bias=torch.full((70,), 3.0))
 
@@ -371,7 +372,7 @@ def test_a_unit_that_stays_in_memory_is_changed_there_beside_those_on_a_drive(
     bench = _Bench(form, swapper, num_resident=1)
     gathered = bench.access.gather([bench.model.wide, bench.model.other], compares=True)
     expected = {name: bench.change(name) for name in ("wide", "other")}
-    bench.access.scatter(gathered)
+    bench.gathered.scatter(gathered)
     bench.check(**expected)
     new = torch.full((70,), 1 / 3)
     bench.access.load_main_weight(bench.model.bias, new)
@@ -384,10 +385,10 @@ def test_what_was_written_and_is_as_before_is_no_change_afterwards(bench: _Bench
         bench.model.bias.add_(0)
     bench.units[0].note_changes()
     assert bench.units[0].dirty
-    bench.access.note_updated(bench.units[0])
+    bench.gathered.note_updated(bench.units[0])
     assert not bench.units[0].dirty
     bench.units[0].note_written([1])
-    bench.access.scatter(gathered)
+    bench.gathered.scatter(gathered)
     assert not bench.units[0].dirty
 
 
@@ -420,7 +421,7 @@ def test_a_changed_weight_is_stored_without_what_lies_around_it(form: ChunkForma
     unit, slot = bench.place(name)
     before = _written(swapper)
     with bench.pager.opened(unit):
-        bench.access.store_modified(unit, [slot])
+        bench.stored.store_modified(unit, [slot])
     written = _written(swapper) - before
     touched = [
         c for c in unit.layout.chunks(CHUNK_GRANULE) if any(piece.slot.index == slot.index for piece in c.pieces)
@@ -434,8 +435,8 @@ def test_a_changed_weight_is_stored_without_what_lies_around_it(form: ChunkForma
 
 def test_weights_are_copied_where_they_rest_nowhere_else_and_a_half_of_them_is_a_main_weight(bench: _Bench) -> None:
     (gathered,) = bench.access.gather([bench.model.wide])
-    assert (gathered.kept is not None) == (bench.access.has_halves and bench.weights is None)
-    bench.access.scatter([gathered])
+    assert (gathered.kept is not None) == (bench.stored.has_halves and bench.weights is None)
+    bench.gathered.scatter([gathered])
 
 
 def test_elements_that_follow_are_not_stored_twice(form: ChunkFormat, swapper: Swapper) -> None:
@@ -456,14 +457,14 @@ def test_units_that_do_not_fit_together_are_not_gathered(form: ChunkFormat, swap
 
 
 def test_a_gathering_that_fails_lets_go_of_what_it_had(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = bench.access._kept
+    kept = bench.gathered._kept
 
     def fail(unit: Unit) -> torch.Tensor | None:
         if unit.index == 1:
             raise OSError("gone")
         return kept(unit)
 
-    monkeypatch.setattr(bench.access, "_kept", fail)
+    monkeypatch.setattr(bench.gathered, "_kept", fail)
     with pytest.raises(OSError, match="gone"):
         bench.access.gather([bench.model.wide, bench.model.other])
     assert not any(unit.num_active or (unit.is_bound and not unit.stays_resident) for unit in bench.units[:1])

@@ -59,6 +59,10 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "torch.tensor(of_ranks, dtype=torch.int32, device='cpu').view(torch.float32).tolist()": _HOST,
     },
     "gradients/collector.py": {"bool(self._fired)": _NO_TENSOR},
+    "gradients/held_gradients.py": {
+        "bool(num_owners(storage) > 2 or not storage.resizable())": _NO_TENSOR,
+        "bool(tensor.requires_grad or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1)": _NO_TENSOR,
+    },
     "gradients/loss_scaler.py": {
         "float(state['scale'])": "of a checkpoint",
         "int(state['patience'])": "of a checkpoint",
@@ -69,13 +73,9 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "gradient_norm(buffer.view(slot)).detach().cpu()": _HOST,
         "int(norm.view(torch.int32))": _HOST,
     },
-    "gradients/part_norms.py": {"float(each.norm)": "once a step, where processes have different parts of the model"},
+    "gradients/norms.py": {"float(each.norm)": "once a step, where processes have different parts of the model"},
     "gradients/sources.py": {
         "self._device.synchronize(fence)": _BACKGROUND,
-    },
-    "loop/grad_access.py": {
-        "bool(num_owners(storage) > 2 or not storage.resizable())": _NO_TENSOR,
-        "bool(tensor.requires_grad or sys.getrefcount(tensor) > 3 or tensor._use_count() > 1)": _NO_TENSOR,
     },
     "loop/loader.py": {
         "int(state['num_given'])": "of a checkpoint",
@@ -83,7 +83,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(state['num_samples'])": "of a checkpoint",
         "int(getattr(self.sampler, 'num_replicas', 1))": _NO_TENSOR,
     },
-    "loop/style.py": {"float(self._num_micro_batches() if self.divides else 1)": _NO_TENSOR},
+    "loop/style.py": {"float(self._counts.num_micro_batches if self.divides else 1)": _NO_TENSOR},
     "optim/fused_adam.py": {
         "float(scale)": f"on the CPU, {_BACKGROUND}",
         "float(count)": _NO_TENSOR,
@@ -102,12 +102,12 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "values.detach().resolve_conj().resolve_neg().cpu()": _ASSIGNED,
     },
     "paging/compiled_forwards.py": {"bool(spanned)": _NO_TENSOR},
-    "paging/pager.py": {"int(is_inside)": _NO_TENSOR},
-    "paging/parameter_handler.py": {
+    "loop/pager.py": {"int(is_inside)": _NO_TENSOR},
+    "loop/parameter_handler.py": {
         "int(view.storage_offset())": _NO_TENSOR,
         "int(values.storage_offset())": _NO_TENSOR,
     },
-    "paging/parameter_operations.py": {"int(value.storage_offset())": _NO_TENSOR},
+    "loop/parameter_operations.py": {"int(value.storage_offset())": _NO_TENSOR},
     "paging/saved_tensors.py": {
         "int(self.offset)": _NO_TENSOR,
         "bool(pack == self._pack or (isinstance(pack, functools.partial) and "
@@ -130,6 +130,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         ),
         "self._device.synchronize(self._device.download(target, source, self._device.mark()))": "likewise",
     },
+    "units/adapters.py": {"bool(getattr(model, '_hf_peft_config_loaded', False))": _NO_TENSOR},
     "units/originals.py": {"value.cpu()": "in `initialize`", "bool(value.sum().isnan())": "in `initialize`"},
     "units/parameter.py": {
         "bool(kwargs.pop('materialize_grads', False))": _NO_TENSOR,

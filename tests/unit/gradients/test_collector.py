@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,9 +40,17 @@ class _Bench:
         self.deliveries: list[tuple[int, dict[int, torch.Tensor], bool]] = []
         self._in_backward = False
         self.num_noticed = 0
+        live: Any = SimpleNamespace(add_with_graph=lambda *_: None)
         self.collector = GradientCollector(
-            self.units, owners, deliver=self._deliver, keep=self._deliver, notice=self._notice, step=lambda: 7
+            self.units,
+            owners,
+            deliver=self._deliver,
+            keep=self._deliver,
+            notice=self._notice,
+            step=lambda: 7,
+            live=live,
         )
+        self.collector.watch([])
         for index, module in enumerate(modules):
             for child in module.modules():
                 child.register_forward_pre_hook(self._note(index))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from infinity.errors import AccessError, StepError
-from infinity.gradients.listener import GradientListener
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
@@ -22,11 +21,13 @@ from infinity.units.unit import Unit, spec_of
 _INPUT = torch.tensor([1.0, -2.0, 3.0])
 
 
-class _Listener(GradientListener):
+class _Live:
+    """The user holds no gradients."""
+
     def __init__(self) -> None:
         self.noted: list[int] = []
 
-    def note_delivery(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
+    def add(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         self.noted.append(unit.index)
 
 
@@ -70,19 +71,29 @@ class _Stepper:
         self.divisors.append(divisor)
 
 
-class _Pager:
+class _Residency:
+    """Notes how backwards begin and end."""
+
     def __init__(self) -> None:
-        self.lock = EngineLock()
         self.computed: list[str] = []
-        self.clock = SimpleNamespace(begin_compute=self.computed.append)
         self.ended: list[tuple[bool, bool]] = []
+        """Of each: whether it was complete, and whether the next units are fetched."""
         self.num_noticed = 0
+        self.clock = SimpleNamespace(
+            begin_compute=self.computed.append, end_compute=lambda: self.ended.append((False, False))
+        )
+        self.training_trace = SimpleNamespace(begin_backward=self._begin, commit=lambda: self._end(fetches=False))
 
-    def end_backward(self, *, is_complete: bool, fetches: bool) -> None:
-        self.ended.append((is_complete, fetches))
-
-    def note_backward(self) -> None:
+    def _begin(self) -> None:
         self.num_noticed += 1
+
+    def _end(self, *, fetches: bool) -> None:
+        self.ended[-1] = (True, fetches)
+
+    def close_unused(self) -> None: ...
+
+    def pump(self) -> None:
+        self._end(fetches=True)
 
 
 class _Bench:
@@ -96,26 +107,31 @@ class _Bench:
             specs = [spec_of(f"{index}.{fqn}", parameter, torch.float32) for fqn, parameter in named.items()]
             self.units.append(Unit(index, f"unit {index}", list(named.values()), UnitLayout(specs)))
         self.stepper: Any = _Stepper(self.units)
-        self.pager: Any = _Pager()
-        self.guard = PhaseGuard(self.stepper, lambda: 7)
-        self.style = LoopStyle(lambda: num_micro_batches)
-        self.listener = _Listener()
+        self.residency: Any = _Residency()
+        self.counts: Any = SimpleNamespace(
+            global_steps=7,
+            num_micro_batches=num_micro_batches,
+            is_boundary=lambda: self.is_boundary,
+            is_in_no_sync=False,
+        )
+        self.guard = PhaseGuard(self.stepper, self.counts)
+        self.style = LoopStyle(self.counts)
+        self.live: Any = _Live()
         self.is_boundary = True
-        hooks: Any = SimpleNamespace(
-            units=self.units,
-            num_owners=lambda: {(index, slot): 1 for index in (0, 1) for slot in (0, 1)},
-            handles_of_others=[],
+        parameter_map: Any = SimpleNamespace(
+            units=self.units, num_owners=lambda: {(index, slot): 1 for index in (0, 1) for slot in (0, 1)}
         )
         self.backwards = Backwards(
-            hooks,
-            self.pager,
+            parameter_map,
+            self.residency,
+            EngineLock(),
             self.stepper,
             self.guard,
-            style=self.style,
-            is_boundary=lambda: self.is_boundary,
-            step=lambda: 7,
-            listener=lambda: self.listener,
+            self.live,
+            self.style,
+            self.counts,
         )
+        self.backwards.collector.watch([])
 
     def loss(self, num_calls: int = 1) -> torch.Tensor:
         """Of units that are said to be called so often: with more than one call, they are complete at the end."""
@@ -125,7 +141,7 @@ class _Bench:
 
     def run(self, *, retain_graph: bool = False) -> None:
         self.stepper.deliveries.clear()
-        self.pager.ended.clear()
+        self.residency.ended.clear()
         self.stepper.finished.clear()
         self.backwards.run(self.loss(), retain_graph=retain_graph)
 
@@ -157,10 +173,10 @@ def test_a_backward_delivers_each_gradient_once_and_takes_it_from_autograd() -> 
     bench = _Bench()
     bench.run()
     bench.check_delivered()
-    assert sorted(bench.listener.noted) == [0, 1] and bench.pager.num_noticed == 1
+    assert sorted(bench.live.noted) == [0, 1] and bench.residency.num_noticed == 1
     assert all(plain_grad(p) is None for unit in bench.units for p in unit.parameters)
     assert bench.guard.phase is Phase.READY and bench.guard.has_backward
-    assert bench.pager.computed == ["backward"] and not LoopStyle.callers
+    assert set(bench.residency.computed) == {"backward"} and not LoopStyle.callers
 
 
 def test_updates_wait_for_the_end_until_it_is_known_what_to_expect() -> None:
@@ -171,7 +187,7 @@ def test_updates_wait_for_the_end_until_it_is_known_what_to_expect() -> None:
     assert {word for _, word in bench.words} == {False} and bench.stepper.finished == [True]
     bench.run()
     assert bench.words == [(1, True), (0, True)] and bench.stepper.finished == [True]
-    assert bench.stepper.divisors == [1, 1] and bench.pager.ended == [(True, True)]
+    assert bench.stepper.divisors == [1, 1] and bench.residency.ended == [(True, True)]
 
 
 @pytest.mark.parametrize("reason", ["rules", "style", "boundary", "hook", "retained"])
@@ -190,7 +206,7 @@ def test_nothing_is_updated_in_backward_where_more_may_come_or_somebody_looks(re
     assert {word for _, word in bench.words} == {False} and bench.stepper.finished == [False]
     assert not bench.stepper.divisors
     # A step follows that changes all weights, unless this was not the last micro-batch.
-    assert bench.pager.ended == [(True, reason == "boundary")]
+    assert bench.residency.ended == [(True, reason == "boundary")]
 
 
 def test_a_unit_that_waits_for_a_gradient_of_an_earlier_micro_batch_is_updated_at_the_end() -> None:
@@ -232,7 +248,7 @@ def test_a_backward_that_is_cut_off_leaves_nothing_but_the_phase() -> None:
     with pytest.raises(KeyError, match="mine"):
         bench.run()
     assert bench.guard.phase is Phase.BROKEN and not bench.stepper.finished
-    assert bench.pager.ended == [(False, False)]
+    assert bench.residency.ended == [(False, False)]
     assert all(plain_grad(p) is None for unit in bench.units for p in unit.parameters)
     assert not bench.backwards.collector.has_fired
 
@@ -241,15 +257,15 @@ def test_a_backward_of_the_users_own_is_taken_in_when_somebody_asks() -> None:
     bench = _Bench()
     bench.show_single_backward()
     bench.stepper.deliveries.clear()
-    bench.pager.ended.clear()
+    bench.residency.ended.clear()
     bench.guard.end_micro_batch()
     bench.loss().backward()
     bench.backwards.collect()
     bench.check_delivered()
     assert {word for _, word in bench.words} == {False}
-    assert bench.pager.ended == [(True, False)] and bench.guard.has_backward and bench.guard.phase is Phase.READY
+    assert bench.residency.ended == [(True, False)] and bench.guard.has_backward and bench.guard.phase is Phase.READY
     bench.backwards.collect()
-    assert len(bench.pager.ended) == 1
+    assert len(bench.residency.ended) == 1
 
 
 def test_gradients_of_the_users_own_backward_become_parts_beside_parts() -> None:
@@ -267,12 +283,8 @@ def test_gradients_of_the_users_own_backward_become_parts_beside_parts() -> None
 def test_an_error_at_the_end_of_the_users_backward_is_raised_by_the_next_call_once() -> None:
     bench = _Bench()
     bench.stepper.refuses = True
-    bench.backwards.end_own_of_user()
-    bench.backwards.raise_deferred()
-    assert not bench.pager.ended
     bench.loss(num_calls=2).backward()
-    bench.backwards.end_own_of_user()
-    assert bench.guard.phase is Phase.BROKEN and bench.pager.ended == [(False, False)]
+    assert bench.guard.phase is Phase.BROKEN and bench.residency.ended == [(False, False)]
     with pytest.raises(OSError, match="no room"):
         bench.backwards.raise_deferred()
     bench.backwards.raise_deferred()
@@ -280,14 +292,12 @@ def test_an_error_at_the_end_of_the_users_backward_is_raised_by_the_next_call_on
 
 def test_only_between_calls_the_users_gradients_are_taken_in() -> None:
     bench = _Bench()
-    bench.loss(num_calls=2).backward()
     bench.guard.move_to(Phase.STEPPING)
-    bench.backwards.end_own_of_user()
+    bench.loss(num_calls=2).backward()
     bench.backwards.collect()
-    assert not bench.pager.ended and not bench.stepper.deliveries
+    assert not bench.residency.ended and not bench.stepper.deliveries
     bench.guard.move_to(Phase.READY)
-    bench.backwards.end_own_of_user()
-    bench.backwards.raise_deferred()
+    bench.backwards.collect()
     bench.check_delivered()
 
 
@@ -339,7 +349,8 @@ def test_a_look_before_the_step_puts_updates_after_it(has_any: bool) -> None:
 
 def test_a_look_before_the_step_may_come_after_other_micro_batches() -> None:
     """Of several, the first does not show it: one who clips by himself looks at the end of a step alone."""
-    style = LoopStyle(lambda: 2)
+    counts: Any = SimpleNamespace(num_micro_batches=2)
+    style = LoopStyle(counts)
     for is_boundary in (False, True):
         style.begin_backward(divides=True)
         style.note_backward()
@@ -364,7 +375,7 @@ def test_who_looks_inside_backward_gets_what_has_come_so_far() -> None:
     bench.run()
     assert found == [(1, False)] and bench.words == [(1, False), (0, True), (1, True)]
     bench.check_delivered()
-    assert bench.listener.noted[-3:] == [1, 0, 1]
+    assert bench.live.noted[-3:] == [1, 0, 1]
 
 
 def test_where_gradients_are_handed_out_nobody_may_look_inside_backward() -> None:
@@ -377,6 +388,7 @@ def test_where_gradients_are_handed_out_nobody_may_look_inside_backward() -> Non
         errors.append(caught.value)
 
     bench.backwards.collector.begin_handing_out()
+    bench.guard.move_to(Phase.BACKWARD)
     bench.layers[0].weight.register_hook(look)
     bench.loss().backward()
     assert len(errors) == 1 and not bench.stepper.deliveries
@@ -418,6 +430,7 @@ def test_what_ends_a_step_ends_it_for_the_divisor() -> None:
 def test_gradients_are_dropped_but_for_those_kept_and_so_are_the_backwards_of_the_step() -> None:
     bench = _Bench()
     bench.style.note_backward()
+    bench.guard.move_to(Phase.BACKWARD)  # so that its end is not the user's to notice
     bench.loss(num_calls=2).backward()
     bench.backwards.drop(kept={(1, 0)})
     bench.style.note_backward()  # the first again
@@ -435,5 +448,6 @@ def test_a_backward_after_the_one_that_updated_cannot_add_to_what_is_used_up(num
     bench.stepper.used_up.add((1, 0))
     with pytest.raises(StepError, match=r"'1\.weight'.*'unit 1' began in step 7"):
         bench.loss(num_calls).backward()
-        bench.backwards.collect()
+        bench.backwards.raise_deferred()
+    bench.backwards.close()
     assert all(unit != 1 for unit, _ in bench.words)

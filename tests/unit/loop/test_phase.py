@@ -40,7 +40,8 @@ def stepper() -> Any:
 
 @pytest.fixture
 def guard(stepper: Any) -> PhaseGuard:
-    return PhaseGuard(stepper, lambda: 7)
+    counts: Any = SimpleNamespace(global_steps=7)
+    return PhaseGuard(stepper, counts)
 
 
 @pytest.mark.parametrize(("start", "to"), list(itertools.product(Phase, Phase)))

@@ -218,7 +218,7 @@ def test_simulated_fetches_are_those_of_the_pager(scan: tuple[list[int], list[in
             pager.touch(units[unit])
             note(cycle * len(order) + place)
         pager.end_forward()
-        pager.end_backward(is_complete=True, fetches=True)
+        pager.backwards.end(is_complete=True, fetches=True)
         note((cycle + 1) * len(order))  # already for the cycle to come
     pager.residency.close()
     simulated = simulate(order, [u.num_bytes for u in units], room * 4096, prefetches=prefetches, num_cycles=3).fetches

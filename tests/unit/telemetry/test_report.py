@@ -93,6 +93,9 @@ def test_bound_by(changes: dict[str, float], expected: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- the clock
 
 
+_PREDICTION = (1, 2, 0.5)
+
+
 class _Stamps:
     """A device that runs behind the host: it tells when a point was passed only as far as it has come."""
 
@@ -228,7 +231,6 @@ class _Engine:
             self.clock,
             lambda: self.counted,
             lambda: self.optimizer_seconds,
-            lambda: (1, 2, 0.5),
             self._take,
             lambda: (5, 7, None, 3),
             num_processes=2,
@@ -249,11 +251,11 @@ def test_a_report_is_the_difference_of_two_moments() -> None:
     engine.optimizer_seconds = 0.5
     engine.copies = [(Copy("upload", 8, 0, 0), 100.0, 101.0), (Copy("download", 8, 0, 0), 100.5, 101.5)]
     engine.clock.compute_seconds = 0.125
-    first = reporter.end_step(1, None)
+    first = reporter.end_step(1, None, prediction=_PREDICTION)
     assert (first.read_bytes, first.write_bytes) == (50, 10)
     assert (first.read_busy_seconds, first.write_busy_seconds, first.drive_busy_seconds) == (0.25, 0.5, 0.75)
     assert (first.optimizer_seconds, first.copy_busy_seconds, first.compute_busy_seconds) == (0.5, 1.5, 0.125)
-    second = reporter.end_step(2, None)
+    second = reporter.end_step(2, None, prediction=_PREDICTION)
     assert (second.read_bytes, second.drive_busy_seconds, second.copy_busy_seconds) == (0, 0, 0)
     assert (second.optimizer_seconds, second.compute_busy_seconds) == (0, 0)
 
@@ -268,18 +270,18 @@ def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phas
     seconds = dict(engine.clock.phase_seconds)
     for _ in range(2):
         reporter.note_size(3, 12)
-    first = reporter.end_step(1, None, lr=(0.1, 0.2), loss_scale=8.0)
+    first = reporter.end_step(1, None, prediction=_PREDICTION, lr=(0.1, 0.2), loss_scale=8.0)
     assert (first.forward_seconds, first.backward_seconds, first.update_seconds) == tuple(seconds.values())
     assert first.compute_busy_seconds == pytest.approx(sum(seconds.values())) and min(seconds.values()) > 0
     assert (first.lr, first.loss_scale, first.num_samples, first.num_tokens) == ((0.1, 0.2), 8.0, 12, 48)
     assert (first.host_bytes, first.host_peak_bytes, first.device_peak_bytes) == (5, 7, None)
     assert first.buffers_peak_bytes == 3
     reporter.note_size(3, None)
-    second = reporter.end_step(2, None, num_samples=100)
+    second = reporter.end_step(2, None, prediction=_PREDICTION, num_samples=100)
     assert (second.num_samples, second.num_tokens, second.forward_seconds) == (6, None, 0), "those that were seen"
-    third = reporter.end_step(3, None, num_samples=100)
+    third = reporter.end_step(3, None, prediction=_PREDICTION, num_samples=100)
     assert (third.num_samples, third.num_tokens) == (100, None)
-    assert reporter.end_step(4, None).num_samples is None
+    assert reporter.end_step(4, None, prediction=_PREDICTION).num_samples is None
 
 
 def test_batches_of_an_order_that_was_given_up_do_not_count() -> None:
@@ -287,7 +289,7 @@ def test_batches_of_an_order_that_was_given_up_do_not_count() -> None:
     for _ in range(3):  # two of which the vertical schedule had begun with
         reporter.note_size(1, 4)
     reporter.note_loss(torch.tensor(1.0), 0)
-    assert reporter.end_step(1, None).num_tokens == 8, "on two processes"
+    assert reporter.end_step(1, None, prediction=_PREDICTION).num_tokens == 8, "on two processes"
 
 
 def test_the_breakdown_is_one_line_a_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -295,7 +297,7 @@ def test_the_breakdown_is_one_line_a_step(caplog: pytest.LogCaptureFixture) -> N
     reporter = Reporter(engine.sources, None, steps_per_print=2, prints_breakdown=True)
     reporter.begin()
     with caplog.at_level(logging.INFO, logger="infinity"):
-        reports = [reporter.end_step(step, None) for step in (1, 2)]
+        reports = [reporter.end_step(step, None, prediction=_PREDICTION) for step in (1, 2)]
     lines = [record.message for record in caplog.records]
     assert lines[0] == reports[0].describe()
     assert lines[1].startswith("step 2: loss None")

@@ -263,8 +263,8 @@ def test_a_write_outside_counts_where_weights_never_leave_memory(write: str) -> 
 
 
 @pytest.mark.parametrize("write", ["add_", "data", "row", "foreach"])
-def test_where_nothing_can_be_stored_a_write_is_refused_and_forgotten(held: Held, write: str) -> None:
-    held.writer.connect(None)
+def test_where_nothing_can_be_stored_a_write_is_refused_and_forgotten(write: str) -> None:
+    held = Held(_model(), stores_writes=False)
     with torch.no_grad(), pytest.raises(ModelError, match=_NAME):
         _WRITES[write](held.model.get_parameter(_NAME))
     _require_untouched(held)

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from infinity.distributed.collectives import Ranks
-from infinity.errors import AccessError, ModelError, OtherNumbersWarning
-from infinity.paging.assigned import Assigned, place_of
-from infinity.paging.module_hooks import ModuleHooks
-from infinity.paging.pager import Pager
-from infinity.paging.parameter_operations import ParameterOperations
+from infinity.errors import ModelError, OtherNumbersWarning
+from infinity.loop.grad_access import GradAccess
+from infinity.loop.module_hooks import ModuleHooks
+from infinity.loop.pager import Pager
+from infinity.loop.parameter_operations import ParameterOperations
+from infinity.paging.assigned import AssignedData
+from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.saved_tensors import keep_saved
 from infinity.threads.engine_lock import is_inside
 from infinity.torch_internals.names import in_backward, lazy_bits
@@ -28,26 +30,12 @@ from infinity.units.parameter import (
     detach_view,
     host_of,
     make_view,
-    plain_grad,
-    set_plain_grad,
 )
 from infinity.units.unit import Unit
 
 
-class GradientHost(Protocol):
-    """Whoever knows the gradients (``infinity.loop.grad_access``)."""
-
-    def get(self, parameter: nn.Parameter) -> torch.Tensor | None: ...
-
-    def set(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None: ...
-
-
 class Gatherer(Protocol):
     """Whoever gives full weights."""
-
-    @property
-    def owner(self) -> object:
-        """The engine."""
 
     @property
     def data_ranks(self) -> Ranks:
@@ -63,32 +51,29 @@ class ParameterHandler:
 
     def __init__(
         self,
+        parameter_map: ParameterMap,
         module_hooks: ModuleHooks,
         pager: Pager,
-        gradients: Callable[[], GradientHost | None] = lambda: None,
-        gatherer: Callable[[], Gatherer | None] = lambda: None,
+        gradients: GradAccess,
+        gatherer: Gatherer,
+        assigned: AssignedData,
     ) -> None:
         """
         Args:
-            module_hooks, pager: whom it works with.
-            gradients: gives who answers for gradients; None: they are autograd's.
-            gatherer: gives who gathers full weights, if anybody does.
+            parameter_map, module_hooks, pager: whom it works with.
+            gradients: answers for gradients.
+            gatherer: gathers full weights.
+            assigned: knows what was assigned to ``.data``.
         """
+        self._parameter_map = parameter_map
         self._module_hooks = module_hooks
         self._pager = pager
         self._operations = ParameterOperations(pager)
         self._gradients = gradients
-        self._gatherer = gatherer
+        self.gatherer = gatherer
+        """Gathers full weights."""
         self._has_warned_of_strides = False
-        self._assigned: dict[str, Assigned] = {}
-        """What was assigned to ``.data``, by the parameter's FQN."""
-        self._assigned_at: dict[tuple[int, int], str] = {}
-        """`Assigned.place` of those -> FQN."""
-
-    @property
-    def gatherer(self) -> Gatherer | None:
-        """Who gathers full weights; None before there is an engine."""
-        return self._gatherer()
+        self._assigned = assigned
 
     def operate(
         self,
@@ -99,14 +84,14 @@ class ParameterHandler:
     ) -> Any:
         mine = [tensor for tensor in tensors if host_of(tensor) is self]
         if not self._pager.is_inside_modules:
-            unit, _ = self._module_hooks.locate_any(mine[0])
-            is_called = self._module_hooks.hook_inside(unit, self._pager)
+            unit, _ = self._parameter_map.locate_any(mine[0])
+            is_called = self._module_hooks.hook_inside(unit)
             if is_called and not in_backward() and torch.is_grad_enabled():
-                self._pager.note_parts(unit, by_script=True)
-        return self._operations.run(function, args, kwargs, mine, self._module_hooks.locate_any, self._outlasting)
+                self._pager.backwards.collector.note_parts(unit, by_script=True)
+        return self._operations.run(function, args, kwargs, mine, self._parameter_map.locate_any, self._outlasting)
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        unit, slot = self._module_hooks.locate(parameter)
+        unit, slot = self._parameter_map.locate(parameter)
         view = unit.hand_out(slot)
         if not unit.is_bound or not is_inside():
             return make_view(view, self._whole(unit, slot))
@@ -127,11 +112,11 @@ class ParameterHandler:
         return make_view(view, place)
 
     def set_data(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        unit, slot = self._module_hooks.locate(parameter)
+        unit, slot = self._parameter_map.locate(parameter)
         if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
             return
         _check_assigned(slot, parameter, values)
-        before = self._assigned.get(slot.spec.fqn)
+        before = self._assigned.of(slot.spec.fqn)
         is_plain = type(values) in (torch.Tensor, nn.Parameter) and values.layout is torch.strided
         is_plain &= host_of(values) is None and not values.is_inference()
         if before is not None and is_plain and before.shows_the_weight(values):
@@ -154,15 +139,9 @@ class ParameterHandler:
             if unit.num_tokens:
                 keep_saved(unit, slot, lambda: parameter.data.clone())
             parameter.data.copy_(values)
-        self._forget_assigned(slot.spec.fqn)
+        self._assigned.forget(slot.spec.fqn)
         if is_plain and values.numel():
-            assigned = self._assigned[slot.spec.fqn] = Assigned(values)
-            self._assigned_at[assigned.place] = slot.spec.fqn
-
-    def _forget_assigned(self, fqn: str) -> None:
-        known = self._assigned.pop(fqn, None)
-        if known is not None and self._assigned_at.get(known.place) == fqn:
-            del self._assigned_at[known.place]
+            self._assigned.add(slot.spec.fqn, values)
 
     def _check_shared(self, slot: Slot, values: torch.Tensor) -> None:
         """Raise if the parameter would have one memory with another one from now on.
@@ -173,8 +152,8 @@ class ParameterHandler:
         held, fqn = self._slot_behind(values), slot.spec.fqn
         if held is slot or values.layout is not torch.strided or not values.numel():
             return
-        other = self._assigned_at.get(place_of(values), fqn) if held is None else held.spec.fqn
-        if held is None and (other == fqn or self._assigned[other].is_gone):
+        other = self._assigned.owner_of(values) if held is None else held.spec.fqn
+        if other is None or (held is None and other == fqn):
             return
         raise ModelError(
             f"parameters '{fqn}' and '{other}' would have the same memory from now on, which an engine does not give them",
@@ -191,45 +170,25 @@ class ParameterHandler:
         unit = self._pager.residency.unit_behind(values) if values.layout is torch.strided and values.numel() else None
         return None if unit is None else unit.slot_at(int(values.storage_offset()) * values.itemsize)
 
-    def check_assigned(self) -> None:
-        """Raise if a tensor that was assigned to ``.data`` has been written to since: in torch the weight would have changed.
-
-        Raises:
-            AccessError: once for each such write.
-        """
-        for fqn, assigned in list(self._assigned.items()):
-            if assigned.is_gone:
-                self._forget_assigned(fqn)
-            elif assigned.is_written:
-                self._forget_assigned(fqn)
-                raise AccessError.of_data(fqn)
-
     def before_write(self, parameter: nn.Parameter) -> None:
-        self._pager.residency.remember(*self._module_hooks.locate(parameter))
+        self._pager.residency.remember(*self._parameter_map.locate(parameter))
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        unit, slot = self._module_hooks.locate(parameter)
+        unit, slot = self._parameter_map.locate(parameter)
         with self._pager.lock.held(f"a copy of '{slot.spec.fqn}'"):
             self._pager.begin_outside_read()
             return self._pager.copy_of(unit, slot)
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        gradients = self._gradients()
-        if gradients is None:
-            return plain_grad(parameter)
         with contextlib.nullcontext() if in_backward() else self._pager.lock.held("reading a gradient"):
-            return gradients.get(parameter)
+            return self._gradients.get(parameter)
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        gradients = self._gradients()
-        if gradients is None:
-            set_plain_grad(parameter, gradient)
-            return
         with contextlib.nullcontext() if in_backward() else self._pager.lock.held("setting a gradient"):
-            gradients.set(parameter, gradient)
+            self._gradients.set(parameter, gradient)
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
-        return self._module_hooks.locate(parameter)[1]
+        return self._parameter_map.locate(parameter)[1]
 
 
 def _lies_alike(values: torch.Tensor, slot: Slot) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from infinity.errors import AccessError
-from infinity.paging.pager import Pager
+from infinity.loop.pager import Pager
 from infinity.paging.saved_tensors import are_forbidden
 from infinity.threads.engine_lock import is_inside
 from infinity.torch_internals.modes import has_memory, outside_modes
@@ -79,9 +79,9 @@ class ParameterOperations:
         if function in REBINDING:
             raise AccessError.of_parameter(fqn, operation=name)
         if in_backward():
-            pager.note_backward()
+            pager.backwards.note()
             for unit in units:
-                pager.note_parts(unit, by_script=False)
+                pager.backwards.collector.note_parts(unit, by_script=False)
         pager.lock.acquire(f"{name} of '{fqn}'")
         try:
             with contextlib.nullcontext() if is_inside() else pager.lock.joined():  # else autograd's thread
@@ -97,7 +97,7 @@ class ParameterOperations:
                     pager.residency.check_room(units)
                 if pager.is_training_forward:
                     for unit, slot in (places[id(tensor)] for tensor in tensors if not isinstance(tensor, PagedView)):
-                        pager.note_use(unit, [slot])
+                        pager.backwards.collector.note_call(unit, [slot])
                 try:
                     with pager.held(units), self._saving():
                         result = self._run(function, args, kwargs, tensors, places)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from infinity.distributed.meshes import Place, mesh_of
 from infinity.errors import RankError
-from infinity.gradients.part_norms import ParameterNorm, norm_of_model
+from infinity.gradients.norms import ParameterNorm, norm_of_model
 from tests.ranks import require_ranks
 
 

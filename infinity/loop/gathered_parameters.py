@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.paging.parameter_handler import Gatherer, ParameterHandler
+from infinity.loop.parameter_handler import Gatherer, ParameterHandler
 from infinity.units.parameter import host_of
 from infinity.units.tiles import TiledWeight
 
@@ -58,10 +58,9 @@ class GatheredParameters:
             host = host_of(parameter)
             if host is None:
                 continue
-            gatherer = host.gatherer if isinstance(host, ParameterHandler) else None
-            if gatherer is None:
+            if not isinstance(host, ParameterHandler):
                 raise ModelError("the engine that holds these parameters is not ready")
-            by_host.setdefault(id(host), (gatherer, []))[1].append(parameter)
+            by_host.setdefault(id(host), (host.gatherer, []))[1].append(parameter)
         try:
             for gatherer, parameters in by_host.values():
                 compares = self._modifier_rank is not None

@@ -1,4 +1,4 @@
-"""The engine's hold on a model: which parameter lies where, and the hooks in its modules.
+"""The engine's hold on a model: the hooks in its modules.
 
 Knows modules, units and parameters; must not know optimizers or files.
 """
@@ -6,27 +6,25 @@ Knows modules, units and parameters; must not know optimizers or files.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import EngineBusyError, ModelError
+from infinity.loop.load_hooks import LoadHooks, OpenLoads
+from infinity.loop.pager import Pager
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
+from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.engine_lock import refuse_in_between
+from infinity.threads.frames import callers
 from infinity.torch_internals.modes import outside_modes, untraced
 from infinity.torch_internals.names import is_tracing
 from infinity.units.layout import Slot
-from infinity.units.parameter import PagedView
 from infinity.units.unit import Unit
-
-if TYPE_CHECKING:
-    from infinity.paging.pager import Pager
 
 
 @dataclass(eq=False)
@@ -39,25 +37,28 @@ class _HooksOfModule:
     _looked_at: list[Unit]
     """The module looks at their parameters before it calls others, when it evaluates."""
     _keep_alive: object
-    _abandon: Callable[[], None] | None
-    """For the model itself: forget the calls that were cut off."""
+    _of_model: ModuleHooks | None
+    """For the model itself: all hooks."""
     _is_inside: bool
     """Of a block."""
     _entered: dict[int, list[int | None]] = field(default_factory=dict)
     """Thread -> how many units each running call of the module holds (a module may call itself); None if it was refused."""
 
     def before(self, module: nn.Module, args: Any) -> None:
-        if self._abandon is not None:
-            self._before_root(module, self._abandon)
+        of_model = self._of_model
+        if of_model is not None:
+            self._before_root(module, of_model)
         if self._is_inside and not self._pager.is_computing and torch.is_grad_enabled():
             for unit in self._units:
-                self._pager.note_parts(unit, by_script=True)
-        self._pager.begin_forward(is_root=self._abandon is not None)
+                self._pager.backwards.collector.note_parts(unit, by_script=True)
+        is_outermost = self._pager.begin_forward(is_root=of_model is not None)
         entered = self._entered.setdefault(get_ident(), [])
         entered.append(0)
+        if of_model is not None and is_outermost:
+            of_model.follow_compilation()
         if self._pager.is_training_forward:
             for unit, slots in self._owned:
-                self._pager.note_use(unit, slots)
+                self._pager.backwards.collector.note_call(unit, slots)
         for number, unit in enumerate(self._units, start=1):
             self._pager.enter(unit)
             entered[-1] = number
@@ -66,7 +67,7 @@ class _HooksOfModule:
             with self._pager.held(self._looked_at):
                 pass
 
-    def _before_root(self, module: nn.Module, abandon: Callable[[], None]) -> None:
+    def _before_root(self, module: nn.Module, of_model: ModuleHooks) -> None:
         if is_tracing():
             raise ModelError(
                 "torch.jit.trace makes constants of the weights, and they do not stay where they are",
@@ -79,7 +80,7 @@ class _HooksOfModule:
                 self._entered.setdefault(get_ident(), []).append(None)  # it will end all the same
                 raise
             if not _is_called_by_itself(module):
-                abandon()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
+                of_model.abandon_calls()  # torch runs no hooks after a KeyboardInterrupt, so the last call seems to go on
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._entered:
@@ -105,14 +106,6 @@ class _HooksOfModule:
 
 
 _CALL = nn.Module._call_impl.__code__
-
-
-def callers() -> Iterator[FrameType]:
-    """The frames of the calling thread, from the one that asks outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_called_by_itself(module: nn.Module) -> bool:
@@ -154,24 +147,29 @@ class _BoundHook:
 
 
 class ModuleHooks:
-    """Where each parameter of a model lies, and the hooks that tell the pager what is needed. Answers for the parameters."""
+    """The hooks that tell the pager what is needed."""
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Sequence[Unit],
+        parameter_map: ParameterMap,
+        pager: Pager,
+        loads: OpenLoads,
         blocks: Sequence[str] = (),
         recomputed: type[InPlaceOfMethod] | None = None,
     ) -> None:
         """
         Args:
+            pager: is told of forwards.
+            loads: get the calls of ``load_state_dict`` that have begun.
             blocks: FQNs of the modules that were made units of their own.
-            recomputed: a class for their forwards, called with module, forward, pager and the units that it enters; None
+            recomputed: a class for their forwards, called with module, forward, `Pager.inside_module` and its units; None
                 leaves them as they are.
         """
         self._recomputed: Any = recomputed
-        self.model = model
-        self.units = list(units)
+        self._map = parameter_map
+        self._pager = pager
+        self._loads = loads
+        self._model = model = parameter_map.model
         self._places_of_blocks = [
             (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
         ]
@@ -180,11 +178,6 @@ class ModuleHooks:
         self.covered: set[int] = set()
         """``id`` of the modules inside compiled ones, which have no hooks: see [Note: compiled modules] in
         ``infinity.paging.compiled_forwards``."""
-        self.places: dict[int, tuple[Unit, Slot]] = {
-            id(parameter): (unit, slot)
-            for unit in units
-            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-        }
         self._handles: list[Any] = []
         self._call_handles: list[Any] = []
         self._hook_calls: Callable[[], None] = lambda: None
@@ -193,62 +186,9 @@ class ModuleHooks:
         self._hooks: list[_HooksOfModule] = []
         self._inside_of: dict[int, list[nn.Module]] = {}
         """Unit index -> children of the modules that enter it, as long as they have no hooks: see `hook_inside`."""
-        self._open_loads: dict[_LoadHooks, None] = {}
-        """Those whose ``load_state_dict`` has begun and not ended."""
-
-    def locate(self, parameter: torch.Tensor) -> tuple[Unit, Slot]:
-        """The unit and slot of a parameter of the model.
-
-        Raises:
-            ModelError: it is not one of the model's.
-        """
-        place = self.places.get(id(parameter))
-        if place is None:
-            raise ModelError(
-                f"a tensor of shape {tuple(parameter.shape)} is no parameter of the engine's model. Pass one of "
-                "engine.module.parameters()"
-            )
-        return place
-
-    def locate_any(self, tensor: torch.Tensor) -> tuple[Unit, Slot]:
-        """The same for a parameter, or a view that stands for one or for a part of it."""
-        return (tensor.place.unit, tensor.place.slot) if isinstance(tensor, PagedView) else self.locate(tensor)
-
-    def holds(self, parameter: object) -> bool:
-        """Whether this is a parameter of the model."""
-        return id(parameter) in self.places
-
-    def parameters_now(self) -> dict[int, nn.Parameter]:
-        """The parameters that the model's modules have now, by ``id``, in the order of ``model.parameters()``."""
-        # As that does, but ten times as fast: it is asked for in every forward.
-        found: dict[int, nn.Parameter] = {}
-        seen: set[int] = set()
-        rest: list[nn.Module] = [self.model]
-        while rest:
-            module = rest.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found.setdefault(id(parameter), parameter)
-            for child in reversed(module._modules.values()):
-                if child is not None:
-                    rest.append(child)
-        return found
-
-    def num_owners(self) -> dict[tuple[int, int], int]:
-        """(unit index, slot index) -> how many modules have the parameter as their own."""
-        owners: dict[tuple[int, int], int] = {}
-        for module in self.model.modules():
-            for parameter in {id(p): p for p in module.parameters(recurse=False) if self.holds(p)}.values():
-                unit, slot = self.locate(parameter)
-                owners[unit.index, slot.index] = owners.get((unit.index, slot.index), 0) + 1
-        return owners
 
     def install(
         self,
-        pager: Pager,
         keep_alive: object,
         before_load: Callable[[list[nn.Parameter]], Any],
         after_load: Callable[[Any], None],
@@ -258,62 +198,62 @@ class ModuleHooks:
         A module that holds several enters none: it would keep them through its whole forward, and operations on its own
         parameters fault them in anyway. What is inside a block needs no hooks (see `hook_inside`).
         """
-        for module in self.model.modules():
-            held = [parameter for parameter in module.parameters(recurse=False) if self.holds(parameter)]
+        for module in self._model.modules():
+            held = [parameter for parameter in module.parameters(recurse=False) if self._map.holds(parameter)]
             if held:
-                load = _LoadHooks(held, before_load, after_load, pager.copies.forget_written, self._open_loads)
+                load = LoadHooks(held, before_load, after_load, self._pager.copies.forget_written, self._loads)
                 before = _BoundHook(load.before, comes_before=True)
                 self._handles.append(module.register_load_state_dict_pre_hook(before))
                 self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load.after)))
-        before = _BoundHook(lambda *_: pager.begin_state_dict(), comes_before=True)
-        self._handles.append(self.model.register_state_dict_pre_hook(before))
-        self._handles.append(self.model.register_state_dict_post_hook(_BoundHook(lambda *_: pager.end_state_dict())))
+        before = _BoundHook(lambda *_: self._pager.begin_state_dict(), comes_before=True)
+        self._handles.append(self._model.register_state_dict_pre_hook(before))
+        self._handles.append(
+            self._model.register_state_dict_post_hook(_BoundHook(lambda *_: self._pager.end_state_dict()))
+        )
         if self._places_of_blocks and self._places_of_blocks[0][0]:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
-        self._hook_calls = functools.partial(self._hook_each_call, pager, keep_alive)
+        self._hook_calls = functools.partial(self._hook_each_call, keep_alive)
         self._hook_calls()
 
-    def _hook_each_call(self, pager: Pager, keep_alive: object) -> None:
+    def _hook_each_call(self, keep_alive: object) -> None:
         self._forwards.convert(self._blocks_now())
         if self._recomputed is not None:
             for block in self._blocks_now().values():
                 if not isinstance(block.__dict__.get("forward"), self._recomputed):
-                    forward = self._recomputed(block, block.forward, pager, self._entered_by(block))
+                    forward = self._recomputed(block, block.forward, self._pager.inside_module, self._entered_by(block))
                     self._forwards.put(block, "forward", forward)
         self._compiled = self._compilation()
-        self.covered = inside_compiled(self.model)
+        self.covered = inside_compiled(self._model)
         self._inside_of.clear()
-        rest, seen = [self.model], set[int]()
+        rest, seen = [self._model], set[int]()
         while rest:
             module = rest.pop()
             units = self._units_in(module)
-            if id(module) in seen or id(module) in self.covered or (not units and module is not self.model):
+            if id(module) in seen or id(module) in self.covered or (not units and module is not self._model):
                 continue
             seen.add(id(module))
             children = [child for child in module.children() if id(child) not in seen]
-            is_root = module is self.model
+            is_root = module is self._model
             if len(units) == 1:
                 self._inside_of.setdefault(units[0].index, []).extend(children)
             else:
                 rest += children
             if not (is_root and self._hooks):  # the model itself may be in the midst of a call
-                self._hook(module, pager, keep_alive, is_root=is_root)
+                self._hook(module, keep_alive, is_root=is_root)
 
-    def _hook(
-        self, module: nn.Module, pager: Pager, keep_alive: object, *, is_root: bool, is_inside: bool = False
-    ) -> None:
+    def _hook(self, module: nn.Module, keep_alive: object, *, is_root: bool, is_inside: bool = False) -> None:
         """Hook a module. ``is_inside``: of a block, whose calls are those that count as uses of its parameters."""
         own = [] if is_inside else self._own_slots(module)
         first = self._units_in(_with_fast_path(module))
-        abandon = functools.partial(self._abandon_calls, pager) if is_root else None
-        hooks = _HooksOfModule(pager, self._entered_by(module), own, first, keep_alive, abandon, is_inside)
+        of_model = self if is_root else None
+        hooks = _HooksOfModule(self._pager, self._entered_by(module), own, first, keep_alive, of_model, is_inside)
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
 
-    def hook_inside(self, unit: Unit, pager: Pager) -> bool:
+    def hook_inside(self, unit: Unit) -> bool:
         """An operation needs the unit that no module has entered: if a module inside a block is called by itself, as by a
         checkpoint in the block's forward, such modules enter the unit from now on. Else each operation would bring it anew.
 
@@ -324,7 +264,7 @@ class ModuleHooks:
         for child in self._inside_of.pop(unit.index):
             for module in child.modules():
                 if self._entered_by(module) and id(module) not in self.covered:
-                    self._hook(module, pager, None, is_root=False, is_inside=True)
+                    self._hook(module, None, is_root=False, is_inside=True)
         return True
 
     def follow_compilation(self) -> None:
@@ -354,8 +294,8 @@ class ModuleHooks:
     def _units_in(self, module: nn.Module | None) -> list[Unit]:
         """Those in which parameters of the module, and of those inside it, lie."""
         parameters = () if module is None else module.parameters()
-        found = {self.locate(p)[0].index for p in parameters if self.holds(p)}
-        return [self.units[index] for index in sorted(found)]
+        found = {self._map.locate(p)[0].index for p in parameters if self._map.holds(p)}
+        return [self._map.units[index] for index in sorted(found)]
 
     def _entered_by(self, module: nn.Module) -> list[Unit]:
         reached = self._units_in(module)
@@ -364,27 +304,20 @@ class ModuleHooks:
     def _own_slots(self, module: nn.Module) -> list[tuple[Unit, list[Slot]]]:
         """The parameters of which a call of the module is a use: all inside it, where they are of one unit; else its own."""
         own: dict[int, tuple[Unit, list[Slot]]] = {}
-        for parameter in filter(self.holds, module.parameters(recurse=len(self._units_in(module)) == 1)):
-            unit, slot = self.locate(parameter)
+        for parameter in filter(self._map.holds, module.parameters(recurse=len(self._units_in(module)) == 1)):
+            unit, slot = self._map.locate(parameter)
             own.setdefault(unit.index, (unit, []))[1].append(slot)
         return list(own.values())
 
-    def _abandon_calls(self, pager: Pager) -> None:
+    def abandon_calls(self) -> None:
+        """Forget what an exception has cut off."""
         self.forget_calls()
-        pager.abandon_forward()
-
-    def settle_loads(self) -> None:
-        """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
-        loading = nn.Module.load_state_dict.__code__
-        open_ones = self._open_loads
-        if open_ones and all(frame.f_code is not loading for frame in callers()):
-            for load in tuple(open_ones):
-                load.after()
+        self._pager.abandon_forward()
 
     def are_running(self) -> bool:
         """Whether modules of the model are being called in this thread."""
         called = {id(frame.f_locals.get("self")) for frame in callers() if frame.f_code is _CALL}
-        return len(called) > 0 and any(id(module) in called for module in self.model.modules())
+        return len(called) > 0 and any(id(module) in called for module in self._model.modules())
 
     def forget_calls(self) -> None:
         """An exception has cut off whatever was running."""
@@ -399,37 +332,5 @@ class ModuleHooks:
         self._call_handles.clear()
         self.handles_of_others.clear()
         self._hooks.clear()
-        self._open_loads.clear()
+        self._loads.clear()
         self._forwards.restore()
-
-
-@dataclass(eq=False)
-class _LoadHooks:
-    """``load_state_dict`` on one module: its parameters are gathered before and written back after."""
-
-    _parameters: list[nn.Parameter]
-    _before_load: Callable[[list[nn.Parameter]], Any]
-    _after_load: Callable[[Any], None]
-    _note_load: Callable[[], None]
-    _open: dict[_LoadHooks, None]
-    gathered: Any = None
-    """What holds the module's parameters open."""
-
-    def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            raise ModelError(
-                "load_state_dict(assign=True) would replace parameters that an engine holds",
-                cure="Call load_state_dict without assign, or before infinity.initialize",
-                fqn=prefix.rstrip("."),
-            )
-        self.after()
-        self._note_load()
-        self.gathered = self._before_load(self._parameters)
-        self._open[self] = None
-
-    def after(self, *_: Any) -> None:
-        """Let go of what the load holds, also if an exception has cut it off; what it has loaded so far is stored."""
-        gathered, self.gathered = self.gathered, None
-        self._open.pop(self, None)
-        if gathered is not None:
-            self._after_load(gathered)

@@ -1,6 +1,6 @@
 """Page faults: a unit that is touched is there, whichever way the code came.
 
-Knows phases, parameters and saved tensors; must not know optimizers, gradients or files.
+Knows phases, parameters, saved tensors and backwards; must not know optimizers or files.
 
 [Note: page faults]
 Three events touch a unit, and each makes it resident, whichever way the code came:
@@ -18,16 +18,19 @@ above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
 import torch
 
+from infinity.device.host_memory import HeapTrimmer
 from infinity.distributed.dtensors import is_dtensor, local_part
 from infinity.errors import EngineBusyError
-from infinity.paging.listener import Activations, PagerListener, SavedElsewhere, Sharing
+from infinity.loop.backward import Backwards
+from infinity.loop.preconditions import Preconditions
+from infinity.paging.interfaces import Activations, SavedElsewhere, Sharing
 from infinity.paging.residency import Residency
 from infinity.paging.saved_tensors import (
     HOOKS_OF_AN_ENGINE,
@@ -62,18 +65,24 @@ class Pager:
     def __init__(
         self,
         residency: Residency,
-        copies: UserCopies | None = None,
-        listener: Callable[[], PagerListener] = PagerListener,
+        lock: EngineLock,
+        backwards: Backwards,
+        preconditions: Preconditions,
+        copies: UserCopies,
+        trimmer: HeapTrimmer | None = None,
         activations: Activations | None = None,
     ) -> None:
         """
         Args:
             residency: decides which units are in memory.
+            lock: held by each use of the model.
+            backwards: lead gradients to their updates.
+            preconditions: of forwards, and of reading weights outside of them.
             copies: makes what ``state_dict`` gives.
-            listener: gives who is told what happens.
+            trimmer: gives memory back between two units; None: that is not needed.
             activations: takes what autograd saves besides weights; None leaves it in memory.
         """
-        self.lock = EngineLock()
+        self.lock = lock
         """Held by any call that uses the model or its weights; what has no other word is touched under it only."""
         self.residency = residency
         self.clock = self.residency.clock
@@ -85,16 +94,14 @@ class Pager:
         """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
         self._covers: list[tuple[int, tuple[Any, Any]]] = []
         """Depth of each forward that has put the hooks up over those of the user, and what `SavingHooks.cover` gave."""
-        self.copies = copies or UserCopies()
+        self.copies = copies
         """Makes what ``state_dict`` gives."""
-        self._listener = listener
+        self.backwards = backwards
+        self._preconditions = preconditions
+        self._trimmer = trimmer
         self._activations = activations
-        self._open_backward = False
-        """Whether a backward runs of which `note_backward` knows: until it ends, or a forward begins after it was cut off."""
         self._saves_in_backward = False
         """Whether the hooks for saving are up because the backward that runs makes a graph."""
-        self._is_locked_by_backward = False
-        """Whether `note_backward` holds the lock."""
         self._num_locks_of_forward = 0
         """How often forwards hold it: one that begins in a recomputation does as well."""
         self.num_gathered = 0
@@ -143,8 +150,7 @@ class Pager:
         """Weights are about to be read outside forward and backward: raises if that cannot be."""
         if self.lock.is_nested:
             refuse_in_between("reading weights")
-        self._listener().check_usable()
-        self._listener().check_settled()
+        self._preconditions.check_settled()
 
     def begin_state_dict(self) -> None:
         """``state_dict()`` of the model collects from now on, until `end_state_dict`: weights of one and the same step."""
@@ -161,11 +167,14 @@ class Pager:
                     cure="Call it where no other thread uses the engine meanwhile",
                 )
 
-    def begin_forward(self, *, is_root: bool = True) -> None:
+    def begin_forward(self, *, is_root: bool = True) -> bool:
         """A module of the model begins its forward; the outermost one begins a forward phase.
 
         Args:
             is_root: it is the model itself.
+
+        Returns:
+            Whether none was inside its forward before.
         """
         if self._depth == 0:
             if self.lock.owner == get_ident() and (is_root or not in_backward()):
@@ -175,19 +184,17 @@ class Pager:
         elif self.lock.owner != get_ident():
             self.lock.check("forward")
         try:
-            self._begin_own_forward(is_root=is_root)
+            self._begin_own_forward()
         except BaseException:
             if self._depth == 0:
                 self._unlock_forward()
             raise
+        return self._depth == 1
 
-    def _begin_own_forward(self, *, is_root: bool) -> None:
-        if self._depth == 0 and is_root:
-            self._listener().begin_call()
+    def _begin_own_forward(self) -> None:
         if self._depth == 0 and not in_backward():
-            self._close_backward()
-            self._listener().check_usable()
-            self._listener().begin_forward()
+            self.backwards.close()
+            self._preconditions.begin_forward()
             self.copies.warn_of_written()
             self.residency.close_unused()
             self.saving.clear_top()
@@ -225,56 +232,6 @@ class Pager:
             self._num_locks_of_forward -= 1
             self.lock.release()
 
-    def note_backward(self) -> None:
-        """Something happens inside backward: if it is the first thing, the listener will be told when it ends.
-
-        The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
-        """
-        if self._open_backward:
-            if self.lock.owner != get_ident():
-                self.lock.check("backward")
-            return
-        self.lock.acquire("backward")
-        self._is_locked_by_backward = True
-        self._open_backward = True
-        call_after_backward(self._backward_ended)
-        self.residency.training_trace.begin_backward()
-        self.clock.begin_compute("backward")
-
-    def _backward_ended(self) -> None:
-        if self._saves_in_backward:
-            self._saves_in_backward = False
-            self.saving.pop()
-        if self._open_backward:
-            self._open_backward = False
-            try:
-                self._listener().end_backward()
-            finally:
-                self._close_backward()
-
-    def _close_backward(self) -> None:
-        """No backward goes on that `note_backward` has noticed, whether it has ended or was cut off."""
-        self._open_backward = False
-        if self._is_locked_by_backward:
-            self._is_locked_by_backward = False
-            self.lock.release()
-
-    def end_backward(self, *, is_complete: bool, fetches: bool) -> None:
-        """Backward has ended.
-
-        Args:
-            is_complete: it ended without an exception, so the record may be replayed.
-            fetches: begin to fetch what the next forward needs first.
-        """
-        if not is_complete:
-            self._close_backward()
-        self.clock.end_compute()
-        self.residency.close_unused()
-        if is_complete:
-            self.residency.training_trace.commit()
-            if fetches:
-                self.residency.pump()
-
     def abandon_forward(self) -> None:
         """Forget modules that an exception left open, so that the next forward begins afresh."""
         if self._sharing is not None:
@@ -290,14 +247,14 @@ class Pager:
         for unit in self.residency.units:
             unit.forget_uses(keeps_gathered=True)
         self.residency.close_unused()
-        self._close_backward()
+        self.backwards.close()
         while self._num_locks_of_forward:
             self._unlock_forward()
 
     def break_off(self) -> None:
         """The call of another thread that holds the lock was cut off: it does not any more."""
         self._num_locks_of_forward = self.num_gathered = 0
-        self._is_locked_by_backward = False
+        self.backwards.break_off()
         self.lock.break_off()
 
     # --------------------------------------------------------------------------------------------------- shared forwards
@@ -374,10 +331,10 @@ class Pager:
         residency = self.residency
         is_backward = self._sharing is not None and self._sharing.note_touch(unit)
         if in_backward():
-            self.note_backward()
+            self.backwards.note()
             is_backward = True
         if is_backward:
-            self._listener().note_backward_use(unit, is_saved=is_saved)
+            self.backwards.note_use(unit, is_saved=is_saved)
         moved = residency.trace.touch(unit.index)
         if moved:
             self.clock.pause_compute()
@@ -388,16 +345,9 @@ class Pager:
             self.clock.resume_compute(unit.name)
 
     def pause(self) -> None:
-        """Between two pieces of a step."""
-        self._listener().pause()
-
-    def note_parts(self, unit: Unit, *, by_script: bool) -> None:
-        """Weights are used outside of the modules that enter their unit: by a recomputation, or by the script."""
-        self._listener().note_parts(unit, by_script=by_script)
-
-    def note_use(self, unit: Unit, slots: Sequence[Slot]) -> None:
-        """A training forward uses parameters."""
-        self._listener().note_use(unit, slots)
+        """Between two pieces of a step: another unit is needed, or another micro-batch has its turn."""
+        if self._trimmer is not None:
+            self._trimmer.trim()
 
     # ------------------------------------------------------------------------------------------------- saved tensors
 
@@ -481,7 +431,7 @@ class Pager:
         if unit.version != saved.version or (saved.count is not None and (unit.has_been_written or unit.is_bound)):
             saved.check()
         if (
-            self._open_backward
+            self.backwards.is_open
             and self._sharing is None
             and unit.index == self.residency.trace.present
             and unit.flat is not None
@@ -505,6 +455,12 @@ class Pager:
         if torch.is_grad_enabled() and in_backward() and not self._depth and not self.saving.are_up:
             self.saving.push()
             self._saves_in_backward = True
+            call_after_backward(self._end_saving_in_backward)
+
+    def _end_saving_in_backward(self) -> None:
+        if self._saves_in_backward:
+            self._saves_in_backward = False
+            self.saving.pop()
 
     # --------------------------------------------------------------------------------------------------------- holding
 

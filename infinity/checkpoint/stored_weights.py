@@ -1,0 +1,244 @@
+"""Weights at rest, and the main weights that follow them: stored first, and whenever others than the engine write to them.
+
+Knows units, records and weights at rest. Reads nothing from where the model computes but the flat buffers that it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+
+from infinity.checkpoint.record_stream import RecordStream
+from infinity.errors import ModelError
+from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
+from infinity.numerics.remainder import split_bits
+from infinity.tiers.state_store import StateStore
+from infinity.tiers.weight_exchange import WeightExchange
+from infinity.tiers.weight_store import WeightStore
+from infinity.units.layout import Chunk, Piece, Slot, round_up
+from infinity.units.unit import Unit
+from infinity.updates.job import ParameterState
+from infinity.updates.stream import Saver
+
+PART_NUMEL = 1 << 20
+"""Elements that are converted at a time."""
+
+
+class StoredWeights:
+    """Stores weights from a unit's flat buffer: the `WeightWriter` of an engine."""
+
+    def __init__(
+        self,
+        records: StateStore,
+        weights: WeightStore | None,
+        states: dict[tuple[int, int], ParameterState],
+        chunks: Sequence[Sequence[Chunk]],
+        record_format: ChunkFormat,
+        exchange: WeightExchange,
+        before_writes: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            records, weights, states: whom it works with.
+            chunks: of each unit, those whose records this process keeps.
+            record_format: of the records.
+            exchange: knows which weights other ranks keep in parts.
+            before_writes: as in `infinity.updates.stepper.Stepper`.
+        """
+        self._weights = weights
+        self._chunks = chunks
+        self.exchange = exchange
+        self.before_writes = before_writes
+        self.stream = RecordStream(records, weights, states, chunks)
+        """All of a unit in one pass."""
+        self._saver: Saver | None = None
+        self.has_main_weights = record_format.main is not MainWeight.MODEL_WEIGHT
+        """Whether main weights are something else than model weights."""
+        self.has_halves = record_format.main is MainWeight.REMAINDER
+        """Whether the model weight is one half of the main weight."""
+
+    # ----------------------------------------------------------------------------------------------------- initialising
+
+    def store(self, unit: Unit, originals: Sequence[torch.Tensor]) -> None:
+        """Bring a unit under the engine: weights cast into its flat buffer and stored, main weights into the records.
+
+        Args:
+            unit: its ``flat`` is allocated and empty.
+            originals: the parameters' values as passed to `initialize`, one per slot.
+        """
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} has no flat buffer")
+        base = unit.flat.tensor()
+        base.zero_()
+        for slot, original in zip(unit.layout.slots, originals, strict=True):
+            unit.view(base, slot).copy_(original)
+            if self.has_halves and self.exchange.shares.is_divided and slot.spec.is_trainable:
+                # Other ranks keep parts of the main weights, and round them so.
+                ordered = in_memory_order(original, slot).split(PART_NUMEL)
+                weights = unit.trainable_view(base)[slot.start : slot.stop].split(PART_NUMEL)
+                for part, weight in zip(ordered, weights, strict=True):
+                    weight.copy_(split_bits(part.to("cpu", torch.float32))[0].view(torch.bfloat16))
+        if self.has_main_weights:
+            for chunk in self._chunks[unit.index]:
+                self._store_main(unit, chunk, originals)
+        self._write_weights(unit, base)
+
+    def _store_main(self, unit: Unit, chunk: Chunk, originals: Sequence[torch.Tensor]) -> None:
+        """Main weights into a fresh record; model weights that are one half of them into the unit's buffer."""
+        with self.changing(unit, chunk, main_only=True) as workspace:
+            for piece in chunk.pieces:
+                original = in_memory_order(originals[piece.slot.index], piece.slot)
+                workspace.write_main(span_of(piece), original[piece.start : piece.stop])
+                if self.has_halves:
+                    unit.weights_of(chunk)[span_of(piece)].copy_(workspace.weight[span_of(piece)])
+
+    def _write_weights(self, unit: Unit, base: torch.Tensor, changed: Sequence[Slot] | None = None) -> None:
+        """Store a whole flat buffer, or as much of it as holds these slots."""
+        self.let_save(unit)
+        if self._weights is None or unit.stays_resident:
+            return
+        start, stop = 0, base.numel()
+        if changed is not None:
+            start = min(slot.offset_bytes for slot in changed) // RECORD_GRANULE * RECORD_GRANULE
+            end = max(slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize for slot in changed)
+            stop = min(stop, round_up(end, RECORD_GRANULE))
+        written = self._weights.write_all(unit, base[start:stop].cpu(), start)
+        if written is not None:
+            written.wait()
+
+    @contextlib.contextmanager
+    def changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[ChunkBuffer]:
+        """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
+        self.let_save(unit)
+        lease = self.stream.lease(unit, chunk)
+        try:
+            lease.wait()
+            yield lease.workspace
+            lease.write_back([], main_only=main_only)
+        except BaseException:
+            lease.discard()
+            raise
+
+    def wait_for_saver(self, saver: Saver | None) -> None:
+        """Nothing of a unit is changed from now on before this one has saved it; None: there is none any more."""
+        self._saver = saver
+
+    def let_save(self, unit: Unit) -> None:
+        """Return when the saver, if there is one, needs the unit no more."""
+        if self._saver is not None:
+            self._saver.wait_for(unit)
+
+    def pieces(self, unit: Unit, indices: Collection[int]) -> Iterator[tuple[Chunk, list[Piece]]]:
+        """Chunks in which parameters of these slots lie, each with its pieces of them: of one slot, that is one."""
+        for chunk in self._chunks[unit.index]:
+            pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
+            if pieces:
+                yield chunk, pieces
+
+    def bring_weights(self, unit: Unit, chunk: Chunk, workspace: ChunkBuffer) -> None:
+        """The chunk's model weights, as they rest, into the workspace."""
+        read = self.stream.bring_weights(unit, chunk, workspace.weight)
+        if read is not None:
+            read.wait()
+
+    def store_modified(
+        self, unit: Unit, changed: Sequence[Slot], before: torch.Tensor | None = None, *, is_outdating: bool = True
+    ) -> None:
+        """The weights of ``changed`` were changed in the open flat buffer: store them, and their main weights.
+
+        A main weight whose model weight was not changed keeps its low bits; another becomes the new weight.
+
+        Args:
+            unit: whose.
+            changed: which of its parameters.
+            before: the trainable segment before the change, where it was kept.
+            is_outdating: a graph over the weights as they were is not to be used any more.
+        """
+        if unit.flat is None:
+            raise RuntimeError(f"unit {unit.name} is not resident")
+        base = unit.flat.tensor()
+        if is_outdating:
+            unit.outdate()
+        with self.exchange.changing(unit):
+            if self.has_main_weights:
+                for chunk, pieces in self.pieces(unit, {slot.index for slot in changed}):
+                    self._store_changed(unit, chunk, pieces, before)
+            self._write_weights(unit, base, changed)
+
+    def _store_changed(self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], before: torch.Tensor | None) -> None:
+        with self.changing(unit, chunk) as workspace:
+            if not self.has_halves:
+                workspace.cast_main()
+            elif before is not None:
+                workspace.weight.copy_(before[chunk.start : chunk.stop])
+            else:
+                self.bring_weights(unit, chunk, workspace)
+            for piece in pieces:
+                span = span_of(piece)
+                new = unit.weights_of(chunk)[span].to(workspace.weight.device)
+                integer = {2: torch.int16, 4: torch.int32}[new.element_size()]
+                is_kept = workspace.weight[span].view(integer) == new.view(integer)
+                main = torch.empty(piece.numel, dtype=torch.float32, device=new.device)
+                workspace.read_main(span, main)
+                workspace.write_main(span, torch.where(is_kept, main, new.float()))
+
+    # ------------------------------------------------------------------------------- written by others than the engine
+
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        """Whether only what the weights were before a write tells which elements it changed. See `Unit.before`."""
+        return self.has_halves and unit.stays_resident and slot.spec.is_trainable
+
+    def is_urgent(self, unit: Unit) -> bool:
+        """Whether main weights follow, or other ranks write, too: neither must depend on when the unit is paged out."""
+        if self.exchange.divides(unit):
+            return True
+        return self.has_main_weights and any(unit.layout.slots[i].spec.is_trainable for i in unit.dirty)
+
+    def store_written(self, unit: Unit) -> None:
+        """Store the weights in ``unit.dirty`` from the unit's flat buffer, and let main weights follow.
+
+        It may be cut off anywhere and called again: what has been stored already is the same the second time.
+
+        Raises:
+            ModelError: nobody knows which elements were changed, so which main weights keep their low bits.
+        """
+        changed = [unit.layout.slots[index] for index in sorted(unit.dirty)]
+        unknown = [slot for slot in changed if self.needs_before(unit, slot) and slot.index not in unit.before]
+        if unknown:
+            unit.forget_written(slot.index for slot in unknown)
+            raise ModelError(
+                f"parameter '{unknown[0].spec.fqn}' was written to in forward in a way that is seen too late to tell which of "
+                "its fp32 main weights follow",
+                cure="Write to it by its own methods or by .data (p.mul_(...), p.data.copy_(...)), or set config key "
+                "'infinity.main_weights' to \"fp32\"",
+                fqn=unknown[0].spec.fqn,
+            )
+        self.before_writes()
+        before = None
+        if unit.before and unit.flat is not None and unit.layout.trainable is not None:
+            copy = unit.flat.tensor().clone()
+            for index, values in unit.before.items():
+                unit.view(copy, unit.layout.slots[index]).copy_(values)
+            before = unit.trainable_view(copy)
+        self.store_modified(unit, changed, before, is_outdating=False)
+        unit.forget_changes()
+
+
+def span_of(piece: Piece) -> slice:
+    """Where a piece lies in its chunk."""
+    return slice(piece.offset, piece.offset + piece.numel)
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """1-D, over the same memory, for a tensor without gaps."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """1-D, the elements in the order in which the slot stores them."""
+    if tuple(tensor.stride()) == slot.spec.stride and tuple(tensor.shape) == slot.spec.shape:
+        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=tensor.dtype, device=tensor.device)
+    return flattened(ordered.copy_(tensor.detach().reshape(slot.spec.shape)))

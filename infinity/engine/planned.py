@@ -1,0 +1,240 @@
+"""The plan of an engine: who has what of a model, and what rests where."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from infinity.config import InfinityConfig
+from infinity.config.ranks import check_weight_group
+from infinity.device.compute import ComputeDevice
+from infinity.device.drive_tensors import on_drive
+from infinity.device.host_memory import FreeShare
+from infinity.distributed.collectives import Ranks
+from infinity.distributed.meshes import Division, Mesh, division_of, holders_of
+from infinity.distributed.world import world
+from infinity.engine.commit_parts import layout_of, persistent_buffers_of
+from infinity.engine.durable_run import DurableRun
+from infinity.errors import BudgetTooSmallError, ConfigError
+from infinity.optim.classes.one_bit_adam import OneBitAdam
+from infinity.optim.template import Template
+from infinity.plan.inputs import PlanInputs
+from infinity.plan.placement import DEVICE_KEY, Placement
+from infinity.plan.sizes import Request
+from infinity.units.layout import Chunk
+from infinity.units.shares import Shares
+from infinity.units.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What this process has of states and weights."""
+
+    mesh: Mesh
+    among: Division
+    shares: Shares
+    holders: Ranks
+    """Those that have the same weights as this process, where fewer divide weights than divide states."""
+    has_parts_of_weights: bool
+    """Whether weights that do not stay in memory are divided."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What rests where."""
+
+    inputs: PlanInputs
+    placement: Placement
+    reason_against: str | None
+    """Why steps cannot go vertically."""
+    borders: list[int]
+    """Of each unit's trainable segment, the element up to which states stay in memory."""
+    chunks: list[tuple[Chunk, ...]]
+    """Of each unit, those whose records this process keeps."""
+
+    @property
+    def config(self) -> InfinityConfig:
+        """With what was left open."""
+        return self.inputs.config
+
+    @property
+    def units(self) -> list[Unit]:
+        """The model, cut."""
+        return self.inputs.units
+
+    @property
+    def request(self) -> Request:
+        """What the config asks for."""
+        return self.inputs.request
+
+    @property
+    def has_remainder(self) -> bool:
+        """Whether a model weight is one half of its main weight."""
+        return self.config.infinity.main_weights == "remainder"
+
+
+def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[DurableRun | None, InfinityConfig]:
+    """The run that is committed, if the config asks for one; and the config, as it is in that run."""
+    if config.infinity.durable is None:
+        return None, config
+    section = config.infinity.durable.of_rank(world().index, world().num)
+    durable = DurableRun(config, section, world())
+    undo.callback(durable.directory.close)
+    return durable, durable.adapted(replace(config, infinity=replace(config.infinity, durable=section)))
+
+
+def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]:
+    """Who has which part of states and weights; and the config, of which the time of updates may follow from that."""
+    ranks = mesh.data
+    among = division_of(mesh, config.shard_size)
+    shares = Shares(among.sharers.index, among.sharers.num) if config.zero_stage > 0 else Shares()
+    holders = Ranks()
+    needs_all = mesh.is_divided or (ranks.num > 1 and not shares.is_divided)
+    if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
+        config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
+    has_parts = config.zero_stage == 3 and shares.is_divided
+    if has_parts and config.weight_group_size is not None and config.weight_group_size < shares.num:
+        check_weight_group(config.weight_group_size, shares.num)
+        shares = replace(shares, among=config.weight_group_size)
+        holders = holders_of(mesh, config.shard_size, shares.among)
+    return Divided(mesh, among, shares, holders, has_parts), config
+
+
+def make_plan(
+    model: nn.Module,
+    config: InfinityConfig,
+    template: Template,
+    device: ComputeDevice,
+    share: FreeShare,
+    divided: Divided,
+) -> Planned:
+    """What rests where. All ranks come here at the same point.
+
+    Raises:
+        BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
+    """
+    ranks, has_parts = divided.mesh.data, divided.has_parts_of_weights
+    free_bytes = device.free_bytes(model)
+    if has_parts and free_bytes is not None:  # or some ranks would keep units whole there that others do not
+        free_bytes = min(free for (free,) in ranks.meet("planning the memory of devices", [free_bytes]))
+    inputs_of = functools.partial(
+        PlanInputs.of,
+        model,
+        template=template,
+        share=share,
+        shares=divided.shares,
+        divides_weights=has_parts,
+        is_alone=world().num == 1,
+        shares_host_memory=device.shares_host_memory,
+        device_free_bytes=free_bytes,
+    )
+    fills_devices = has_parts and config.offload_param.device == "none" and not device.shares_host_memory
+    inputs, placement, reason_against = (
+        _placed_on_devices(ranks, inputs_of, config) if fills_devices else _placed(inputs_of, config)
+    )
+    if has_parts:
+        placement = _agreed(ranks, placement, len(inputs.units))
+    if inputs.config.infinity.host_memory_budget is not None:
+        in_memory = [parameter for parameter in model.parameters() if not on_drive(parameter)]
+        share.warn_beyond(placement.host_bytes(inputs.request), sum(p.numel() * p.element_size() for p in in_memory))
+    for unit in inputs.units:
+        unit.stays_resident = unit.index in placement.resident_units
+    borders = [span[0] + kept for span, kept in zip(inputs.spans, placement.states_in_memory, strict=True)]
+    chunks = [
+        unit.layout.chunks(placement.chunk_numel, border, span)
+        for unit, border, span in zip(inputs.units, borders, inputs.spans, strict=True)
+    ]
+    return Planned(inputs, placement, reason_against, borders, chunks)
+
+
+def _placed(
+    inputs_of: Callable[[InfinityConfig], PlanInputs], config: InfinityConfig
+) -> tuple[PlanInputs, Placement, str | None]:
+    inputs = inputs_of(config)
+    return inputs, *inputs.place()
+
+
+def _placed_on_devices(
+    ranks: Ranks, inputs_of: Callable[[InfinityConfig], PlanInputs], config: InfinityConfig
+) -> tuple[PlanInputs, Placement, str | None]:
+    """All weights on each rank's device, if all of them have the room."""
+    found = None
+    try:
+        found = _placed(inputs_of, config)
+    except BudgetTooSmallError as error:
+        if error.key != DEVICE_KEY:
+            raise
+    has_room = all(is_there for (is_there,) in ranks.meet("placing all weights on devices", [int(found is not None)]))
+    if found is not None and has_room:
+        return found
+    logger.warning(
+        "the devices have no room for all weights, so each process keeps its share of them in host memory, as with "
+        '"offload_param": {"device": "cpu"}'
+    )
+    return _placed(inputs_of, replace(config, offload_param=replace(config.offload_param, device="cpu")))
+
+
+def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:
+    """What is to stay in memory whole does so on all ranks, or on none: budgets may differ."""
+    stays = [int(index in placement.resident_units) for index in range(num_units)]
+    everywhere = [all(of_unit) for of_unit in zip(*ranks.meet("laying out weights", stays), strict=True)]
+    return replace(placement, resident_units=frozenset(i for i, on_all in enumerate(everywhere) if on_all))
+
+
+def check_same_layout(
+    durable: DurableRun, plan: Planned, template: Template, model: nn.Module, divided: Divided
+) -> None:
+    """Raise if the durable run was begun with another model, or another layout."""
+    durable.check(
+        layout_of(
+            plan.units,
+            {i: tuple(found) for i, found in plan.inputs.names.items()},
+            plan.request.record_format,
+            template.name,
+            [[template.fqn(parameter) for parameter in group["params"]] for group in template.param_groups],
+            persistent_buffers_of(model),
+        ),
+        plan.placement.page_bytes,
+        (divided.shares.index, divided.shares.num),
+    )
+
+
+def exchanges_momenta(plan: Planned, divided: Divided, template: Template, *, is_durable: bool) -> bool:
+    """Whether momenta are exchanged in place of gradients, as 1-bit Adam does where each rank has all of them.
+
+    Raises:
+        ConfigError: processes have parts of the model, or the run is durable.
+    """
+    if not isinstance(template.optimizer, OneBitAdam) or divided.mesh.data.num == 1:
+        return False
+    if divided.mesh.is_divided:
+        raise ConfigError.value(
+            "optimizer.type",
+            "OneBitAdam",
+            f"processes have {divided.mesh.parts.num} parts of the model, and after the warm-up 1-bit Adam clips by each "
+            "one's norm",
+            cure='Take "Adam", or let each process have the whole model',
+        )
+    if divided.shares.is_divided:
+        logger.warning(
+            "OneBitAdam with ZeRO's stage %d: momenta are not compressed, for each rank has a part of them. After "
+            "freeze_step, whole gradients are averaged in fp32 as before, and the variance stays as it is. Set "
+            "zero_optimization.stage to 0 for the exchange in one bit",
+            plan.config.zero_stage,
+        )
+        return False
+    if is_durable:
+        raise ConfigError.value(
+            "infinity.durable",
+            True,
+            "OneBitAdam's signs leave out what no commit would hold, so a run that goes on would give other bits",
+            cure="Set zero_optimization.stage to 1, where whole gradients are averaged, or leave it out and save checkpoints",
+        )
+    return True

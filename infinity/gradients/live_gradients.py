@@ -1,0 +1,153 @@
+"""Main gradients as live tensors: what the user holds of them is the gradient, and what he writes to it counts.
+
+Knows units and where gradients are kept; must not know parameters, nor when gradients come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from infinity.gradients.averaged_grads import AveragedGradients
+from infinity.gradients.held_gradients import HeldGradient
+from infinity.gradients.paged_grad import PagedGradient
+from infinity.units.layout import Slot
+from infinity.units.unit import Unit
+
+
+class LiveGradients:
+    """Of the parameter's shape, where they are kept, without the loss scale: fp32, or bf16 if sums are rounded to it.
+
+    One that is not in memory is a `PagedGradient`. It keeps its values when the parameter gets another gradient, or none.
+    """
+
+    def __init__(self, gradients: AveragedGradients, await_update: Callable[[Unit], None]) -> None:
+        """``await_update`` returns when no update of a unit is pending, which would still read its gradients."""
+        self._gradients = gradients
+        self._held = gradients.held
+        self._await_update = await_update
+
+    def of(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        """The gradient, which the parameter has."""
+        self._gradients.check_averaged(unit, slot)
+        own = self._held.own.get((unit.index, slot.index))
+        if own is not None:
+            return own.show()
+        return self._shown(unit, slot)
+
+    def _shown(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        given = self._held.given_for((unit.index, slot.index))
+        return self._stand_in(unit, slot) if given is None else given
+
+    def _stand_in(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        key = unit.index, slot.index
+        if self._gradients.is_at_hand(unit) and (unit.update is None or unit.update.done()):
+            self._held.views[key] = HeldGradient(unit, slot, self._gradients.show(unit).lend(slot))
+            return self._held.views[key].tensor
+
+        def fetch() -> torch.Tensor:
+            self._await_update(unit)
+            self._gradients.check_averaged(unit, slot)
+            return self._gradients.show(unit).lend(slot)
+
+        def replace(values: torch.Tensor) -> None:
+            unit.parameters[slot.index].grad = values
+
+        paged = PagedGradient.of(
+            slot.spec.shape, self._gradients.dtype_shown, fetch, lambda: self._gradients.note_change(unit), replace
+        )
+        self._held.given[key] = weakref.ref(paged)
+        return paged
+
+    def is_same(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> bool:
+        """Whether ``gradient`` is what stands for the gradient already."""
+        own = self._held.own.get((unit.index, slot.index))
+        return gradient is (self._held.given_for((unit.index, slot.index)) if own is None else own.tensor)
+
+    def replace(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """``gradient``, a tensor of the user's, is the gradient from now on; None: there is none."""
+        if self._held.own:  # assigned one after the other, tensors that nobody else holds must not pile up
+            self._take_in(next(reversed(self._held.own)))
+        self._await_update(unit)
+        self._gradients.set_gradient(unit, slot, None if gradient is None else gradient.detach())
+        if gradient is not None:
+            self._held.own[unit.index, slot.index] = HeldGradient(unit, slot, gradient)
+
+    def zero(self, kept: Collection[tuple[int, int]]) -> None:
+        """``zero_grad(set_to_none=False)``, but for those ``kept``: gradients that are tensors of the user's stay these."""
+        for key, view in list(self._held.views.items()):
+            if key not in kept and view.is_held_by_others:  # what he holds becomes zero, and stays the gradient
+                del self._held.views[key]
+                view.tensor.data = view.tensor.clone()
+                self._held.own[key] = view
+        for key, reference in list(self._held.given.items()):
+            paged = reference()
+            if key not in kept and paged is not None:
+                paged.in_memory()
+        own = {key: value for key, value in self._held.own.items() if key not in kept}
+        self._gradients.zero(kept)
+        for value in own.values():
+            if value.tensor.grad_fn is not None:
+                value.tensor.detach_()
+            value.tensor.requires_grad_(False).zero_()
+            value.note_taken()
+        self._held.own.update(own)
+
+    def take_in(self) -> None:
+        """What the user wrote into gradients of his own becomes the gradient. A step is about to begin."""
+        for key in list(self._held.views):
+            view = self._held.views.pop(key)
+            if view.has_moved:
+                self._held.own[key] = view
+            elif view.is_held_by_others:
+                self._held.views[key] = view
+            del view
+        for key in list(self._held.own):
+            self._take_in(key)
+
+    def _take_in(self, key: tuple[int, int]) -> None:
+        own = self._held.own.pop(key)
+        if own.may_have_changed:
+            self._await_update(own.unit)
+            self._gradients.set_gradient(own.unit, own.slot, own.tensor.detach())
+            own.note_taken()
+        if own.is_shared:
+            self._held.own[key] = own
+
+    def add_with_graph(self, unit: Unit, slot: Slot, gradient: torch.Tensor) -> None:
+        """As autograd does with a graph, give the parameter another tensor: the sum of what was there and ``gradient``."""
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        key = unit.index, slot.index
+        own = self._held.own_of(key)
+        before = None
+        if own is not None:
+            before = own.tensor
+            if not own.is_new:
+                self._take_in(key)
+        elif slot in self._gradients.slots_with_gradient(unit):
+            before = self._shown(unit, slot).clone().to(gradient.device)
+            self._held.end(unit, [slot])
+        with torch.enable_grad():
+            self._held.own[key] = HeldGradient(
+                unit, slot, gradient if before is None else before + gradient, is_new=True
+            )
+
+    def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
+        """As autograd does without a graph, add to the very tensor that the user holds."""
+        if not self._held.own and not self._held.views:
+            return
+        for slot, gradient in gradients.items():
+            key = unit.index, slot.index
+            own = self._held.own_of(key)
+            if own is None:
+                continue
+            if own.is_new:
+                own.note_delivery()
+            else:
+                self._take_in(key)
+                with torch.no_grad():
+                    own.tensor.add_(gradient)
+                own.note_taken()
