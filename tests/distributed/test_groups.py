@@ -128,6 +128,9 @@ def test_exchanges_by_deepspeeds_names_of_arguments(tmp_path: Path) -> None:
         comm.all_reduce(own, prof=True, log_name="mine", debug="here")
         assert own.tolist() == [3.0, 3.0]
         comm.all_gather_into_tensor(output_tensor=both, tensor=torch.full((2,), float(rank)), prof=False)
+        flags = torch.empty(2)
+        comm.all_gather_into_tensor(flags, torch.tensor(float(rank)))  # a scalar, as DeepSpeed's own tests give
+        assert flags.tolist() == [0.0, 1.0]
         assert both.tolist() == [0.0, 0.0, 1.0, 1.0]
         comm.reduce_scatter_tensor(output_tensor=own, tensor=both, debug="here")
         assert own.tolist() == [2.0 * rank] * 2

@@ -37,10 +37,16 @@ def _torchs(name: str, **torchs_names: str) -> Callable[..., Any]:
     def function(*args: Any, **given: Any) -> Any:
         kwargs = {torchs_names.get(key, key): value for key, value in given.items() if key not in _OF_THE_LOG}
         init_distributed()
+        if name == "all_gather_into_tensor":  # gloo knows no scalars there; NCCL counts elements, and so do scripts
+            args, kwargs = tuple(map(_in_one_dimension, args)), {key: _in_one_dimension(v) for key, v in kwargs.items()}
         return call_torch(name, *args, **kwargs)
 
     function.__doc__ = f"``torch.distributed.{name}``."
     return function
+
+
+def _in_one_dimension(value: Any) -> Any:
+    return value.reshape(1) if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 all_gather = _torchs("all_gather")
