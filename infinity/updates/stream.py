@@ -342,7 +342,10 @@ class UpdateStream:
                 self._current = None
             waiting = [job for job in tuple(self._pending) if not job.has_begun]
             first: UpdateJob | None = None
-            for job in waiting:
+            for job in (
+                *waiting,
+                *waiting,
+            ):  # twice: `release_all` may go on, and releases a lower rank before a higher one
                 if not job.is_held and (first is None or job.rank < first.rank):
                     first = job
             if first is None:
