@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from infinity.config import ConfigSource, InfinityConfig, load_config, make_directories, remove_empty
 from infinity.config.ranks import check_same_config
-from infinity.device.compute import choose_device, device_for
+from infinity.device.compute import ComputeDevice, choose_device, device_for
 from infinity.device.drive_tensors import has_drive_tensors, write_out
 from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters
 from infinity.distributed.meshes import Mesh, mesh_of
@@ -102,14 +102,9 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}", cure="Pass model=")
     resolved, mesh = _agreed(config, model, mpu, mesh_param)
-    earlier = engine_of(model)
-    if earlier is not None and earlier.module is model:
-        if optimizer is None and resolved.optimizer is None:
-            if _is_empty(model_parameters) and isinstance(earlier, engine_class):
-                return earlier, None, None, None
-        elif earlier.optimizer is None:
-            logger.info("the engine that has evaluated this model is closed: the one that trains it takes over")
-            earlier.hand_over()
+    earlier = _earlier(model, trains=optimizer is not None or resolved.optimizer is not None)
+    if earlier is not None and _is_empty(model_parameters) and isinstance(earlier, engine_class):
+        return earlier, None, None, None
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
         parts = LocalParameters(model, mesh)
         undo.callback(_restore_parts, parts, optimizer)
@@ -142,18 +137,8 @@ def initialize(
         undo.callback(template.give_back_untouched)
         compute_device = device_for(torch_device)
         make_parts = functools.partial(build, engine_class, model, resolved, template, compute_device, mesh)
-        try:
+        with _out_of_memory_in_words(resolved, compute_device, model):
             engine, originals = make_parts(undo)
-        except torch.OutOfMemoryError as error:
-            free = compute_device.free_bytes(model) or 0
-            raise BudgetTooSmallError(
-                DEVICE_KEY,
-                budget_bytes=resolved.infinity.device_memory_budget or free,
-                minimum_bytes=free,
-                reason=f"{torch_device} ran out of memory in initialize: {error}",
-                cure="Lower it below what is free, free memory of the device, or put more elsewhere (offload_param, "
-                "offload_optimizer)",
-            ) from error
         engine.build_by(make_parts)
         if resolved.flops_profiler is not None and engine_class is Engine:
             logger.warning(
@@ -161,10 +146,7 @@ def initialize(
             )
         is_passed = isinstance(optimizer, torch.optim.Optimizer)
         if is_passed and isinstance(engine.optimizer, PagedOptimizer):
-            begin_anew(optimizer)
-            passed = PassedOptimizer(optimizer, template.optimizer, engine.optimizer)
-            undo.callback(passed.give_back, had_states=False)
-            engine.note_passed(passed)
+            _take_over(engine, optimizer, template, undo)
         if engine.optimizer is not None:
             for parameter, gradient in originals.gradients():  # torch would add to them
                 parameter.grad = gradient.cpu()
@@ -187,6 +169,44 @@ def initialize(
         announce_nothing()  # `Init` has replaced methods of torch, for models that lie on drives
     template.forget_untouched()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _earlier(model: nn.Module, *, trains: bool) -> Engine | None:
+    """The engine that the model has, if a new one is not to train. One that only evaluates makes room for one that ``trains``."""
+    earlier = engine_of(model)
+    if earlier is None or earlier.module is not model:
+        return None
+    if not trains:
+        return earlier
+    if earlier.optimizer is None:
+        logger.info("the engine that has evaluated this model is closed: the one that trains it takes over")
+        earlier.hand_over()
+    return None
+
+
+@contextlib.contextmanager
+def _out_of_memory_in_words(config: InfinityConfig, device: ComputeDevice, model: nn.Module) -> Iterator[None]:
+    """The device's memory that ends inside the ``with`` block is a budget that is too large."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = device.free_bytes(model) or 0
+        raise BudgetTooSmallError(
+            DEVICE_KEY,
+            budget_bytes=config.infinity.device_memory_budget or free,
+            minimum_bytes=free,
+            reason=f"{device.torch_device} ran out of memory in initialize: {error}",
+            cure="Lower it below what is free, free memory of the device, or put more elsewhere (offload_param, "
+            "offload_optimizer)",
+        ) from error
+
+
+def _take_over(engine: Engine, optimizer: Any, template: Template, undo: contextlib.ExitStack) -> None:
+    """The script's own optimizer becomes the engine's."""
+    begin_anew(optimizer)
+    passed = PassedOptimizer(optimizer, template.optimizer, engine.optimizer)
+    undo.callback(passed.give_back, had_states=False)
+    engine.note_passed(passed)
 
 
 def _note_dtype(model: nn.Module, dtype: torch.dtype) -> None:

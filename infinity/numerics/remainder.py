@@ -65,7 +65,7 @@ def _bits(weight: torch.Tensor) -> Any:
 
 def has_kernels(tensor: torch.Tensor) -> bool:
     """Whether compiled loops can take the tensor's memory."""
-    # Late: numba costs half a second and 60 MB, and only trainings with remainders need it.
+    # Late: numba costs half a second and 60 MB, and only fused Adam and trainings with remainders need it.
     from infinity.numerics.kernels import can_compile
 
     return tensor.device.type == "cpu" and can_compile()
