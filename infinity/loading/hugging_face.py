@@ -6,6 +6,7 @@ Knows transformers from version 5 on: its conversions of names and layouts, its 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,12 @@ def is_ours(model_or_class: Any) -> bool:
     return hasattr(model_or_class, "from_pretrained") and (
         hasattr(model_or_class, "_finalize_model_loading") or hasattr(model_or_class, "_model_mapping")
     )
+
+
+def is_earlier(model_class: Any) -> bool:
+    """Whether it is a class of transformers before version 5, which loads by other private names."""
+    is_of_library = str(getattr(model_class, "__module__", "")).startswith("transformers.")
+    return is_of_library and importlib.metadata.version("transformers").startswith("4.")
 
 
 def load_class(

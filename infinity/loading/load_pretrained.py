@@ -19,7 +19,7 @@ from torch import nn
 
 from infinity.config import InfinityConfig, load_config, make_directories
 from infinity.device.drive_tensors import large_results_on
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, ModelError
 from infinity.loading import hugging_face, plain_module
 from infinity.loading.weight_files import open_weights
 
@@ -72,6 +72,12 @@ def load_pretrained(
     dtype = options.pop("torch_dtype", None) if dtype is None else dtype  # its name in transformers 4
     place = Path(os.path.expanduser(path))
     is_module = isinstance(model_or_class, nn.Module)
+    if not is_module and hugging_face.is_earlier(model_or_class):
+        raise ModelError(
+            f"load_pretrained makes {model_or_class.__name__} by what transformers has since version 5",
+            cure="Install transformers 5 or later; or load the model with from_pretrained, as large as memory, and pass it to "
+            "infinity.initialize",
+        )
     if not is_module and not hugging_face.is_ours(model_or_class):
         raise TypeError(f"model_or_class must be a torch.nn.Module or a class of transformers, not {model_or_class!r}")
     if is_module and (options or dtype is not None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -494,3 +495,9 @@ def test_a_file_larger_than_memory_can_be_looked_at(config: dict[str, Any], tmp_
         model = nn.Linear(1024, rows, bias=False)
     infinity.load_pretrained(model, file, config=config)
     assert model.weight[-1].sum() == 0
+
+
+def test_a_class_of_an_earlier_transformers_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
+    with pytest.raises(ModelError, match=r"transformers has since version 5.*Install transformers 5 or later"):
+        infinity.load_pretrained(transformers.LlamaForCausalLM, tmp_path)
