@@ -64,7 +64,10 @@ def _parse_directory(value: object) -> NamedDirectory:
 def _parse_path(value: object) -> str:
     if not isinstance(value, str | PurePath) or not str(value):
         raise ValueError('must be a text, an object {"path": ..., "capacity": ...}, or a list of those')
-    return str(value)
+    text = str(value)
+    if "\0" in text or any("\ud800" <= character <= "\udbff" for character in text):
+        raise ValueError("has a character that no path can have")
+    return text
 
 
 def resolve_directories(named: Sequence[NamedDirectory], *, key: str) -> tuple[Directory, ...]:
