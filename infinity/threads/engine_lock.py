@@ -40,7 +40,8 @@ watch(__name__)
 class _Inside(threading.local):
     """What the present thread has to do with calls of any engine."""
 
-    num_calls = 0
+    calls: frozenset[object] | set[object] = frozenset()
+    """The locks that have a call inside for which the thread works."""
     torch_function: Any = None
 
 
@@ -49,18 +50,19 @@ _inside = _Inside()
 
 def is_inside() -> bool:
     """Whether the calling thread may compute with weights that are bound: a call of its own is inside some engine."""
-    return _inside.num_calls > 0
+    return bool(_inside.calls)
 
 
-def _enter(inside: dict[str, Any]) -> None:
-    inside["num_calls"] = inside.get("num_calls", 0) + 1
+def _enter(inside: dict[str, Any], call: object) -> None:
+    inside.setdefault("calls", set()).add(call)
     inside["torch_function"] = no_override
 
 
-def _leave(inside: dict[str, Any]) -> None:
-    if inside.get("num_calls", 0) > 1:
-        inside["num_calls"] -= 1
-    else:
+def _leave(inside: dict[str, Any], call: object) -> None:
+    """May be done again: an interrupt may have cut it off, or `_enter`."""
+    calls = inside.get("calls", set())
+    calls.discard(call)
+    if not calls:
         inside.clear()
 
 
@@ -73,9 +75,10 @@ def guard(function: Callable[..., Any]) -> Any:
     return property(functools.partial(getattr, _inside, "torch_function"))
 
 
-def _end(held: list[dict[str, Any]]) -> None:
-    while held:
-        _leave(held.pop())
+def _end(held: list[dict[str, Any]], call: object) -> None:
+    for inside in held:
+        _leave(inside, call)
+    held.clear()
 
 
 class EngineLock:
@@ -93,6 +96,8 @@ class EngineLock:
         self._call = ""
         self._depth = 0
         """Calls of the owner that are inside each other."""
+        self._key = object()
+        """What stands for this lock in `_Inside.calls`, where the lock itself would live on with the thread."""
         self._held: list[dict[str, Any]] = []
         """The owner's `_Inside`, for it may be another thread that ends the call."""
         self._backward = -1
@@ -103,7 +108,7 @@ class EngineLock:
         self.num_handovers = 0
         self._is_forked = False
         _locks.add(self)
-        weakref.finalize(self, _end, self._held).atexit = False  # of an engine that is dropped after an interrupt
+        weakref.finalize(self, _end, self._held, self._key).atexit = False  # of one that is dropped after an interrupt
 
     @property
     def is_mine(self) -> bool:
@@ -135,14 +140,16 @@ class EngineLock:
             self.break_off()  # it was a backward of this thread, which is not in it any more: an exception has cut it off
         if not self._lock.acquire(blocking=False):
             raise self._busy(call)
-        self.owner, self._call, self._depth = me, call, 1
+        # Whatever an interrupt cuts off here or in `_free`: the lock has no owner then, so the next call says that
+        # engine.reset() is needed, and that ends the rest.
         self._held.append(vars(_inside))
-        _enter(self._held[0])
+        _enter(self._held[0], self._key)
         if in_backward() and is_autograds_thread():
             self._backward = backward_number()
         elif self._last != me:
             self._last = me
             self.num_handovers += 1
+        self._call, self._depth, self.owner = call, 1, me
 
     def release(self) -> None:
         """The counterpart of `acquire`."""
@@ -152,8 +159,8 @@ class EngineLock:
             self._free()
 
     def _free(self) -> None:
-        _end(self._held)
         self.owner, self._depth, self._backward = None, 0, -1
+        _end(self._held, self._key)
         self._lock.release()
 
     def break_off(self) -> None:
@@ -212,10 +219,10 @@ class EngineLock:
         me, inside = get_ident(), vars(_inside)
         try:
             self._members.add(me)
-            _enter(inside)
+            _enter(inside, self._key)
             yield
         finally:
-            _leave(inside)
+            _leave(inside, self._key)
             self._members.discard(me)
 
     def _leave_to_parent(self) -> None:
