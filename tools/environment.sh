@@ -24,6 +24,9 @@ make_environment() {
         && .venv/bin/python -c 'import torch, infinity, swapper' 2>/dev/null; then
         return
     fi
+    if [ -e .venv/.installing ]; then # it was cut off, and pip cannot mend what is half there
+        rm -rf .venv
+    fi
     if [ ! -x .venv/bin/python ]; then
         python=$(find_python) || exit 1
         printf 'Making .venv with %s (%s)\n' "$python" "$("$python" -V)"
@@ -37,8 +40,10 @@ make_environment() {
     # The versions under test, whatever the user's settings for pip say. Which build of torch (CUDA, CPU) is left to the
     # index: the default one gives Linux a build that runs on NVIDIA GPUs and on the CPU alike. Not compiled: of torch's and
     # transformers' thousands of modules only those that are imported need it, then.
+    touch .venv/.installing
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --only-binary :all: \
         -c constraints.txt -e ".[$extras]" \
-        || fail "The installation failed; pip's own message is above."
+        || { rm .venv/.installing && fail "The installation failed; pip's own message is above."; }
+    rm .venv/.installing
     touch "$stamp"
 }

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,3 +200,17 @@ def test_calls_are_counted_and_come_out_the_same_twice() -> None:
     assert first["transfers"] == second["transfers"] > first["units"]
     main = [each["calls"]["main thread"] for each in found]
     assert abs(main[0] - main[1]) < 0.05 * main[0], main
+
+
+def test_lines_of_code_are_counted_without_docstrings_comments_and_blanks(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    (tmp_path / "a.py").write_text(
+        '"""Docs\nof two lines."""\n\nx = 1  # a comment\n"""What x is."""\n# a comment\n\n\n'
+        'def f() -> str:\n    """Docs."""\n    return """not\n    docs"""\n'
+    )
+    monkeypatch.setattr(sys, "argv", ["count_lines.py", str(tmp_path), "--depth", "99"])
+    runpy.run_path(str(_ROOT / "tools/count_lines.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["4", "all"]
+    assert "median 3 lines" in lines[3]
