@@ -89,9 +89,11 @@ def _engine(
     arguments: argparse.Namespace, size: Size, device: str, num_steps: int, *, in_memory: bool = False
 ) -> tuple[Any, Any]:
     """An engine, and the batches of the micro-batches in their order. ``in_memory``: it pages nothing."""
-    nvme: dict[str, Any] = {"device": "nvme", "nvme_path": arguments.nvme_path}
+    drives = arguments.nvme_path
+    nvme: dict[str, Any] = {"device": "nvme", "nvme_path": drives if len(drives) > 1 else drives[0]}
     own = {"host_memory_budget": arguments.host_budget, "device_memory_budget": arguments.device_budget}
     own |= {"update_workers": arguments.update_workers} if arguments.update_workers else {}
+    own |= {"schedule": arguments.schedule} if arguments.schedule else {}
     if in_memory:
         nvme, own = {"device": "cpu"}, {"update_workers": 1}
     config = {
@@ -125,17 +127,17 @@ def train(arguments: argparse.Namespace) -> int:
     if simulated is not None:
         size, arguments.host_budget, arguments.device_budget = _SIMULATED_SIZE, "4MB", "auto"
     before = resident_bytes("VmRSS")
-    engine, batches = _engine(arguments, size, device, arguments.steps + _WARM)
+    engine, batches = _engine(arguments, size, device, arguments.steps + arguments.warm)
     reset_high_water()  # what building the model took
     reports = []
     with engine:
         print(engine.plan)
-        for _ in range(arguments.steps + _WARM):
+        for _ in range(arguments.steps + arguments.warm):
             engine.train_batch(batches)
             reports.append(engine.report)
         if simulated is None:
             torch.cuda.synchronize()
-    timed = reports[_WARM:]
+    timed = reports[arguments.warm :]
     losses = [report.loss for report in reports]
     print(f"losses {' '.join(f'{loss:.4f}' for loss in losses)}")
     print(f"step {statistics.median(report.seconds for report in timed):.3f} s, schedule {timed[-1].schedule}")
@@ -229,7 +231,9 @@ def main() -> int:
     parser.add_argument(
         "--simulated", action="store_true", help="on the simulated GPU of the tests, with a small model"
     )
-    parser.add_argument("--nvme-path", required=True, help="directory for the states")
+    parser.add_argument(
+        "--nvme-path", required=True, action="append", help="directory for the states; one for each drive"
+    )
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("machine", help="copies to and from the GPU")
     parts.add_parser("synchronisations", help="what waits for the GPU in a step")
@@ -238,7 +242,11 @@ def main() -> int:
     training.add_argument("--host-budget", required=True)
     training.add_argument("--device-budget", default="auto")
     training.add_argument("--micro-batches", type=int, default=1)
-    training.add_argument("--steps", type=int, default=5, help=f"that are measured, after {_WARM}")
+    training.add_argument("--steps", type=int, default=5, help="that are measured")
+    training.add_argument("--warm", type=int, default=_WARM, help=f"steps before those (default: {_WARM})")
+    training.add_argument(
+        "--schedule", choices=["vertical", "ordinary"], help="order of micro-batches, else as planned"
+    )
     training.add_argument("--timeline", type=Path)
     training.add_argument("--update-workers", type=int, help="threads that run updates, else as the plan says")
     bits = parts.add_parser(
@@ -250,7 +258,12 @@ def main() -> int:
     for each in (training, bits):
         each.add_argument("--updates-on-device", action="store_true", help="the optimizer and its states are there")
     parser.set_defaults(
-        micro_batches=1, updates_on_device=False, timeline=None, device_budget="auto", update_workers=None
+        micro_batches=1,
+        updates_on_device=False,
+        timeline=None,
+        device_budget="auto",
+        update_workers=None,
+        schedule=None,
     )
     arguments = parser.parse_args()
     parts_by_name = {"machine": machine, "train": train, "same-bits": same_bits, "synchronisations": synchronisations}

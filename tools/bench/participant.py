@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +46,8 @@ class ParticipantSpec:
     kind: str
     settings: dict[str, Any] = field(default_factory=dict)
     python: str = sys.executable
+    path: str | None = None
+    """Folder whose packages come before those of the environment; None: ours, where it is our own."""
     memory_limit_bytes: int | None = None
 
 
@@ -59,6 +62,7 @@ class Participant:
         *,
         controllers: Sequence[str],
         bytes_per_second: int | None = None,
+        limit_seconds: float | None = None,
     ) -> None:
         self.spec = spec
         self.turns: list[dict[str, Any]] = []
@@ -76,6 +80,10 @@ class Participant:
                 self._group.throttle(directory, bytes_per_second)
             self._process = self._start(workload, scratch.name)
             resources.callback(self._end)
+            if limit_seconds is not None:
+                timer = threading.Timer(limit_seconds, self._kill)
+                timer.start()
+                resources.callback(timer.cancel)
             self.ready = self._answer()
             self._resources = resources.pop_all()
 
@@ -87,7 +95,7 @@ class Participant:
                 # The environment's own tools (ninja for one) come first.
                 "PATH": f"{Path(self.spec.python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
                 # A peer must not find our libraries instead of its own.
-                "PYTHONPATH": str(OURS) if self.spec.python == sys.executable else "",
+                "PYTHONPATH": self.spec.path or (str(OURS) if self.spec.python == sys.executable else ""),
                 "HF_HUB_OFFLINE": "1",
             }
         )
@@ -142,10 +150,13 @@ class Participant:
             return f"killed by the kernel: it needs more than its memory limit of {limit / 1e9:.2f} GB"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        self._kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

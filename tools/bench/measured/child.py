@@ -42,6 +42,19 @@ def drive_bytes() -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if there is one: a step's time holds its kernels."""
+    torch = sys.modules.get("torch")  # a program that has none computes nothing there
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def device_peak_bytes() -> int | None:
+    """The most that torch has taken of the GPU so far; None without one."""
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.max_memory_allocated()) if torch is not None and torch.cuda.is_available() else None
+
+
 def memory_high_water_bytes() -> int:
     """Largest resident size of this process so far."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -52,17 +65,18 @@ def memory_high_water_bytes() -> int:
 
 def run_turn(program: Program, num_steps: int) -> dict[str, Any]:
     """Runs `num_steps` steps back to back, then the flush, so that no work of this turn is left for later."""
-    read_before, written_before = drive_bytes()
+    read_before, written_before = program.moved_bytes() or drive_bytes()
     began = time.perf_counter()
     seconds, losses = [], []
     for _ in range(num_steps):
         step_began = time.perf_counter()
         losses.append(program.step())
+        synchronize()
         seconds.append(time.perf_counter() - step_began)
     flush_began = time.perf_counter()
     program.flush()
     ended = time.perf_counter()
-    read_after, written_after = drive_bytes()
+    read_after, written_after = program.moved_bytes() or drive_bytes()
     return {
         "num_steps": num_steps,
         "seconds": seconds,
@@ -72,6 +86,7 @@ def run_turn(program: Program, num_steps: int) -> dict[str, Any]:
         "write_bytes": written_after - written_before,
         "losses": losses,
         "high_water_bytes": memory_high_water_bytes(),
+        "device_peak_bytes": device_peak_bytes(),
     }
 
 

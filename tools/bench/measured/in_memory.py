@@ -17,7 +17,7 @@ class InMemory(Program):
         workload = replace(workload, checkpointing=settings.get("checkpointing", workload.checkpointing))
         self._workload = workload
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = build_model(workload).to(self._device)
+        self._model = build_model(workload, settings.get("build_on", "cpu")).to(self._device)
         for parameter in self._model.parameters():  # buffers keep their dtype, as in the engine
             parameter.data = parameter.data.to(getattr(torch, workload.dtype))
         self._params = [p for p in self._model.parameters() if p.requires_grad]

@@ -91,6 +91,10 @@ class Program:
     def flush(self) -> None:
         """Wait for what a step has left pending: nothing here."""
 
+    def moved_bytes(self) -> tuple[int, int] | None:
+        """Bytes read and written through files so far, where the program knows: the kernel counts none of a tmpfs."""
+        return None
+
     def take_reports(self) -> list[dict[str, Any]]:
         """What an engine says of the steps since the last call; only ours says anything."""
         return []
@@ -99,8 +103,8 @@ class Program:
         """Release what outlives the process: nothing here."""
 
 
-def build_model(workload: Workload) -> torch.nn.Module:
-    """The model with random weights on the CPU, built directly in its training dtype: no fp32 copy ever exists."""
+def build_model(workload: Workload, device: str = "cpu") -> torch.nn.Module:
+    """The model with random weights, built directly in its training dtype: no fp32 copy ever exists."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -120,7 +124,8 @@ def build_model(workload: Workload) -> torch.nn.Module:
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, workload.dtype))
     try:
-        model = LlamaForCausalLM(config)
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(default_dtype)
     model.train()

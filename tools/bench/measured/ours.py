@@ -14,7 +14,9 @@ from .models import Program, Workload, build_model, micro_batches
 def make_config(workload: Workload, settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON config of the run: DeepSpeed's keys plus our budget."""
     device = settings.get("device", "nvme")
-    place = {"device": device} | ({"nvme_path": settings["directory"]} if device == "nvme" else {})
+    place = {"device": device} | (
+        {"nvme_path": settings.get("drives") or settings["directory"]} if device == "nvme" else {}
+    )
     return workload.config() | {
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "infinity": {
@@ -35,9 +37,10 @@ class Ours(Program):
         self._workload = workload
         self._timeline = settings.get("timeline")
         self._reports: list[Any] = []
+        self._moved, self._counts = (0, 0), bool(settings.get("counts_bytes"))
         config = make_config(workload, settings)
         with Init(config_dict_or_path=config) if settings.get("builds_on_drive") else contextlib.nullcontext():
-            model = build_model(workload)
+            model = build_model(workload, settings.get("build_on", "cpu"))
         self._engine, *_ = initialize(model=model, config=config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._batches = micro_batches(workload, device)
@@ -45,8 +48,14 @@ class Ours(Program):
     def step(self) -> float:
         """Runs one optimizer step through `train_batch`, which takes one call per micro-batch, and returns the mean loss."""
         loss = float(self._engine.train_batch(self._batches))
-        self._reports.append(self._engine.report)
+        report = self._engine.report
+        self._reports.append(report)
+        self._moved = (self._moved[0] + report.read_bytes, self._moved[1] + report.write_bytes)
         return loss
+
+    def moved_bytes(self) -> tuple[int, int] | None:
+        """As the engine's reports count them, on a GPU, where a tmpfs is the drive; what a flush moves is the next step's."""
+        return self._moved if self._counts else None
 
     def flush(self) -> None:
         """Waits for every pending update and write-back, so that a turn's time holds all of its work."""
