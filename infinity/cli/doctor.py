@@ -33,7 +33,11 @@ Examples:
     help="Where states would lie; once for each drive. By default the present directory.",
 )
 @click.option("--config", "file", type=PathType(), help="Take the directories of this config.")
-@click.option("--no-measure", is_flag=True, help="Do not compare I/O backends, which writes about 100 MB.")
+@click.option(
+    "--no-measure",
+    is_flag=True,
+    help="Do not compare I/O backends, which writes about 100 MB, nor copy to and from the GPU.",
+)
 @json_option
 def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, as_json: bool) -> int:
     """Say what this machine has for a training, and what would help.
@@ -47,7 +51,7 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
     wanted = list(directories)
     if file is not None:
         wanted += loaded_for_one(file, {}).nvme_paths
-    findings = list(computing_findings())
+    findings = list(computing_findings(measures=not no_measure))
     findings.append(locked_memory())
     with Console(stderr=True).status("looking at the drives"):
         findings += storage_findings(list(dict.fromkeys(wanted or [Path.cwd()])), measures=not no_measure)

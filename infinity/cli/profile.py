@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _BACKENDS = [name for name in get_args(BackendName) if name != "auto"]
 _FAILED, _MISUSED, _INTERRUPTED = 1, 2, 130
 _LONGEST_SECONDS = 600.0
+_LONGEST_MINUTES = 600.0
 _WHY = "Of the settings within 3 % of the fastest mix of an optimizer step, this one takes the least processor time and memory."
 
 
@@ -32,6 +33,7 @@ _WHY = "Of the settings within 3 % of the fastest mix of an optimizer step, this
 Examples:
   infinity profile /mnt/nvme                                   # about a minute
   infinity profile /mnt/nvme0 /mnt/nvme1 --quick               # several drives, striped
+  infinity profile /mnt/nvme --minutes 10                      # does it hold its speed for an hour's training?
   infinity profile /mnt/nvme --json io.json --apply ds_config.json
   infinity profile /mnt/nvme --quick --json                    # results on stdout, all else on stderr"""
 )
@@ -44,6 +46,11 @@ Examples:
     "--seconds", type=click.FloatRange(0, _LONGEST_SECONDS, min_open=True), metavar="SECONDS", help="Of a sample."
 )
 @click.option("--rounds", type=click.IntRange(min=1), help="Samples of each setting.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, _LONGEST_MINUTES, min_open=True),
+    help="Then keep the best setting going so long: where the drive's cache ends, and its heat. Writes all the while.",
+)
 @click.option("--backends", type=click.Choice(_BACKENDS), multiple=True, help="Once for each that is measured.")
 def profile(**options: Any) -> int:
     """Measure how fast drives are under the engine's requests, and say which settings suit them.
@@ -102,13 +109,15 @@ def measure(asked: Asked) -> int:
     Returns:
         The exit status: 0, 1 if a drive failed, 2 if a directory is useless, 130 after Ctrl-C.
     """
-    from infinity.machine.drive_profile import drive_test, io_of, settings_for, sweep
+    from infinity.machine.drive_profile import drive_test, hold_for, io_of, settings_for, sweep
     from swapper.errors import SwapperError, VolumeError
 
     found = asked.found
     try:
         with _progress(asked.console) as progress, drive_test(found, asked.effort, io_of({})) as test:
             sweep(test, found, asked.effort, settings_for(found, asked.effort), progress)
+            if asked.options["minutes"]:
+                hold_for(test, found, 60 * asked.options["minutes"], progress)
     except KeyboardInterrupt:
         found.stop("interrupted")
         return _INTERRUPTED
@@ -194,6 +203,8 @@ def _print(console: Console, found: DriveProfile, advice: BandwidthCache | None)
         lines.append(f"Read back and found right through: {', '.join(found.verified)}")
     if found.written_bytes:
         lines.append(f"Written for this: {found.written_bytes / 1e9:.1f} GB")
+    if found.long_run is not None:
+        lines.append(found.long_run.words())
     if advice is not None:
         block = found.block(advice.setting)
         parts = ",\n".join(f'  "{name}": {json.dumps(values)}' for name, values in block.items())
@@ -232,6 +243,7 @@ def _as_json(asked: Asked, advice: BandwidthCache | None) -> dict[str, Any]:
             | {"rates": found.rates(setting, workload)}
             for setting, workload in found.samples
         ],
+        "long_run": None if found.long_run is None else found.long_run.as_json(),
         "best": None if advice is None else asdict(advice),
         "config": None if advice is None else found.block(advice.setting),
     }

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from infinity.device.host_memory import free_bytes, is_unified
 from infinity.numerics.norms import narrow_norm
 from infinity.torch_internals.current_gpu import take_gpu
 from infinity.torch_internals.names import norms_of_each
@@ -197,6 +198,8 @@ class ComputeDevice:
     """The CPU as compute device: host memory is device memory, and every copy is complete when the call returns."""
 
     shares_host_memory = True
+    is_unified = False
+    """Whether it is a GPU whose memory is the host's: one pool, of which each gets half."""
     """Whether the swapper can read straight into a flat buffer."""
     pin: Callable[[int, int], Callable[[], None] | None] | None = None
     """Registers host memory with the driver: ``pin(address, num_bytes)`` returns what undoes it, or None if it cannot."""
@@ -288,6 +291,7 @@ class CudaDevice(ComputeDevice):
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
+        self.is_unified = is_unified(torch_device)
         self._uploads = torch.cuda.Stream(torch_device)
         self._downloads = torch.cuda.Stream(torch_device)
         self._anchors = torch.cuda.Stream(torch_device)
@@ -299,6 +303,8 @@ class CudaDevice(ComputeDevice):
 
     def free_bytes(self, model: nn.Module) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
+        if self.is_unified:  # the driver tells only what nobody has, and the system gives its page cache away too
+            free = free_bytes() // 2
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         there = sum(p.nbytes for p in model.parameters() if p.device == self.torch_device)
         return int(free) + cached + there
@@ -401,8 +407,8 @@ def _register_with_driver(torch_device: torch.device, address: int, num_bytes: i
             torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
     except RuntimeError as error:  # some systems allow little of it, WSL2 for one
         logger.warning(
-            "%s of host memory cannot be pinned (%s): copies to and from the GPU will be slower. The driver may allow more "
-            "after `ulimit -l unlimited`",
+            "%s of host memory cannot be pinned (%s): copies to and from the GPU are slower, and block the thread that "
+            "launches kernels. The driver may allow more after `ulimit -l unlimited`",
             f"{num_bytes / 2**20:.0f} MiB",
             error,
         )

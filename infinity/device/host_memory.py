@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
 from infinity.errors import format_bytes
 
@@ -72,7 +73,16 @@ class FreeShare:
         return f"of {free} free, {reserve} stay in reserve"
 
 
-def free_share(*, holds_activations: bool, num_sharing: int = 1, all_bytes: int | None = None) -> FreeShare:
+def is_unified(torch_device: torch.device | None = None) -> bool:
+    """Whether a GPU has no memory of its own and computes in the host's, as a GB10 does. None: the current one, if any."""
+    if not torch.cuda.is_available() or (torch_device is not None and torch_device.type != "cuda"):
+        return False
+    return bool(getattr(torch.cuda.get_device_properties(torch_device), "is_integrated", 0))
+
+
+def free_share(
+    *, holds_activations: bool, num_sharing: int = 1, all_bytes: int | None = None, is_unified: bool = False
+) -> FreeShare:
     """What is free now, less a reserve: 10 % and at least 2 GB, but never more than half.
 
     Args:
@@ -80,8 +90,9 @@ def free_share(*, holds_activations: bool, num_sharing: int = 1, all_bytes: int 
             take is known only when the model has run.
         num_sharing: processes that each take as much.
         all_bytes: what is free; None: what is free here and now.
+        is_unified: whether the GPU takes its memory from the same pool: then half of it is the GPU's.
     """
-    free = (free_bytes() if all_bytes is None else all_bytes) // num_sharing
+    free = (free_bytes() if all_bytes is None else all_bytes) // num_sharing // (2 if is_unified else 1)
     share = _RESERVE_WITH_ACTIVATIONS if holds_activations else _RESERVE
     return FreeShare(free, min(max(int(share * free), _LEAST_RESERVE_BYTES), free // 2))
 

@@ -151,7 +151,11 @@ def build(
     """
     durable, config = durable_run_of(config, undo)
     recording = Recording(config.infinity.timeline) if config.infinity.timeline is not None else None
-    share = free_share(holds_activations=device.shares_host_memory, num_sharing=num_local_processes())
+    share = free_share(
+        holds_activations=device.shares_host_memory,
+        num_sharing=num_local_processes(),
+        is_unified=device.is_unified,
+    )
     divided, config = divide(mesh, config)
     plan = make_plan(model, config, template, device, share, divided)
     if durable is not None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from infinity.device.host_memory import free_bytes, free_share, memory_limits
+from infinity.device.host_memory import free_bytes, free_share, is_unified, memory_limits
 from infinity.machine.finding import Finding, Verdict, size
+from infinity.machine.hardware import copy_finding, gpu_devices, is_wsl, link_finding, measure_copies
 from infinity.version import __version__
 
 _LEAST_BYTES = 500e6
@@ -28,8 +29,8 @@ _EXTRAS = {
 }
 
 
-def computing_findings() -> Iterator[Finding]:
-    """All of them."""
+def computing_findings(*, measures: bool = True) -> Iterator[Finding]:
+    """All of them; ``measures``: copies to and from the GPU, too."""
     yield Finding(
         "versions",
         Verdict.NOTE,
@@ -42,6 +43,7 @@ def computing_findings() -> Iterator[Finding]:
     yield from _limits()
     yield _processors()
     yield _gpu()
+    yield from _of_the_gpu(measures=measures)
     for name, (extra, purpose) in _EXTRAS.items():
         try:
             yield Finding(f"package {name}", Verdict.GOOD, importlib.metadata.version(name))
@@ -52,7 +54,7 @@ def computing_findings() -> Iterator[Finding]:
 
 def _memory() -> Finding:
     free, total = free_bytes(), int(psutil.virtual_memory().total)
-    share = free_share(holds_activations=not torch.cuda.is_available())
+    share = free_share(holds_activations=not torch.cuda.is_available(), is_unified=is_unified())
     facts = {"free_bytes": free, "total_bytes": total, "budget_bytes": share.budget_bytes}
     text = f"{size(free)} of {size(total)} free; a run takes at most {size(share.budget_bytes)} of it by itself"
     if free < _LEAST_BYTES:
@@ -135,3 +137,22 @@ def _gpu() -> Finding:
         cure = "See `nvidia-smi`, and CUDA_VISIBLE_DEVICES" if is_built else "Install torch's CUDA build (pytorch.org)"
         return Finding("GPU", Verdict.POOR, text, cure, {"names": []})
     return Finding("GPU", Verdict.NOTE, "none: the CPU computes", "", {"names": []})
+
+
+def _of_the_gpu(*, measures: bool) -> Iterator[Finding]:
+    """Its links, its copies, and whether it has memory of its own; nothing without one."""
+    if not torch.cuda.is_available():
+        return
+    for device in gpu_devices():
+        yield link_finding(device, rests=True)
+    try:
+        if is_unified():
+            text = "unified: the GPU computes in the host's memory. Budgets count it once, and give each side half"
+            yield Finding("memory of the GPU", Verdict.NOTE, text, "", {"is_unified": True})
+        if measures:
+            yield copy_finding(measure_copies())
+    except RuntimeError as error:  # no room on it: `_gpu` has said what to do
+        yield Finding("copies", Verdict.NOTE, f"not measured: {str(error).strip().partition(chr(10))[0]}")
+    if is_wsl():
+        text = "Linux inside Windows: its driver pins little memory, and files under /mnt/c are slow"
+        yield Finding("WSL2", Verdict.NOTE, text, "States on the Linux side's own disk (ext4)")

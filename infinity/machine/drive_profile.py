@@ -20,6 +20,8 @@ from typing import Any
 from infinity.config import IOSection, load_config
 from infinity.errors import ConfigError
 from infinity.machine.bandwidth_cache import BandwidthCache, now
+from infinity.machine.hardware import health
+from infinity.machine.long_run import LongRun, hold
 from infinity.plan.machine import Bandwidth
 from swapper.config import BackendName
 from swapper.errors import (
@@ -110,6 +112,8 @@ class DriveProfile:
     """Whether transfers bypass the page cache."""
     stopped_by: str | None = None
     """Why it is not complete, in words."""
+    long_run: LongRun | None = None
+    """The best setting over minutes, if that was asked for."""
 
     def add(self, sample: Sample) -> None:
         """Keep a sample."""
@@ -161,6 +165,11 @@ class DriveProfile:
             return None
         best = choose([_typical(mixed[setting]) for setting in usable])
         read, write, mixed_rate = (self.rate(best.setting, each) or best.bytes_per_second for each in WORKLOADS)
+        if (
+            self.long_run is not None and self.long_run.fell_at is not None
+        ):  # a training takes longer than its cache lasts
+            held = self.long_run.rate / self.long_run.first_rate
+            write, mixed_rate = write * held, mixed_rate * held
         return BandwidthCache(best.setting, Bandwidth(read, write, mixed_rate, now()), best.cpu_cores)
 
     def block(self, setting: IOSetting) -> Block:
@@ -310,6 +319,26 @@ def sweep(
     missing = tuple(each for each in WORKLOADS if each not in effort.workloads)
     if best is not None and missing:
         _sample(test, found, best.setting, missing, 1.5 * effort.sample_seconds)
+
+
+def hold_for(test: DriveTest, found: DriveProfile, seconds: float, progress: Progress) -> None:
+    """After a `sweep`: keep the best setting going for so long, which shows where a drive's cache ends.
+
+    Raises:
+        SwapperError: a drive failed.
+    """
+    best = found.advice()
+    if best is None:
+        return
+    drives = [drive for each in found.directories if (drive := describe_drive(each.path).device) is not None]
+
+    def hottest() -> float | None:
+        return max((told for drive in drives if (told := health(drive).celsius) is not None), default=None)
+
+    def count(sample: Sample) -> None:
+        found.written_bytes += sample.write_bytes
+
+    found.long_run = hold(test, best.setting, seconds, hottest, progress, count)
 
 
 def _expected_seconds(found: DriveProfile, setting: IOSetting, effort: Effort) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from infinity.config import InfinityConfig
 from infinity.config.schema.directories import existing
-from infinity.device.host_memory import free_bytes
+from infinity.device.host_memory import free_bytes, is_unified
 from infinity.machine.bandwidth_cache import measured_bandwidth, now
 from infinity.plan.machine import Bandwidth, Machine, Room, together
 from swapper.errors import SwapperError
@@ -31,10 +31,15 @@ def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machi
     Raises:
         VolumeError: nothing can be said of a directory.
     """
+    free, on_gpu = free_bytes(), None
+    if asks_gpu and torch.cuda.is_available():
+        on_gpu = torch.cuda.mem_get_info()[0]
+        if is_unified():
+            free = on_gpu = free // 2
     return Machine(
-        host_free_bytes=free_bytes(),
+        host_free_bytes=free,
         drive_free_bytes=room_bytes([Directory(path) for path in directories]),
-        device_free_bytes=torch.cuda.mem_get_info()[0] if asks_gpu and torch.cuda.is_available() else None,
+        device_free_bytes=on_gpu,
         bandwidth=measured_bandwidth(directories),
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infinity.machine.bandwidth_cache import measured_bandwidth
 from infinity.machine.finding import Finding, Verdict, size
+from infinity.machine.hardware import drive_device, gpu_devices, health_finding, link_finding, node_findings
 from swapper.config import SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError, VolumeError
 from swapper.measure.by_name import open_by_name
@@ -45,6 +46,10 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
             continue
         for finding in _findings(drives[path], measures=measures):
             yield replace(finding, directory=str(path))
+    devices = {drive.device for drive in drives.values() if drive.device is not None}
+    yield from node_findings(
+        gpu_devices(), [found for each in sorted(devices) if (found := drive_device(each)) is not None]
+    )
     if len({drive.identity for drive in drives.values()}) < len(drives):
         names = ", ".join(map(str, drives))
         told = f"several of {names} lie on one drive: striping over them adds no speed"
@@ -53,6 +58,11 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
 
 def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
     yield _drive(drive)
+    if drive.device is not None:
+        if (link := drive_device(drive.device)) is not None:
+            yield link_finding(link, rests=False)
+        if (health := health_finding(drive.device)) is not None:
+            yield health
     yield _space(drive)
     yield from _files(drive, measures=measures)
     yield _speed(drive)

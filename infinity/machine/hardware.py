@@ -1,0 +1,304 @@
+"""Where GPUs and drives sit: their NUMA nodes, PCIe links, and how an NVMe drive is doing. All from sysfs and one ioctl."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import platform
+import statistics
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.machine.finding import Finding, Verdict, size
+
+SYS = Path("/sys")
+_BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}
+"""Of a lane, by GT/s: 8 of 10 bits are data. Faster links send 128 of 130."""
+HOT_CELSIUS = 70.0
+"""NVMe drives begin to slow down at 70 to 85."""
+_WORN_PERCENT = 80
+# NVMe: Get Log Page (admin command 2) of the log "SMART / Health Information" (2), 512 bytes.
+_NVME_ADMIN_COMMAND = 0xC0484E41
+_HEALTH_BYTES = 512
+_COPY_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class PciDevice:
+    """A device on the PCIe bus.
+
+    Attributes:
+        name: What a message calls it.
+        numa_node: The processors' memory that is next to it; None where the machine has one node.
+        gigatransfers: Of its link's lanes a second, as it is now: at rest, links of GPUs go slower.
+        lanes: Of its link.
+        most_gigatransfers, most_lanes: What the device could do.
+    """
+
+    name: str
+    numa_node: int | None
+    gigatransfers: float
+    lanes: int
+    most_gigatransfers: float
+    most_lanes: int
+
+    def words(self) -> str:
+        """Return its link and node: ``"PCIe 16 GT/s x 4 (7.9 GB/s), NUMA node 0"``."""
+        node = "" if self.numa_node is None else f", NUMA node {self.numa_node}"
+        return f"PCIe {_link(self.gigatransfers, self.lanes)}{node}"
+
+
+@dataclass(frozen=True)
+class Health:
+    """What an NVMe drive says of itself; None where it is not said, or not to this user."""
+
+    celsius: float | None = None
+    used_percent: int | None = None
+    """Of the writes that it is rated for; may pass 100."""
+    spare_percent: int | None = None
+    """Of the spare blocks, those that are left."""
+
+
+def _link(gigatransfers: float, lanes: int) -> str:
+    return f"{gigatransfers:g} GT/s x {lanes} ({size(_link_rate(gigatransfers, lanes))}/s)"
+
+
+def _link_rate(gigatransfers: float, lanes: int) -> float:
+    """Bytes per second each way."""
+    return gigatransfers * 1e9 * lanes * _BYTES_PER_TRANSFER.get(gigatransfers, 128 / 130 / 8)
+
+
+def pci_device(name: str, folder: Path) -> PciDevice | None:
+    """The PCIe device that a folder of sysfs belongs to: itself, or the next one above. None if there is none."""
+    place = folder.resolve()
+    while place != place.parent:
+        if (place / "current_link_speed").is_file():
+            break
+        place = place.parent
+    else:
+        return None
+    try:
+        speeds = [float(_text(place / f"{which}_link_speed").split()[0]) for which in ("current", "max")]
+        lanes = [int(_text(place / f"{which}_link_width")) for which in ("current", "max")]
+        node = int(_text(place / "numa_node") or "-1")
+    except (ValueError, IndexError):  # "Unknown": a virtual device
+        return None
+    return PciDevice(name, node if node >= 0 else None, speeds[0], lanes[0], speeds[1], lanes[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def drive_device(block_device: str) -> PciDevice | None:
+    """The PCIe device of a drive, for example of ``"nvme0n1"``."""
+    return pci_device(block_device, SYS / "block" / block_device / "device")
+
+
+def gpu_devices() -> list[PciDevice]:
+    """Those of the GPUs that torch sees, as far as the system tells."""
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        domain, bus, device = (getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+        if bus is None:  # a build of torch that does not tell
+            continue
+        address = f"{domain or 0:04x}:{bus:02x}:{device or 0:02x}.0"
+        found.append(pci_device(f"GPU {index}", SYS / "bus/pci/devices" / address))
+    return [each for each in found if each is not None]
+
+
+def link_finding(device: PciDevice, *, rests: bool) -> Finding:
+    """What a device's link is. ``rests``: its speed now says nothing, only its lanes do."""
+    speed = device.most_gigatransfers if rests else device.gigatransfers
+    now, most = _link_rate(speed, device.lanes), _link_rate(device.most_gigatransfers, device.most_lanes)
+    facts = {
+        "numa_node": device.numa_node,
+        "lanes": device.lanes,
+        "bytes_per_second": now,
+        "most_bytes_per_second": most,
+    }
+    what = f"link of {device.name}"
+    if now < 0.9 * most:
+        text = f"{device.words()}, where the device can {_link(device.most_gigatransfers, device.most_lanes)}"
+        cure = "Another slot, or the slot's setting in the firmware: slots share lanes, and risers lower the speed"
+        return Finding(what, Verdict.POOR, text, cure, facts)
+    return Finding(what, Verdict.GOOD, device.words(), "", facts)
+
+
+def node_findings(gpus: Sequence[PciDevice], drives: Sequence[PciDevice]) -> list[Finding]:
+    """Whether this process, its GPU and its drives are next to the same memory; nothing on a machine of one node."""
+    nodes = sorted(int(each.name.removeprefix("node")) for each in (SYS / "devices/system/node").glob("node[0-9]*"))
+    if len(nodes) < 2:
+        return []
+    own = [node for node in nodes if _processors(node) & os.sched_getaffinity(0)]
+    facts = {"nodes": nodes, "process": own} | {each.name: each.numa_node for each in (*gpus, *drives)}
+    text = f"{len(nodes)} nodes; this process may run on {', '.join(map(str, own))}"
+    wanted = next((each for each in (*gpus, *drives) if each.numa_node is not None), None)
+    far = [each for each in (*gpus, *drives) if wanted is not None and each.numa_node not in (None, wanted.numa_node)]
+    if wanted is None:
+        return [Finding("NUMA", Verdict.NOTE, f"{text}; the system does not say where devices sit", "", facts)]
+    if far:
+        text += f"; {wanted.name} sits on {wanted.numa_node}, " + ", ".join(
+            f"{each.name} on {each.numa_node}" for each in far
+        )
+        cure = "Use drives on the GPU's node where there are some: bytes from the other node cross the link between processors"
+        return [Finding("NUMA", Verdict.POOR, text, cure, facts)]
+    text += f"; the devices sit on {wanted.numa_node}"
+    if own != [wanted.numa_node]:
+        cure = f"numactl --cpunodebind={wanted.numa_node} --membind={wanted.numa_node} python ..."
+        return [Finding("NUMA", Verdict.POOR, text, f"{cure}: staging memory then lies next to them", facts)]
+    return [Finding("NUMA", Verdict.GOOD, text, "", facts)]
+
+
+def _processors(node: int) -> set[int]:
+    """Numbers of a node's processors, from a list such as ``0-3,8-11``."""
+    found: set[int] = set()
+    for part in _text(SYS / f"devices/system/node/node{node}/cpulist").split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def health(block_device: str) -> Health:
+    """How an NVMe drive is doing: its temperature from sysfs, its wear from the drive itself, which only root may ask."""
+    if not block_device.startswith("nvme"):
+        return Health()
+    controller = block_device[: block_device.index("n", 4)]  # nvme0n1 -> nvme0
+    sensors = sorted((SYS / "class/nvme" / controller).glob("hwmon*/temp1_input"))
+    celsius = next((int(text) / 1000 for each in sensors if (text := _text(each)).lstrip("-").isdigit()), None)
+    try:
+        log = _health_log(Path("/dev") / controller)
+    except OSError:
+        return Health(celsius)
+    return parse_health(log, celsius)
+
+
+def parse_health(log: bytes, celsius: float | None = None) -> Health:
+    """Read the log page as NVM Express defines it: kelvin at byte 1, spare at 3, used at 5."""
+    kelvin = struct.unpack_from("<H", log, 1)[0]
+    return Health(kelvin - 273.0 if kelvin else celsius, log[5], log[3])
+
+
+def _health_log(controller: Path) -> bytes:
+    log = ctypes.create_string_buffer(_HEALTH_BYTES)
+    number_of_dwords = _HEALTH_BYTES // 4 - 1
+    command = struct.pack(
+        "<BBHIIIQQIIIIIIIIII",
+        *(2, 0, 0, 0xFFFFFFFF, 0, 0, 0),
+        *(ctypes.addressof(log), 0, _HEALTH_BYTES, number_of_dwords << 16 | 2, 0, 0, 0, 0, 0, 0, 0),
+    )
+    with open(controller, "rb", buffering=0) as device:
+        fcntl.ioctl(device, _NVME_ADMIN_COMMAND, command)
+    return log.raw
+
+
+def health_finding(block_device: str) -> Finding | None:
+    """What a drive says of its heat and wear; None if it says nothing."""
+    found = health(block_device)
+    facts = {"celsius": found.celsius, "used_percent": found.used_percent, "spare_percent": found.spare_percent}
+    told = []
+    if found.celsius is not None:
+        told.append(f"{found.celsius:.0f} °C")
+    if found.used_percent is not None:
+        told.append(
+            f"{found.used_percent} % of the writes it is rated for are used, {found.spare_percent} % of its spare is left"
+        )
+    if not told:
+        return None
+    if (found.used_percent or 0) >= _WORN_PERCENT:
+        cure = "Plan its replacement: paging writes much (`infinity plan` says how much a day)"
+        return Finding("health", Verdict.POOR, ", ".join(told), cure, facts)
+    if (found.celsius or 0) >= HOT_CELSIUS:
+        return Finding(
+            "health", Verdict.POOR, ", ".join(told), "Cool it: hot drives slow down. A heat sink, air that moves", facts
+        )
+    return Finding("health", Verdict.GOOD, ", ".join(told), "", facts)
+
+
+def is_wsl() -> bool:
+    """Whether this is Linux inside Windows, whose driver pins little memory."""
+    return "microsoft" in platform.release().lower()
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Bytes per second between host and GPU.
+
+    Attributes:
+        up, down: From and to memory that is registered with the driver (pinned), as staging memory is.
+        pageable_up, pageable_down: From and to other memory.
+        register_seconds: For registering `_COPY_BYTES`.
+        refused: What the driver said where it registers none; up and down then are those of other memory.
+    """
+
+    up: float
+    down: float
+    pageable_up: float
+    pageable_down: float
+    register_seconds: float
+    refused: str = ""
+
+
+def measure_copies() -> Copies:
+    """Copy 256 MiB up and down the current GPU, five times each. Takes half a second.
+
+    Raises:
+        RuntimeError: The GPU has no room for them.
+    """
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    here = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu")
+    up, down = _copy_rate(there, here), _copy_rate(here, there)
+    runtime: Any = torch.cuda.cudart()
+    began = time.perf_counter()
+    code = int(runtime.cudaHostRegister(here.data_ptr(), _COPY_BYTES, 0))
+    took = time.perf_counter() - began
+    if code:
+        return Copies(up, down, up, down, took, f"code {code} of cudaHostRegister")
+    try:
+        return Copies(_copy_rate(there, here), _copy_rate(here, there), up, down, took)
+    finally:
+        torch.cuda.synchronize()
+        runtime.cudaHostUnregister(here.data_ptr())
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    taken = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return target.nbytes / statistics.median(taken)
+
+
+def copy_finding(copies: Copies) -> Finding:
+    """What copies between host and GPU come to."""
+    facts = asdict(copies)
+    if copies.refused:
+        text = f"the driver registers no memory ({copies.refused}): copies block the thread that launches kernels, "
+        text += f"{size(copies.up)}/s up, {size(copies.down)}/s down"
+        cure = (
+            "Windows: native Linux pins more than WSL2, or raise memory in .wslconfig"
+            if is_wsl()
+            else "ulimit -l unlimited"
+        )
+        return Finding("copies", Verdict.POOR, text, cure, facts)
+    text = f"{size(copies.up)}/s up, {size(copies.down)}/s down from pinned memory "
+    text += f"({size(copies.pageable_up)}/s and {size(copies.pageable_down)}/s from other); "
+    text += f"{_COPY_BYTES / copies.register_seconds / 1e9:.0f} GB/s to pin it"
+    return Finding("copies", Verdict.GOOD, text, "", facts)

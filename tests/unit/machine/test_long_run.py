@@ -1,0 +1,65 @@
+"""Where a drive slows down, from samples of a drive that is played."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from infinity.machine.long_run import LongRun, hold
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.measure.measurement import Sample
+
+_SECONDS = 1e-3
+_SETTING = IOSetting("threads", 1 << 20, 4, 8)
+
+
+class _Drive:
+    """Writes at one rate until its cache is full, then at another."""
+
+    def __init__(self, cache_bytes: float, fast: float, slow: float) -> None:
+        self.cache_bytes, self.fast, self.slow = cache_bytes, fast, slow
+        self.written = 0.0
+
+    def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
+        rate = self.fast if self.written < self.cache_bytes else self.slow
+        self.written += rate * seconds / 2
+        return Sample(setting, workload, int(rate * seconds / 2), int(rate * seconds / 2), seconds, 0.0)
+
+
+def _run(drive: _Drive, heat: Iterator[float] | None = None) -> tuple[LongRun, list[Sample]]:
+    kept: list[Sample] = []
+    celsius = (lambda: next(heat)) if heat is not None else lambda: None
+    return hold(drive, _SETTING, _SECONDS, celsius, lambda what, share: None, kept.append), kept
+
+
+def test_a_drive_that_holds_its_rate_is_told_so() -> None:
+    found, kept = _run(_Drive(1e18, 3e9, 1e9))
+    assert found.fell_at is None and found.rate == pytest.approx(3e9, rel=1e-3)
+    assert "It holds 3.00 GB/s" in found.words() and len(kept) >= 12
+
+
+def test_where_a_cache_ends_is_found_and_what_to_count_with() -> None:
+    drive = _Drive(0.0, 3e9, 1.2e9)
+    drive.cache_bytes = 3e9 * _SECONDS / 12 / 2 * 5  # five samples
+    found, _ = _run(drive)
+    assert found.fell_at is not None
+    assert found.fell_at.written_bytes == pytest.approx(drive.cache_bytes, rel=0.25)
+    assert "from 3.00 to 1.20 GB/s" in found.words() and "cache ends" in found.words()
+    assert found.as_json()["bytes_per_second"] == pytest.approx(1.2e9, rel=1e-3)
+
+
+def test_a_hot_drive_is_to_be_cooled() -> None:
+    drive = _Drive(0.0, 3e9, 1.2e9)
+    drive.cache_bytes = 3e9 * _SECONDS / 12 / 2 * 5
+    found, _ = _run(drive, itertools.chain(range(50, 80, 3), itertools.repeat(83)))
+    assert "from 50 to 83 °C" in found.words() and "Cool it" in found.words()
+
+
+def test_one_slow_sample_is_noise() -> None:
+    drive = _Drive(1e18, 3e9, 1e9)
+    found, _ = _run(drive)
+    moments = found.moments
+    moments[6] = moments[6].__class__(moments[6].seconds, moments[6].written_bytes, 1e9, None)
+    assert LongRun(moments).fell_at is None
