@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from torch import nn
 
 import infinity
 from infinity.errors import ModelError
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
 from tests.exactness.user_edits import MODES, Named, sides, start, take_step
 from tests.states import state_of
+from tests.twins import Twins
 
 in_all_modes = pytest.mark.parametrize("mode", MODES)
 
@@ -118,25 +118,6 @@ def test_a_parameter_in_two_groups_is_refused_before_anything_is_updated(mode: s
         both.require_equal()
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("mode", ["in backward", "deferred"])
-def test_the_users_own_instance_shows_the_same_groups(mode: str, tmp_path: Path) -> None:
-    own: list[torch.optim.Optimizer] = []
-
-    def make(named: Named) -> torch.optim.Optimizer:
-        own.append(_adamw(named))
-        return own[-1]
-
-    with _start(tmp_path, mode, make) as both:
-        take_step(both, mode, 0)
-        own[-1].param_groups = [dict(own[-1].param_groups[1], lr=0.5)]
-        assert both.optimizer.param_groups is own[-1].param_groups
-        _pop(both.reference.optimizer, {})
-        both.reference.param_groups[0]["lr"] = 0.5
-        take_step(both, mode, 1)
-        both.require_equal()
-
-
 # ------------------------------------------------------------------------------------------------------ hyperparameters
 
 
@@ -163,19 +144,6 @@ def test_learning_rates_of_any_kind(lr: Any, mode: str, tmp_path: Path) -> None:
         for fqn, main in both.reference.main.items():
             found = state_of(both.engine, both.model.get_parameter(fqn))["weight"]
             torch.testing.assert_close(found, main.detach(), rtol=0, atol=0, equal_nan=True)
-
-
-def test_learning_rates_that_are_arrays_without_dimension(tmp_path: Path) -> None:
-    def make(named: Named) -> torch.optim.Optimizer:
-        return torch.optim.SGD(list(named.values()), lr=0.1, momentum=0.9)
-
-    with _start(tmp_path, "in backward", make) as both:
-        for optimizer, _ in sides(both):
-            optimizer.param_groups[0]["momentum"] = numpy.float32(0.5)
-            optimizer.param_groups[0]["weight_decay"] = numpy.float64(0.5)
-        for step in range(2):
-            take_step(both, "in backward", step)
-        both.require_equal()
 
 
 @pytest.mark.deep(but=1)
@@ -222,27 +190,6 @@ def test_momentum_that_has_a_place_begins_when_it_is_first_needed(mode: str, tmp
         both.require_equal()
 
 
-@pytest.mark.deep
-def test_switches_that_need_no_other_state_may_change(tmp_path: Path) -> None:
-    with _start(tmp_path, "in backward") as both:
-        for step, change in enumerate([{}, {"maximize": True}, {"foreach": True}, {"fused": True, "foreach": False}]):
-            for optimizer, _ in sides(both):
-                optimizer.param_groups[1].update(change)
-            take_step(both, "in backward", step)
-        both.require_equal()
-
-
-@pytest.mark.deep
-def test_one_cycle_moves_betas_with_the_rate(tmp_path: Path) -> None:
-    with _start(tmp_path, "in backward") as both:
-        schedules = [torch.optim.lr_scheduler.OneCycleLR(side, 0.1, total_steps=9) for side, _ in sides(both)]
-        for step in range(4):
-            take_step(both, "in backward", step)
-            for schedule in schedules:
-                schedule.step()
-        both.require_equal()
-
-
 # ------------------------------------------------------------------------------------------------------------ freezing
 
 
@@ -270,43 +217,6 @@ def test_freezing_and_thawing_between_steps(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @in_all_modes
-def test_halves_of_a_model_in_turns(mode: str, tmp_path: Path) -> None:
-    """As the two sides of a GAN."""
-    with _start(tmp_path, mode) as both:
-        names = [fqn for fqn, _ in both.model.named_parameters()]
-        for step in range(5):
-            for index, name in enumerate(names):
-                _require_grad(both, name, index % 2 == step % 2)
-            take_step(both, mode, step)
-        _require_grad(both, "", True)
-        both.require_equal()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mode", ["in backward", "deferred"])
-def test_gradual_thawing_of_what_was_trainable_in_initialize(mode: str, tmp_path: Path) -> None:
-    with _start(tmp_path, mode) as both:
-        names = [fqn for fqn, _ in both.model.named_parameters()]
-        for name in names[:-2]:
-            _require_grad(both, name, False)
-        for step, name in enumerate(reversed(names)):
-            _require_grad(both, name, True)
-            take_step(both, mode, step)
-        both.require_equal()
-
-
-def _with_frozen_first(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Parameter]:
-    model = PLAIN.make("none")
-    first = next(model.parameters())
-    first.requires_grad_(False)
-    own = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
-    engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=own)
-    return engine, optimizer, first
-
-
-@pytest.mark.deep
-@in_all_modes
 def test_what_is_frozen_in_initialize_and_in_a_group_is_thawed(mode: str, tmp_path: Path) -> None:
     def make(named: Named) -> torch.optim.Optimizer:
         for name in frozen:
@@ -324,16 +234,6 @@ def test_what_is_frozen_in_initialize_and_in_a_group_is_thawed(mode: str, tmp_pa
         take_step(both, mode, len(frozen))
         _require_grad(both, "", True)
         both.require_equal()
-
-
-def test_thawing_what_is_in_no_group_gives_a_plain_gradient(tmp_path: Path) -> None:
-    engine, optimizer, first = _with_frozen_first(tmp_path)
-    with engine:
-        optimizer.param_groups[0]["params"].pop(0)
-        first.requires_grad_(True)
-        engine(**make_batch(0)).backward()
-        assert first.grad is not None
-        optimizer.step()
 
 
 # ------------------------------------------------------------------------------------------------------- new modules
@@ -381,40 +281,6 @@ def _grow(model: _Stack) -> _Grown:
     grown = _Grown(model.blocks[1], 8)
     model.blocks[1] = grown
     return grown
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("clipping", [0.0, 0.01])
-@pytest.mark.parametrize("loop", ["engine", "plain", "vertical"])
-def test_a_layer_that_is_added_and_put_into_a_group_is_trained(loop: str, clipping: float, tmp_path: Path) -> None:
-    num = 2 if loop == "vertical" else 1
-    changes = {"gradient_clipping": clipping, "gradient_accumulation_steps": num}
-    engine, optimizer, model, twin, plain = _stack(tmp_path, changes)
-    with engine:
-        for step in range(5):
-            if step == 2:
-                for side, its in ((optimizer, model), (plain, twin)):
-                    side.add_param_group({"params": list(_grow(its).extra.parameters()), "lr": 2e-2})
-            batches = [torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + n)) for n in range(num)]
-            for batch in batches:
-                (twin(batch) / num).backward()
-            if clipping:
-                torch.nn.utils.clip_grad_norm_(twin.parameters(), clipping)
-            plain.step()
-            plain.zero_grad()
-            if loop == "plain":
-                model(batches[0]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            elif loop == "vertical":
-                engine.train_batch(iter([(batch,) for batch in batches]))
-            else:
-                engine.backward(engine(batches[0]))
-                engine.step()
-        for (fqn, param), other in zip(twin.named_parameters(), model.parameters(), strict=True):
-            with infinity.GatheredParameters([p for p in [other] if "extra" not in fqn]):
-                assert torch.equal(param, other), fqn
-            assert torch.equal(plain.state[param]["exp_avg"], optimizer.state[other]["exp_avg"]), fqn
 
 
 def test_a_layer_that_is_in_no_group_is_not_trained_and_that_is_said_once(
@@ -514,45 +380,26 @@ def test_the_norm_goes_in_the_order_of_the_model(mode: str, tmp_path: Path) -> N
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"infinity": {"update": "in_backward"}}, {"gradient_clipping": 0.05}])
-@pytest.mark.parametrize("is_engine_loop", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
 def test_an_optimizer_over_a_part_of_the_trainable_parameters(
-    is_engine_loop: bool, changes: dict[str, Any], tmp_path: Path
+    by_hand: bool, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """As in torch, the rest gets gradients and no updates, and an empty group is one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    twin = copy.deepcopy(model)
 
-    def make(of: nn.Sequential) -> torch.optim.Optimizer:
+    def make(of: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([{"params": [*of[2].parameters()]}, {"params": [], "lr": 0.5}], lr=1e-2)
 
-    optimizer, plain = make(model), make(twin)
-    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
-    engine, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
-    with engine:
+    torch.manual_seed(0)
+    with Twins(tmp_path, nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), make, **changes) as twins:
         for number in range(4):
             if number == 2:
-                for of, each in ((model, optimizer), (twin, plain)):
-                    each.add_param_group({"params": [of[0].weight], "lr": 1e-3})
+                twins.change(lambda model, optimizer: optimizer.add_param_group({"params": [model[0].weight]}))
             inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
-            expected = twin(inputs).square().mean()
-            expected.backward()
-            loss = model(inputs).square().mean()
-            assert torch.equal(loss, expected)
-            if is_engine_loop:
-                engine.backward(loss)
-                engine.step()
-            else:
-                loss.backward()
-                assert torch.equal(model[0].bias.grad, twin[0].bias.grad)
-                optimizer.step()
-                optimizer.zero_grad()
-            if "gradient_clipping" in changes:
-                torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
-            plain.step()
-            (twin if is_engine_loop else plain).zero_grad()
-            if "gradient_clipping" in changes and not is_engine_loop:
-                for each in (model[0].bias, twin[0].bias, model[0].weight, twin[0].weight):
-                    each.grad = None  # torch's was clipped in place
-        for (name, value), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-            assert torch.equal(value, other), name
+            max_norm = changes.get("gradient_clipping", 0.0)
+            twins.step(lambda model, inputs=inputs: model(inputs).square().mean(), by_hand=by_hand, max_norm=max_norm)
+            for (model, _), is_plain in zip(twins.sides, (False, True), strict=True):
+                if by_hand and not max_norm:  # which clips in place
+                    assert model[0].bias.grad is not None
+                if is_plain or by_hand:  # what is in no group adds up, but not over the engine's steps
+                    model.zero_grad()
+        twins.require_equal()
