@@ -196,55 +196,6 @@ def test_a_vertical_step_that_begins_anew_leaves_no_gradient_twice(tmp_path: Pat
             assert torch.equal(parameter, other.detach().clone()), name
 
 
-def test_micro_batches_together_with_a_parameter_that_came_later(tmp_path: Path) -> None:
-    twin, model = PLAIN.make("none"), PLAIN.make("none")
-    plain = torch_optimizer("config", dict(twin.named_parameters()))
-    changes = {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}}
-    engine, optimizer, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    with engine:
-        for side, its in ((plain, twin), (optimizer, model)):
-            torch.manual_seed(5)
-            its.blocks.append(nn.Linear(WIDTH, WIDTH))
-            side.add_param_group({"params": list(its.blocks[-1].parameters())})
-        batches = [make_batch(0, index) for index in range(2)]
-        losses = [lambda batch=batch: engine(**batch) / 2 for batch in batches]
-        if isinstance(engine.backward_together(losses), str):  # why they have to go one after the other
-            engine.backward(losses[0](), scale_wrt_gas=False)
-            engine.step()
-            engine.backward(losses[1](), scale_wrt_gas=False)
-        engine.step()
-        for batch in batches:
-            (twin(**batch) / 2).backward()
-        plain.step()
-        for (name, parameter), other in zip(twin.named_parameters(), model.parameters(), strict=True):
-            assert torch.equal(parameter, other.detach().clone()), name
-
-
-@pytest.mark.deep(but=1)
-@in_modes
-def test_a_parameter_over_the_memory_of_another_is_gathered_and_saved(mode: str, tmp_path: Path) -> None:
-    def scenario(side: Side) -> None:
-        side.step(0)
-        head = side.model.get_submodule("head")
-        head.weight = nn.Parameter(head.weight.data, requires_grad=False)
-        side.step(1)
-        with infinity.GatheredParameters(side.model.parameters() if mode == "resident" else head.parameters()):
-            side.note(head.weight)
-            with torch.no_grad():
-                head.weight.mul_(2)
-        side.note(head.weight, *side.model.state_dict().values())
-        side.step(2)
-        if side.engine is not None:
-            assert torch.equal(infinity.safe_get_full_fp32_param(head.weight), head.weight)
-            assert side.engine.save_checkpoint(tmp_path / "saved")
-            with torch.no_grad():
-                head.weight.zero_()
-            side.engine.load_checkpoint(tmp_path / "saved")
-        side.step(3)
-
-    require_same(scenario, tmp_path, mode)
-
-
 @pytest.mark.deep(but=2)
 @pytest.mark.parametrize("is_gathered", [False, True])
 @in_modes

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import AccessError, ModelError
+from infinity.errors import ModelError
 from tests.exactness.lockstep import everything_on_nvme
 
 
@@ -43,24 +43,6 @@ _NO_OPS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.deep(but=2)
-@pytest.mark.parametrize("convert", _NO_OPS)
-def test_a_conversion_that_changes_nothing_works(convert: str, engine: infinity.Engine) -> None:
-    parameters = list(engine.module.parameters())
-    plain = copy.deepcopy(engine.module)
-    optimizer = _optimizer(plain)
-    for _ in range(2):
-        _NO_OPS[convert](engine.module)
-        engine.backward(engine(torch.ones(2, 8)).square().sum())
-        plain(torch.ones(2, 8)).square().sum().backward()
-        engine.step()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(new is old for new, old in zip(engine.module.parameters(), parameters, strict=True))
-    for parameter, other in zip(parameters, plain.parameters(), strict=True):
-        assert torch.equal(parameter.detach().clone(), other)
-
-
 @pytest.mark.deep(but=3)
 @pytest.mark.usefixtures("flag")
 @pytest.mark.parametrize("convert", _NO_OPS)
@@ -80,21 +62,6 @@ def test_under_torchs_flags_a_conversion_is_an_error_and_changes_nothing(
         assert parameter is kept and torch.equal(parameter.detach().clone(), values)
 
 
-@pytest.mark.parametrize(
-    ("convert", "cure"),
-    [
-        (lambda model: model.share_memory(), r"copy\.deepcopy\(model\)\.share_memory\(\)"),
-        (lambda model: model.to("meta"), r"torch\.device\('meta'\)"),
-    ],
-    ids=["share_memory", "meta"],
-)
-def test_what_an_engine_cannot_do_names_its_cure(
-    convert: Callable[[nn.Module], object], cure: str, engine: infinity.Engine
-) -> None:
-    with pytest.raises(AccessError, match=cure):
-        convert(engine.module)
-
-
 def test_parameters_cannot_be_swapped(engine: infinity.Engine) -> None:
     parameter = next(engine.module.parameters())
     other = nn.Parameter(torch.ones(8, 8))
@@ -103,13 +70,3 @@ def test_parameters_cannot_be_swapped(engine: infinity.Engine) -> None:
             torch.utils.swap_tensors(*pair)
     with infinity.GatheredParameters(parameter), pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(parameter, other)
-
-
-def test_set_on_what_data_gives_leaves_the_weight_as_in_torch(engine: infinity.Engine) -> None:
-    parameter = next(engine.module.parameters())
-    before = parameter.detach().clone()
-    view = parameter.data
-    other = torch.ones(2, 2)
-    assert view.set_(other) is view
-    assert view.data_ptr() == other.data_ptr() and view.shape == (2, 2)
-    assert torch.equal(parameter.detach().clone(), before)

@@ -123,17 +123,6 @@ def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
     assert leftovers == {"model.safetensors.index.json", *([_OLD_PICKLE] if kind == "pickled" else [])}
 
 
-def test_saving_again_and_again_leaves_one_save(started: tuple[Any, nn.Module], tmp_path: Path) -> None:
-    engine, model = started
-    for _ in range(3):
-        _train(engine)
-        engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
-        assert _are_equal(_read(tmp_path / "out"), {k: v.clone() for k, v in model.state_dict().items()})
-        names = {path.name for path in (tmp_path / "out").iterdir()}
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
-        assert names == {"model.safetensors.index.json", *index.values()}
-
-
 @pytest.mark.deep(but=4)
 @pytest.mark.parametrize("moment", range(6))
 def test_an_error_while_moving_leaves_nothing_new(
@@ -370,17 +359,6 @@ def test_adapters_that_transformers_adds_are_saved_alone(tmp_path: Path) -> None
     for name in ("ours", "16bit"):
         files = [{path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in (name, "theirs")]
         assert files[0] == files[1]
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_mixed_adapters_are_not_saved(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = peft.get_peft_model(_llama(is_tied=False), peft.LoraConfig(target_modules=["q_proj"], r=2), mixed=True)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine, pytest.raises(ModelError, match=r"adapters of several kinds.*state_dict"):
-        engine.save_pretrained(tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

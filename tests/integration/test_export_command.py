@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +71,6 @@ def test_files_are_those_that_the_engine_writes(name: str, config: dict[str, Any
     assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_without_a_config_names_are_the_models_own(config: dict[str, Any], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
-    engine, *_ = infinity.initialize(model=model, config=config)
-    with engine:
-        engine.save_checkpoint(tmp_path / "checkpoints", tag="first")
-        mains = {name: infinity.safe_get_full_fp32_param(value) for name, value in engine.module.named_parameters()}
-        buffers = dict(engine.module.named_buffers())
-        assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / "out"), "--tag", "first"]) == 0
-        found = _read(tmp_path / "out")
-        assert found.keys() == {*mains, *buffers}
-        assert all(torch.equal(found[name], value) for name, value in (mains | buffers).items() if value is not None)
-
-
 def test_without_a_config_what_is_tied_is_there_under_all_of_its_names(
     config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,17 +93,6 @@ def test_without_a_config_what_is_tied_is_there_under_all_of_its_names(
         assert all(torch.equal(found[f"{number}.weight"], main_weight) for number in (0, 2))
     num_bytes = sum(value.nbytes for value in _read(tmp_path / "out").values())
     assert json.loads(capsys.readouterr().out)["num_bytes"] == num_bytes
-
-
-@pytest.mark.deep
-def test_it_is_a_command_with_one_line_where_no_terminal_is(config: dict[str, Any], tmp_path: Path) -> None:
-    checkpoint = _saved("llama", config, tmp_path)
-    command = [sys.executable, "-m", "infinity", "export", str(checkpoint), str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=560, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    assert re.fullmatch(r"exported [\d,]+ bytes to .*\n", ended.stderr)
-    assert _read(tmp_path / "out")
 
 
 def test_failures_are_one_sentence_and_leave_what_was_there(

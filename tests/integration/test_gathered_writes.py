@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.utils.dlpack
@@ -31,36 +30,12 @@ def _numpy(weight: nn.Parameter) -> None:
     _array(weight)[0] = 0
 
 
-def _numpy_of_data(weight: nn.Parameter) -> None:
-    _array(weight.data)[...] = 0
-
-
-@torch.no_grad()
-def _numpy_of_a_view(weight: nn.Parameter) -> None:
-    _array(weight[1].view(-1)[3:])[:6] = 0
-
-
 def _address(weight: nn.Parameter) -> None:
     ctypes.memset(weight.data_ptr(), 0, 64)
 
 
-def _address_of_data(weight: nn.Parameter) -> None:
-    ctypes.memset(weight.data.data_ptr(), 0, 64)
-
-
 def _dlpack(weight: nn.Parameter) -> None:
     torch.utils.dlpack.from_dlpack(weight.detach()).zero_()
-
-
-def _dlpack_capsule(weight: nn.Parameter) -> None:
-    torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).zero_()
-
-
-def _numpy_dlpack(weight: nn.Parameter) -> None:
-    if weight.dtype == torch.bfloat16:
-        _address(weight)  # NumPy knows no bfloat16
-    else:
-        ctypes.memset(np.from_dlpack(weight.detach()).ctypes.data, 0, 64)
 
 
 def _storage(weight: nn.Parameter) -> None:
@@ -88,45 +63,17 @@ def _fused(weight: nn.Parameter) -> None:
     _sgd(weight)
 
 
-@torch.no_grad()
-def _fused_operator(weight: nn.Parameter) -> None:
-    _sgd(weight, torch.ops.aten._fused_sgd_)
-
-
-def _fused_on_data(weight: nn.Parameter) -> None:
-    _sgd(weight.data)
-
-
-def _apply(weight: nn.Parameter) -> None:
-    weight.detach().apply_(lambda value: value * 0.5)
-
-
 def _map(weight: nn.Parameter) -> None:
     weight.data.map_(torch.ones_like(weight), lambda value, other: value * 0.5 + other)
 
 
-@torch.no_grad()
-def _map2_of_a_view(weight: nn.Parameter) -> None:
-    part = weight.detach()[1:]
-    part.map2_(part, part, lambda value, first, second: first * 0.5 + second)  # type: ignore[operator]
-
-
 _WRITES = {
     "numpy": _numpy,
-    "numpy of data": _numpy_of_data,
-    "numpy of a view": _numpy_of_a_view,
     "address": _address,
-    "address of data": _address_of_data,
     "dlpack": _dlpack,
-    "dlpack capsule": _dlpack_capsule,
-    "numpy dlpack": _numpy_dlpack,
     "storage": _storage,
     "fused": _fused,
-    "fused operator": _fused_operator,
-    "fused on data": _fused_on_data,
-    "apply_": _apply,
     "map_": _map,
-    "map2_ of a view": _map2_of_a_view,
 }
 
 

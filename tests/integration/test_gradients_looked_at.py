@@ -45,29 +45,6 @@ def clipping_by_norm_and_by_value(side: Side) -> None:
 
 
 @_scenario
-def one_gradient_for_two_parameters(side: Side) -> None:
-    """In torch both have the same tensor then: a write to one's reaches the other's, and backward adds up in it."""
-    first, second = side.named("blocks.0.up.weight"), side.named("blocks.2.up.weight")
-    for number in range(4):
-        side.loss(number).backward()
-        kept = second.grad
-        first.grad = second.grad if number != 1 else kept
-        assert second.grad is not None and kept is not None and first.grad is second.grad
-        second.grad.mul_(2)
-        side.note_gradients()
-        kept.add_(0.25)
-        side.note_gradients()
-        if number == 2:
-            side.loss(5).backward()
-            side.note_gradients()
-        if number == 3:
-            second.grad = None
-            kept.mul_(3)
-            side.note_gradients()
-        _finish(side)
-
-
-@_scenario
 def scaling_as_mixed_precision_does(side: Side) -> None:
     """Its kernel writes to all gradients and counts that in no version."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -84,31 +61,6 @@ def scaling_as_mixed_precision_does(side: Side) -> None:
 
 
 @_scenario
-def writing_into_ones_own_gradients_unseen(side: Side) -> None:
-    """Through ``.data``, the vector that they are parts of, `GradScaler`'s kernel, which counts no version."""
-    for number in range(3):
-        parameters = side.parameters
-        gradients = torch.autograd.grad(side.loss(number), parameters)
-        if number == 2:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            parts = flat.split([parameter.numel() for parameter in parameters])
-            gradients = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        if number == 0:
-            for parameter in parameters:
-                parameter.grad.data.mul_(0.5)
-        elif number == 1:
-            shown: list[Any] = [parameter.grad for parameter in parameters]
-            torch._amp_foreach_non_finite_check_and_unscale_(shown, torch.zeros(()), torch.tensor(0.3))
-            del shown
-        else:
-            flat.mul_(0.1).add_(0.01)
-        del gradients
-        _finish(side)
-
-
-@_scenario
 def gradients_in_one_vector_of_the_users(side: Side) -> None:
     """They stay views of it: backward adds to it, and ``zero_grad(set_to_none=False)`` clears it."""
     parameters = side.parameters
@@ -122,24 +74,6 @@ def gradients_in_one_vector_of_the_users(side: Side) -> None:
         side.optimizer.step()
         side.optimizer.zero_grad(set_to_none=False)
         side.note(flat)
-
-
-@_scenario
-def gradients_of_what_is_in_no_group(side: Side) -> None:
-    """``optimizer.zero_grad()`` leaves them, so they add up until their parameters are in a group again."""
-    side.step(0)
-    members = side.optimizer.param_groups[0]["params"]
-    away = members[1::3]
-    side.optimizer.param_groups[0]["params"] = [p for p in members if all(p is not other for other in away)]
-    for number in range(1, 5):
-        side.loss(number).backward()
-        side.note(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 10.0))
-        side.optimizer.step()
-        side.optimizer.zero_grad(set_to_none=number != 2)
-        side.note_gradients()
-    side.optimizer.param_groups[0]["params"] = members
-    side.step(5)
-    side.step(6)
 
 
 @_scenario
@@ -323,30 +257,6 @@ def backward_into_some_parameters(side: Side) -> None:
 
 
 @_scenario
-def a_graph_beside_gradients_that_have_none(side: Side) -> None:
-    """Their sum is another tensor, with the graph; who held the gradients keeps them as they were."""
-    for number in range(4):
-        if number == 1:
-            for parameter in side.parameters:
-                parameter.grad = torch.full_like(parameter, 0.01)
-                parameter.grad.mul_(2)
-        elif number == 2:
-            side.optimizer.zero_grad(set_to_none=False)
-        else:
-            side.loss(number).backward()
-        held = [parameter.grad for parameter in side.parameters] if number else []
-        side.loss(number + 5).backward(create_graph=True)
-        side.note(*[gradient for gradient in held if gradient is not None])
-        side.note_gradients()
-        penalty = sum(parameter.grad.square().sum() for parameter in side.parameters)
-        side.model.zero_grad()
-        (side.loss(number) + 0.1 * penalty).backward()
-        side.note_gradients()
-        side.optimizer.step()
-        side.optimizer.zero_grad(set_to_none=number != 1)
-
-
-@_scenario
 def gradients_with_a_graph(side: Side) -> None:
     for number in range(2):
         side.loss(number).backward(create_graph=True)
@@ -439,18 +349,6 @@ def writing_to_what_a_step_may_still_use(side: Side) -> None:
         side.loss(number + 5).backward()
         held = [parameter.grad.data for parameter in side.parameters]
         _finish(side)
-        for gradient in held:
-            gradient.fill_(1e4)
-
-
-@_scenario
-def writing_to_what_the_engines_step_may_still_use(side: Side) -> None:
-    for number in range(2):
-        side.backward(side.loss(number))
-        held = [parameter.grad for parameter in side.parameters]
-        held += [parameter.grad.data for parameter in side.parameters]
-        side.engine_step()
-        side.note(*held)
         for gradient in held:
             gradient.fill_(1e4)
 

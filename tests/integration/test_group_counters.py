@@ -76,29 +76,6 @@ class CountsWhatTrains(Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] / group["rounds"])
 
 
-class MuonOrAdam(Optimizer):
-    """As SingleDeviceMuonWithAuxAdam of the package muon: one class, a rule for each kind of group."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if group["use_muon"]:
-                    momentum = state.setdefault("momentum_buffer", torch.zeros_like(p))
-                    momentum.lerp_(p.grad, 0.05)
-                    update = momentum / (momentum.norm() + 1e-7)
-                    for _ in range(3):
-                        update = 1.5 * update - 0.5 * update @ (update.mT @ update)
-                    p.sub_(update, alpha=group["lr"])
-                else:
-                    state["step"] = state.get("step", 0) + 1
-                    mean = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                    p.sub_(mean / (1 - 0.9 ** state["step"]), alpha=group["lr"])
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +111,6 @@ _MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
         [{**group, "k": torch.tensor(0)} for group in _without_muon(model)]
     ),
     "counts what trains": lambda model: CountsWhatTrains(_without_muon(model)),
-    "Muon or Adam": lambda model: MuonOrAdam(_in_groups(model), {}),
 }
 
 

@@ -55,25 +55,6 @@ def test_what_was_not_modified_keeps_its_low_bits(
         both.require_equal()
 
 
-@pytest.mark.deep(but=1)
-@_EACH
-def test_modifications_inside_modifications(main_weights: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_changes(tmp_path, "none", "nvme", main_weights)) as both:
-        both.engine_step(0)
-        weight = both.model.get_parameter(_NAME)
-        with torch.no_grad(), infinity.GatheredParameters([weight], modifier_rank=0):
-            weight[2] = 0.5
-            with infinity.GatheredParameters([weight], modifier_rank=0):
-                weight[3] = 0.125
-        with torch.no_grad():
-            mine, main = both.reference.model.get_parameter(_NAME), both.reference.main[_NAME]
-            for row, value in ((2, 0.5), (3, 0.125)):
-                main[row] = torch.where(mine[row] == value, main[row], torch.tensor(value))
-                mine[row] = value
-        both.engine_step(1)
-        both.require_equal()
-
-
 @pytest.mark.deep(but=2)
 @_EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -102,21 +83,6 @@ def test_main_weights_are_the_parameters_as_they_came(main_weights: str, dtype: 
     assert model[0].weight.dtype == torch.bfloat16
 
 
-def test_a_refused_start_gives_every_bit_back(tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    before = {fqn: param.detach().clone() for fqn, param in model.named_parameters()}
-    changes = _changes(tmp_path, "nvme", "nvme", "remainder")
-    config = everything_on_nvme(tmp_path, {**changes, "scheduler": None})
-
-    def refuse(optimizer: torch.optim.Optimizer) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        infinity.initialize(model=model, config=config, lr_scheduler=refuse)
-    for fqn, param in model.named_parameters():
-        torch.testing.assert_close(param.detach(), before[fqn].to(param.dtype), rtol=2**-7, atol=0)
-
-
 @pytest.mark.deep
 @_EACH
 def test_state_that_is_loaded_leaves_main_weights_alone(main_weights: str, tmp_path: Path) -> None:
@@ -131,28 +97,6 @@ def test_state_that_is_loaded_leaves_main_weights_alone(main_weights: str, tmp_p
         both.require_equal()
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("fused", [True, None], ids=["fused", "loop"])
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop"])
-def test_every_optimizer_through_two_halves(kind: str, fused: bool | None, tmp_path: Path) -> None:
-    make: Any = getattr(torch.optim, kind)
-    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
-    if kind == "SGD":
-        options["momentum"] = 0.9
-    if kind != "RMSprop":
-        options["fused"] = fused
-    changes = {**_changes(tmp_path, "nvme", "nvme", "remainder"), "optimizer": None}
-    with Lockstep.start(
-        tmp_path,
-        changes=changes,
-        arguments=lambda model: {"optimizer": make(model.parameters(), **options)},
-        reference_optimizer=lambda named: make(named.values(), **options),
-    ) as both:
-        for step in range(4):
-            both.engine_step(step)
-        both.require_equal()
-
-
 def test_half_of_the_main_weight_is_not_stored_twice(tmp_path: Path) -> None:
     sizes = {}
     for main_weights in ("remainder", "fp32"):
@@ -163,32 +107,6 @@ def test_half_of_the_main_weight_is_not_stored_twice(tmp_path: Path) -> None:
             sizes[main_weights] = plan.states_bytes["nvme"]
     saved = sizes["fp32"] - sizes["remainder"]
     assert 2 * plan.num_trainable <= saved <= 3 * plan.num_trainable
-
-
-_MISFITS: dict[str, Any] = {
-    "lacks a state": lambda state: state.pop("exp_avg"),
-    "lacks the step": lambda state: state.pop("step"),
-    "has a weight": lambda state: state.update(weight=torch.zeros_like(state["exp_avg"])),
-    "other shape": lambda state: state.update(exp_avg=state["exp_avg"].t()),
-    "whole numbers": lambda state: state.update(exp_avg=state["exp_avg"].long()),
-    "no memory": lambda state: state.update(exp_avg=state["exp_avg"].to("meta")),
-    "no number": lambda state: state.update(step=torch.tensor(float("nan"))),
-}
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("misfit", _MISFITS)
-def test_state_that_does_not_fit_changes_nothing(misfit: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_changes(tmp_path, "nvme", "nvme", "remainder")) as both:
-        both.engine_step(0)
-        param = both.model.get_parameter("blocks.0.up.weight")
-        for _ in range(5):  # nor does it keep pages
-            state = both.engine._settled.gather_state(param)
-            _MISFITS[misfit](state)
-            with pytest.raises(ValueError):
-                both.engine._settled.load_state(param, state)
-        both.engine_step(1)
-        both.require_equal()
 
 
 @pytest.mark.deep

@@ -66,16 +66,9 @@ def _gathered(both: Lockstep, name: str) -> Tensor:
         return parameter.clone()
 
 
-def _averaged(both: Lockstep, name: str) -> Tensor:
-    parameter = both.model.get_parameter(name)
-    with torch.no_grad():
-        return torch.zeros(parameter.shape).lerp_(parameter, 1.0)
-
-
 _READS: dict[str, Callable[[Lockstep, str], dict[str, Tensor]]] = {
     "clone": lambda both, name: {name: both.model.get_parameter(name).clone().detach()},
     "product": lambda both, name: {name: (both.model.get_parameter(name) * 1).detach()},
-    "average": lambda both, name: {name: _averaged(both, name)},
     "state_dict": lambda both, name: both.model.state_dict(),
     "gathered": lambda both, name: {name: _gathered(both, name)},
     "state_of": lambda both, name: {name: state_of(both.engine, both.model.get_parameter(name))["weight"]},
@@ -154,21 +147,6 @@ def test_other_threads_read_and_evaluate_between_calls(read: str, mode: str, tmp
         both.require_equal()
 
 
-def test_another_thread_reads_between_a_forward_and_its_backward(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, loop="plain") as both, ThreadPoolExecutor(1) as pool:
-        for step in range(2):
-            batch = both.batch(step)
-            both.reference.backward(both.reference.forward(batch))
-            loss = loss_of(both.model(**batch))
-            weight = pool.submit(both.model.head.weight.clone).result()
-            assert torch.equal(weight, both.reference.model.head.weight)
-            loss.backward()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
-            both.reference.step()
-        both.require_equal()
-
-
 @pytest.mark.parametrize("multithreading", [True, False])
 def test_backward_and_step_in_other_threads_than_forward(multithreading: bool, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
@@ -206,11 +184,7 @@ class InPool(Block):
         return x + down
 
 
-class ByHandInPool(InPool):
-    by_hand = True
-
-
-@pytest.mark.parametrize("block", [InPool, ByHandInPool])
+@pytest.mark.parametrize("block", [InPool])
 def test_a_forward_with_threads_of_its_own_is_told_and_can_be_evaluated_around(
     block: type[Block], tmp_path: Path
 ) -> None:
@@ -221,27 +195,6 @@ def test_a_forward_with_threads_of_its_own_is_told_and_can_be_evaluated_around(
                 both.engine(**both.batch(0))
         twin = copy.deepcopy(both.model)
         assert torch.equal(loss_of(twin(**both.batch(0))), both.reference.forward(both.batch(0)))
-
-
-def test_threads_call_the_model_one_after_the_other_and_one_sums_their_losses(tmp_path: Path) -> None:
-    mutex = threading.Lock()
-    with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(3) as pool:
-
-        def forward(batch: dict[str, Tensor]) -> Tensor:
-            with mutex:
-                return loss_of(both.engine(**batch))
-
-        for step in range(2):
-            batches = [both.batch(step, index) for index in range(3)]
-            expected = sum(both.reference.forward(batch) for batch in batches)
-            both.reference.backward(expected)
-            both.reference.step()
-            loss = sum(pool.map(forward, batches))
-            both.engine.backward(loss)
-            both.engine.step()
-            both.note(f"loss {step}", torch.as_tensor(expected), torch.as_tensor(loss))
-        for name, main in both.reference.main.items():
-            torch.testing.assert_close(state_of(both.engine, both.model.get_parameter(name))["weight"], main.detach())
 
 
 # -------------------------------------------------------------------------------------------------------------- endings
@@ -317,23 +270,6 @@ def test_a_state_dict_of_two_steps_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(EngineBusyError, match="state_dict"):
             collecting.result()
         handle.remove()
-        assert pool.submit(both.model.state_dict).result().keys() == both.reference.model.state_dict().keys()
-        both.require_equal()
-
-
-def test_a_state_dict_that_raises_leaves_nothing(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(1) as pool:
-
-        def failing(*_: Any) -> None:
-            raise LookupError("as asked for")
-
-        handle = both.model.blocks[1].register_state_dict_pre_hook(failing)
-        with pytest.raises(LookupError):
-            pool.submit(both.model.state_dict).result()
-        with pytest.raises(LookupError):
-            both.model.state_dict()
-        handle.remove()
-        both.engine_step(0)
         assert pool.submit(both.model.state_dict).result().keys() == both.reference.model.state_dict().keys()
         both.require_equal()
 

@@ -60,23 +60,6 @@ def test_a_penalty_made_of_gathered_weights(penalty: str, mode: str, when: str, 
         both.require_equal()
 
 
-def test_a_forward_inside_of_the_block(tmp_path: Path) -> None:
-    """It ends its own hooks, and not those of the block."""
-    with Lockstep.start(tmp_path) as both:
-        weight = both.model.get_parameter(_NAMES[0])
-        batch = both.batch(0)
-        expected = both.reference.forward(batch)
-        expected = expected + both.reference.model.get_parameter(_NAMES[0]).square().sum()
-        both.reference.backward(expected)
-        both.reference.step()
-        with infinity.GatheredParameters([weight]):
-            loss = loss_of(both.engine(**batch))
-            loss = loss + weight.square().sum()
-        both.engine.backward(loss)
-        both.engine.step()
-        both.require_equal()
-
-
 def test_weights_that_the_block_changes_after_that(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         weight = both.model.get_parameter(_NAMES[0])

@@ -83,16 +83,6 @@ def test_two_graphs_alive_at_once(tmp_path: Path) -> None:
         both.require_equal()
 
 
-def test_a_forward_without_backward_between(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        for step in range(3):
-            loss_of(both.model(**both.batch(step + 10)))
-            with torch.no_grad():
-                loss_of(both.model(**both.batch(step + 20)))
-            both.plain_step(step)
-        both.require_equal()
-
-
 def test_a_backward_after_the_next_forward(tmp_path: Path) -> None:
     """An old graph is run backward after a newer one; its gradients count just the same."""
     with Lockstep.start(tmp_path) as both:

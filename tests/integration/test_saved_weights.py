@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
 from tests.exactness.case import Case
@@ -60,25 +58,6 @@ def test_gradients_of_products_with_conjugated_weights(mode: str, tmp_path: Path
     require_same(scenario, tmp_path, mode, case=_COMPLEX, optimizer=_adamw)
 
 
-@in_modes
-def test_conjugated_views_outside_of_a_forward(mode: str, tmp_path: Path) -> None:
-    def scenario(side: Side) -> None:
-        side.step(0)
-        pairs, frozen = side.named("pairs"), side.named("frozen")
-        views = [frozen.conj(), frozen.mH, frozen.conj().imag, torch.view_as_complex(pairs).conj()]
-        side.note(*views, views[1][2], -views[2])
-        texts = [repr(view.detach().resolve_conj().resolve_neg()) for view in views]
-        assert texts == [repr(view.detach().clone().resolve_conj().resolve_neg()) for view in views]
-        with torch.no_grad():
-            views[0][0].mul_(2j)
-            views[2][1].fill_(0.5)
-            pairs.data = torch.view_as_real(torch.view_as_complex(pairs.data).conj().resolve_conj())
-        side.note(*views[:3], frozen, pairs)
-        side.step(1)
-
-    require_same(scenario, tmp_path, mode, case=_COMPLEX, optimizer=_adamw)
-
-
 # -------------------------------------------------------------------------------------------- others before backward
 
 
@@ -96,16 +75,9 @@ def _as_a_vector(model: nn.Module) -> None:
     nn.utils.vector_to_parameters(vector * 0.75, model.parameters())
 
 
-def _there_and_back(model: nn.Module) -> None:
-    before = [parameter.data for parameter in model.parameters()]
-    _one_by_one(model)
-    for parameter, values in zip(model.parameters(), before, strict=True):
-        parameter.data = values
-
-
 @pytest.mark.deep(but=2)
 @in_modes
-@pytest.mark.parametrize("change", [_one_by_one, _as_a_vector, _there_and_back])
+@pytest.mark.parametrize("change", [_one_by_one, _as_a_vector])
 def test_data_that_is_assigned_between_forward_and_backward(
     change: Callable[[nn.Module], None], mode: str, tmp_path: Path
 ) -> None:
@@ -165,17 +137,3 @@ def test_a_write_that_torch_counts_is_an_error_in_backward(fqn: str, is_gathered
         engine.reset()
         engine.backward(side.loss(1))
         engine.step()
-
-
-def test_an_engine_that_is_closed_inside_hooks_of_the_user_leaves_none(tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    before = model.head.weight.detach().clone()
-    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path, "roomy", model))
-    hooks: Any = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with infinity.GatheredParameters(model.parameters()):
-        with torch.no_grad():
-            model.head.weight.mul_(2)
-        with hooks:
-            engine.close()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert torch.equal(model.head.weight, before * 2)

@@ -4,86 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import infinity
 from infinity.errors import StorageError
-from tests.exactness.case import loss_of
-from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep, everything_on_nvme
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", ["tied_weights", "batch_norms", "lora", "transposed"])
-def test_saved_weights_load_into_plain_torch(shape: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    drive, out = tmp_path / "drive", tmp_path / "out"
-    drive.mkdir()
-    case = SHAPES_BY_NAME[shape]
-    with Lockstep.start(drive, case=case, changes=changes) as both:
-        both.engine_step(0)
-        both.engine.save_16bit_model(out)
-        both.engine_step(1)
-        both.require_equal()
-        dtype = both.dtype
-
-    stored: dict[str, torch.Tensor] = {}
-    for path in sorted(out.glob("*.safetensors")):
-        stored.update(load_file(path))
-    loaded = case.make("none").to(dtype)
-    loaded.load_state_dict(stored)
-    with Lockstep.start(drive, case=case, changes=changes) as again:
-        again.engine_step(0)
-        batch = again.batch(50)
-        expected = again.reference.evaluate(batch)
-        with torch.no_grad():
-            assert torch.equal(loss_of(loaded.eval()(**batch)), expected)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bert"])
-def test_saved_weights_load_into_transformers_with_equal_logits(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-
-    drive, out = tmp_path / "drive", tmp_path / "out"
-    drive.mkdir()
-    case = next(case for case in FAMILIES if case.name == name)
-    with Lockstep.start(drive, case=case, changes=BF16) as both:
-        both.engine_step(0)
-        both.engine.save_16bit_model(out)
-        batch = both.batch(50)
-        both.engine.eval()
-        both.reference.model.eval()
-        with torch.no_grad():
-            logits = both.engine(**batch).logits
-            assert torch.equal(logits, both.reference.model(**batch).logits)
-        model_class = getattr(transformers, type(both.model).__name__)
-    loaded, info = model_class.from_pretrained(out, dtype=torch.bfloat16, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    with torch.no_grad():
-        assert torch.equal(loaded.eval()(**batch).logits, logits)
-
-
-def test_a_save_replaces_older_weights_of_that_name(tmp_path: Path) -> None:
-    """A reader takes a single file before an index."""
-    folder = tmp_path / "weights"
-    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["plain"]) as both:
-        folder.mkdir()
-        first, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        stale = [first, folder / "model-00001-of-00099.safetensors"]
-        other = folder / "model_of_another.safetensors"
-        for path in (*stale, other):
-            path.write_bytes(b"old")
-        both.engine.save_16bit_model(folder, max_shard_size=1)
-        assert not any(path.exists() for path in stale)
-        assert other.exists() and index.exists()
-        both.engine.save_16bit_model(folder)
-        assert sorted(folder.iterdir()) == [first, other]
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, everything_on_nvme
 
 
 def test_deepspeeds_file_name_gives_what_transformers_looks_for(tmp_path: Path) -> None:

@@ -110,12 +110,6 @@ def test_a_hook_that_raises_in_state_dict_leaves_nothing_behind(
     assert torch.equal(model.state_dict()["0.weight"], model[0].weight.clone())
 
 
-def test_a_part_of_the_model_has_a_state_dict_too(started: tuple[Any, nn.Sequential]) -> None:
-    _, model = started
-    found = model[1].state_dict(prefix="part.")
-    assert torch.equal(found["part.0.weight"], model[1][0].weight.clone())
-
-
 def test_copies_in_files_go_through_pickle_and_leave_nothing(
     started: tuple[Any, nn.Sequential], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,6 @@ from infinity.deepspeed.ops.lion import FusedLion
 from infinity.errors import ConfigError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
-from tests.exactness.paged import paged_snapshot
-from tests.exactness.record import Record, require_equal
-from tests.states import state_of
 
 _SMALL = pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
 _OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
@@ -98,47 +95,6 @@ def test_a_parameter_that_is_not_updated_keeps_its_state(state_dtype: str, tmp_p
         for step in range(6):
             both.engine_step(step)
         both.require_equal()
-
-
-@pytest.mark.deep
-@_SMALL
-@pytest.mark.parametrize("compute", [{}, BF16], ids=["fp32", "bf16"])
-def test_a_run_goes_on_from_a_state_dict(state_dtype: str, compute: dict[str, Any], tmp_path: Path) -> None:
-    """What users read is fp32; loaded, it is stored as it was, and random numbers go on."""
-    config = everything_on_nvme(tmp_path, {**compute, "infinity": {"state_dtype": state_dtype}})
-
-    def train(engine: Any, steps: range) -> None:
-        for step in steps:
-            engine.backward(loss_of(engine(**make_batch(step, dtype=engine.config.compute_dtype))))
-            engine.step()
-
-    def result(engine: Any, optimizer: Any) -> Record:
-        return Record([], paged_snapshot(engine, optimizer))
-
-    engine, optimizer, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-    with engine:
-        train(engine, range(3))
-        saved = torch.load(_saved(optimizer, tmp_path / "state.pt"), weights_only=True)
-        entries = [value for entry in saved["state"].values() for value in entry.values()]
-        tensors = [value for value in entries if isinstance(value, torch.Tensor) and value.dim()]
-        assert tensors and all(value.dtype == torch.float32 for value in tensors)
-        mains = {fqn: state_of(engine, p)["weight"] for fqn, p in engine.module.named_parameters()}
-        train(engine, range(3, 5))
-        expected = result(engine, optimizer)
-    model = PLAIN.make("none")
-    with torch.no_grad():
-        for fqn, parameter in model.named_parameters():
-            parameter.copy_(mains[fqn])
-    engine, optimizer, *_ = infinity.initialize(model=model, config=config)
-    with engine:
-        optimizer.load_state_dict(saved)
-        train(engine, range(3, 5))
-        require_equal(expected, result(engine, optimizer))
-
-
-def _saved(optimizer: torch.optim.Optimizer, path: Path) -> Path:
-    torch.save(optimizer.state_dict(), path)
-    return path
 
 
 @pytest.mark.deep(but=1)

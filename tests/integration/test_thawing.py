@@ -90,22 +90,6 @@ def test_gradients_and_hooks_of_a_plain_loop_survive(tmp_path: Path) -> None:
         both.require_equal()
 
 
-def test_what_has_left_its_group_keeps_its_main_weight(tmp_path: Path) -> None:
-    """Everything is laid out anew while a parameter is in no group; then it comes back."""
-
-    def sgd(params: list[Any]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(params, lr=1e-2)
-
-    with _start(tmp_path, "in backward, bf16", sgd) as both:
-        _start_from_what_is_seen(both)
-        left = [optimizer.param_groups[0]["params"].pop() for optimizer in both.each_optimizer()]
-        _thaw(both, _FROZEN)
-        for optimizer, parameter in zip(both.each_optimizer(), left, strict=True):
-            optimizer.param_groups[0]["params"].append(parameter)
-        take_step(both, "in backward, bf16", 0)
-        both.require_equal()
-
-
 def _engine(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Module]:
     model = PLAIN.make("none")
     for fqn in _FROZEN:
@@ -143,25 +127,6 @@ def test_where_there_is_no_room_the_error_names_the_key_and_the_training_goes_on
             _train(engine, 1)
             results.append({name: value.clone() for name, value in model.state_dict().items()})
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
-
-
-@pytest.mark.deep
-def test_a_checkpoint_holds_the_thawed_states(tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
-    engine, optimizer, model = _engine(tmp_path / "drive")
-    with engine:
-        optimizer.add_param_group(_group(model))
-        _train(engine, 0)
-        engine.save_checkpoint(tmp_path / "saved")
-        _train(engine, 1)
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-    engine, optimizer, model = _engine(tmp_path / "drive")
-    with engine:
-        optimizer.add_param_group(_group(model))
-        engine.load_checkpoint(tmp_path / "saved")
-        assert all("exp_avg" in optimizer.state[param] for param in model.parameters())
-        _train(engine, 1)
-        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 _FP16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1}
@@ -262,26 +227,6 @@ def test_a_model_whose_layers_have_changed(mode: str, at_once: bool, tmp_path: P
     case = Case("chain", lambda checkpointing: _Chain(), lambda draw: {"x": draw.floats(2, 8)}, False)
     make = lambda named: _adamw([param for param in named.values() if param.requires_grad])  # noqa: E731
     require_same(scenario, tmp_path, mode, case=case, optimizer=make)
-
-
-def test_a_model_that_lacks_a_layer_with_states_is_refused_before_anything_is_lost(tmp_path: Path) -> None:
-    results: list[dict[str, torch.Tensor]] = []
-    for directory, tries in ((tmp_path / "a", False), (tmp_path / "b", True)):
-        directory.mkdir()
-        engine, optimizer, model = _engine(directory)
-        with engine:
-            _train(engine, 0)
-            head, model.head = model.head, nn.Identity()
-            if tries:
-                group = _group(model)
-                with pytest.raises(ModelError, match=r"'head\.weight' was taken out of the model.* frozen"):
-                    optimizer.add_param_group(group)
-                for param in group["params"]:
-                    param.requires_grad_(False)
-            model.head = head
-            _train(engine, 1)
-            results.append({name: value.clone() for name, value in model.state_dict().items()})
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_a_durable_run_wants_it_in_a_group_from_the_start(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import infinity
 from infinity.errors import BudgetTooSmallError
@@ -50,15 +49,8 @@ def _in_a_forward(a: nn.Module, b: nn.Module) -> Tensor:
         handle.remove()
 
 
-def _under_hooks_of_the_user(a: nn.Module, b: nn.Module) -> Tensor:
-    with saved_tensors_hooks(lambda tensor: [tensor], lambda packed: packed[0]):
-        found = _in_a_forward(a, b)
-    with save_on_cpu():
-        return found + _in_a_forward(b, a)
-
-
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize("loss_of", [_all_products, _in_a_forward, _under_hooks_of_the_user])
+@pytest.mark.parametrize("loss_of", [_all_products, _in_a_forward])
 def test_weights_of_two_engines_in_one_graph_train_as_in_torch(
     loss_of: Callable[[nn.Module, nn.Module], Tensor], tmp_path: Path
 ) -> None:

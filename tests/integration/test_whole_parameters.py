@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,6 @@ from tests.internals import BY_NAME
 from tests.states import state_of
 
 Named = Mapping[str, nn.Parameter]
-
-
-class Lars(torch.optim.Optimizer):
-    """Layer-wise rates (You et al. 2017, arXiv 1708.03888), written down as users do."""
-
-    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 1e-4) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                grad = param.grad
-                if param.dim() > 1:
-                    grad = grad + group["weight_decay"] * param
-                    norms = param.norm(), grad.norm()
-                    if all(norm > 0 for norm in norms):
-                        grad = grad * (1e-3 * norms[0] / norms[1])
-                buffer = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
-                buffer.mul_(group["momentum"]).add_(grad)
-                param.sub_(group["lr"] * buffer)
 
 
 class NovoGrad(torch.optim.Optimizer):
@@ -103,7 +80,6 @@ def _of(cls: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Named], 
 
 _OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "Lamb": _of(FusedLamb, lr=0.05, weight_decay=0.01),
-    "Lars": _of(Lars),
     "NovoGrad": _of(NovoGrad),
     "Lamb in groups": lambda named: FusedLamb(parameter_groups(named), lr=0.05),
     "Muon": lambda named: BY_NAME["muon"](_matrices_apart(named, "use_muon"), weight_decay=0.01),
@@ -171,48 +147,6 @@ def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
         for step in range(2):
             both.engine_step(step)
         both.require_equal()
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.usefixtures("restored_threads")
-def test_norms_of_large_weights_have_the_bits_of_as_many_threads(num_threads: int, tmp_path: Path) -> None:
-    """Torch sums 90,000 elements in as many parts as it has threads; they may change between two steps."""
-    config = everything_on_nvme(tmp_path, {"optimizer": None, "infinity": {"page_bytes": None}})
-
-    def make() -> tuple[nn.Module, torch.Tensor]:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 7)), torch.randn(4, 300)
-
-    model, batch = make()
-    twin, _ = make()
-    expected = FusedLamb(twin.parameters(), lr=0.1)
-    torch.set_num_threads(3 - num_threads)
-    engine, *_ = infinity.initialize(model=model, config=config, optimizer=FusedLamb(model.parameters(), lr=0.1))
-    torch.set_num_threads(num_threads)
-    with engine:
-        for _ in range(4):
-            engine.backward(engine(batch).square().mean())
-            engine.step()
-            twin(batch).square().mean().backward()
-            expected.step()
-            expected.zero_grad()
-        states = [
-            {key: torch.as_tensor(value).clone() for key, value in engine.optimizer.state[param].items()}
-            for param in model.parameters()
-        ]
-        engine.close(restore_weights=True)
-    for number, (found, param) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
-        assert torch.equal(found, param)
-        for key, value in expected.state[param].items():
-            assert torch.equal(states[number][key], value), key
 
 
 def test_it_is_the_configs_lamb(tmp_path: Path) -> None:

@@ -56,68 +56,12 @@ def _foreach(model: nn.Module) -> None:
     torch._foreach_addcmul_(parameters, parameters, parameters, [0.5] * len(parameters))
 
 
-@torch.no_grad()
-def _fused(model: nn.Module) -> None:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradients = [torch.full_like(p, 0.5) for p in parameters]
-    torch._fused_sgd_(
-        parameters,
-        gradients,
-        [],
-        weight_decay=0.0,
-        momentum=0.0,
-        lr=0.125,
-        dampening=0.0,
-        nesterov=False,
-        maximize=False,
-        is_first_step=True,
-    )
-
-
-def _foreign_optimizer(model: nn.Module) -> None:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters[:3], lr=0.125, fused=True)
-    for parameter in parameters[:3]:
-        assert parameter.grad is None
-    with torch.no_grad():
-        norms = sum(p.float().pow(2).sum() for p in parameters)
-    assert float(norms) > 0
-    optimizer.zero_grad()
-    torch._fused_adamw_(
-        parameters[:3],
-        [torch.ones_like(p) for p in parameters[:3]],
-        [torch.zeros_like(p) for p in parameters[:3]],
-        [torch.zeros_like(p) for p in parameters[:3]],
-        [],
-        [torch.tensor(1.0) for _ in parameters[:3]],
-        amsgrad=False,
-        lr=0.125,
-        beta1=0.9,
-        beta2=0.99,
-        weight_decay=0.125,
-        eps=1e-8,
-        maximize=False,
-        grad_scale=None,
-        found_inf=None,
-    )
-
-
 def _init(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight, gain=0.5)
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
-
-
-def _hf_init(model: nn.Module) -> None:
-    def initialise(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.weight.data.normal_(mean=0.0, std=0.02)
-            if getattr(module, "bias", None) is not None:
-                module.bias.data.zero_()
-
-    model.apply(initialise)
 
 
 def _assign(model: nn.Module) -> None:
@@ -158,10 +102,7 @@ _WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "no_grad loop": _no_grad_loop,
     "rows": _rows,
     "foreach": _foreach,
-    "fused": _fused,
-    "fused adamw": _foreign_optimizer,
     "init": _init,
-    "transformers init": _hf_init,
     "assign": _assign,
     "swap by copy": _swap_by_copy,
     "vector": _vector,
