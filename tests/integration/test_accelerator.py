@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from torch import nn
 from infinity.errors import ConfigError, ModelError, StepError
 from infinity.integrations.accelerate import InfinityAccelerator
 from tests.stand_in.overflowing import OVERFLOWING, overflowing
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -178,26 +175,6 @@ def test_positions_in_what_accelerate_saved(held: int, tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
-def test_a_hook_that_takes_the_weights_of_each_model(tmp_path: Path) -> None:
-    """As that of diffusers' scripts: what it has written is not written again, what it has left is."""
-    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
-
-    def save(models: list[Any], weights: list[Any], directory: str) -> None:
-        for model in models:
-            torch.save(model.state_dict(), Path(directory) / "own.pt")
-            weights.pop()
-
-    teacher = network()
-    accelerator.prepare(teacher)
-    losses_of(accelerator, steps=1)
-    accelerator.save_state(str(tmp_path / "state"))
-    assert list((tmp_path / "state").glob("model*"))
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.save_state(str(tmp_path / "other"))
-    assert not list((tmp_path / "other").glob("model*"))
-    accelerator.engine.close()
-
-
 def test_a_hook_that_loads_the_weights_of_each_model(tmp_path: Path) -> None:
     """It gets all models, as accelerate gives them, also that of an engine."""
     accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
@@ -221,21 +198,6 @@ def test_a_hook_that_loads_the_weights_of_each_model(tmp_path: Path) -> None:
     assert seen == [teacher, student]
     assert all(torch.equal(value, expected[name]) for name, value in student.state_dict().items())
     assert not teacher[0].weight.any()  # which the hook has kept for itself
-    accelerator.engine.close()
-
-
-def test_files_of_a_size(tmp_path: Path) -> None:
-    """One file up to it, and an index beyond it: as accelerate names them."""
-    accelerator, found = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme")), []
-    model = network()
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    for number, size in enumerate(("10GB", 1100)):
-        for each in (accelerator, super(InfinityAccelerator, accelerator)):
-            each.save_model(model, str(tmp_path / f"{number}"), max_shard_size=size)
-            found.append(sorted(path.name for path in (tmp_path / f"{number}").iterdir()))
-            shutil.rmtree(tmp_path / f"{number}")
-    assert found[0] == found[1] == ["model.safetensors"]
-    assert found[2] == found[3] and "model.safetensors.index.json" in found[2]
     accelerator.engine.close()
 
 

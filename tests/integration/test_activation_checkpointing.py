@@ -248,38 +248,3 @@ def test_a_cache_that_is_not_empty(what: str, tmp_path: Path) -> None:
     with _engine(model, tmp_path) as engine:
         losses = _train(model, lambda n: call(engine, model), engine.backward, engine.step)
         _require_equal(model, losses, plain, expected)
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "compile"])
-def test_compiled_blocks(is_before: bool, wraps: bool, tmp_path: Path) -> None:
-    torch._dynamo.reset()
-
-    def compile_blocks(model: Model) -> None:
-        for index, block in enumerate(model.blocks):
-            if wraps:
-                model.blocks[index] = torch.compile(block, backend="aot_eager")
-            else:
-                block.compile(backend="aot_eager")
-
-    def build(how: str) -> Model:
-        model = _model(how)
-        for block in model.blocks:
-            block.drop.p = 0.0
-        return model
-
-    plain = build("non-reentrant")
-    compile_blocks(plain)
-    expected = _train_plainly(plain, lambda n: plain(_tokens(n)))
-    torch._dynamo.reset()
-    model = build("none")
-    if is_before:
-        compile_blocks(model)
-    with _engine(model, tmp_path) as engine:
-        if not is_before:
-            compile_blocks(model)
-        losses = _train(model, lambda n: engine(_tokens(n)), engine.backward, engine.step)
-        _require_equal(model, losses, plain, expected)
-    torch._dynamo.reset()

@@ -35,26 +35,6 @@ def test_initialize_returns_four_and_holds_the_model_it_was_given(tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
-def test_a_config_in_a_file(tmp_path: Path) -> None:
-
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(everything_on_nvme(drive)))
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=str(path))
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-
-
-def test_arguments_that_deepspeed_takes(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path)
-    engine, *_ = infinity.deepspeed.initialize(args=None, model=PLAIN.make("none"), config_params=config)
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-
-
 def test_one_config_only(tmp_path: Path) -> None:
     config, path = everything_on_nvme(tmp_path), tmp_path / "other.json"
     args = argparse.Namespace(deepspeed_config=str(path))
@@ -115,26 +95,6 @@ def test_loader_from_training_data_with_collate_function(tmp_path: Path) -> None
         both.require_equal()
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}])
-def test_train_batch_returns_the_mean_loss(changes: dict[str, Any], tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        num_micro_batches = both.reference.num_micro_batches
-        batches = iter([both.batch(step, m) for step in range(3) for m in range(num_micro_batches)])
-        for step in range(3):
-            losses = []
-            for micro_batch in range(num_micro_batches):
-                loss = both.reference.forward(both.batch(step, micro_batch))
-                both.reference.backward(loss)
-                losses.append(loss.detach())
-            both.reference.step()
-            mean = both.engine.train_batch(batches)
-            assert torch.allclose(mean, torch.stack(losses).mean(), rtol=1e-6)
-            assert not mean.requires_grad
-        assert both.engine.global_steps == 3
-        both.require_equal()
-
-
 def test_boundaries_and_counters(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 3}) as both:
         engine, boundaries, steps = both.engine, [], []
@@ -147,16 +107,6 @@ def test_boundaries_and_counters(tmp_path: Path) -> None:
         assert boundaries == [False, False, True] * 2
         assert steps == [0, 0, 1, 1, 1, 2]
         assert engine.gradient_accumulation_steps() == 3
-
-
-@pytest.mark.deep
-def test_norm_is_reported_with_and_without_clipping(tmp_path: Path) -> None:
-    for clipping in (0.0, 0.1):
-        with Lockstep.start(tmp_path, changes={"gradient_clipping": clipping}) as both:
-            assert both.engine.get_global_grad_norm() is None
-            both.engine_step(0)
-            assert both.engine.get_global_grad_norm() > 0.1
-            both.require_equal()
 
 
 def test_train_and_eval_switch_the_module(tmp_path: Path) -> None:
@@ -183,18 +133,6 @@ def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
             both.model.train()
             both.reference.model.train()
             both.engine_step(step)
-        both.require_equal()
-
-
-@pytest.mark.deep
-def test_inference_mode(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        for step in range(2):
-            both.engine_step(step)
-            with torch.inference_mode():
-                expected = both.reference.forward(both.batch(step + 30)).clone()
-                actual = both.engine(**both.batch(step + 30)).clone()
-            assert torch.equal(expected, actual)
         both.require_equal()
 
 
@@ -228,16 +166,6 @@ def test_gradients_dropped_after_an_update_in_backward_are_an_error(tmp_path: Pa
         both.engine.backward(both.engine(**both.batch(1)))
         with pytest.raises(StepError):
             both.optimizer.zero_grad()
-
-
-@pytest.mark.deep
-def test_update_at_step_allows_to_skip_one(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={"infinity": {"update": "step"}}) as both:
-        both.engine_step(0)
-        both.engine.backward(both.engine(**both.batch(5)))
-        both.optimizer.zero_grad()
-        both.engine_step(1)
-        both.require_equal()
 
 
 def test_a_loss_that_is_no_scalar_is_refused_and_training_goes_on(tmp_path: Path) -> None:
@@ -310,21 +238,6 @@ def _train_with_schedule(both: Lockstep, reference_schedule: Any) -> None:
         reference_schedule.step()
         assert both.engine.get_lr() == reference_schedule.get_last_lr()
     both.require_equal()
-
-
-@pytest.mark.deep
-def test_a_plateau_schedule_waits_for_its_metric(tmp_path: Path) -> None:
-    make = torch.optim.lr_scheduler.ReduceLROnPlateau
-    given: dict[str, Any] = {"lr_scheduler": lambda optimizer: make(optimizer, factor=0.1, patience=0)}
-    with Lockstep.start(tmp_path, arguments=lambda _: given) as both:
-        reference = make(both.reference.optimizer, factor=0.1, patience=0)
-        before = both.engine.get_lr()[0]
-        for step in range(3):
-            both.engine_step(step)
-            both.scheduler.step(1.0)
-            reference.step(1.0)
-        assert both.engine.get_lr()[0] < before
-        both.require_equal()
 
 
 def test_a_schedule_that_raises_leaves_whole_steps(tmp_path: Path) -> None:

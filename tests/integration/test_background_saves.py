@@ -233,24 +233,6 @@ def test_a_save_is_waited_for_where_an_exception_ends_the_engine(
         assert Checkpoint.open(tmp_path / "saved").verify()
 
 
-def test_where_no_thread_can_be_had_nothing_waits_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def none(thread: threading.Thread) -> None:
-        if thread.name == "infinity-checkpoint":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with training(tmp_path / "drive", BF16) as engine:
-        steps_of(engine, 0)
-        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
-            patch.setattr(threading.Thread, "start", none)
-            engine.save_checkpoint(tmp_path / "saved", blocking=False)
-        steps_of(engine, 1)
-        engine.save_checkpoint(tmp_path / "saved", blocking=False)
-    assert Checkpoint.open(tmp_path / "saved").verify()
-
-
 @pytest.mark.deep
 def test_an_engine_is_garbage_when_its_save_is_over(tmp_path: Path) -> None:
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -353,17 +335,6 @@ def test_older_checkpoints_go_and_nothing_else(tmp_path: Path, monkeypatch: pyte
             engine.save_checkpoint(saved, tag="t7", keep_last=0)
     assert (saved / "mine" / "manifest.json").is_file() and (saved / "notes").is_file()
     assert not [path for path in saved.iterdir() if path.name.startswith(".")]
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize(("latest", "staying"), [("t1\n", "t1 t4"), ("gone", "t3 t4"), ("\udcff", "t3 t4")])
-def test_as_many_stay_as_were_asked_for_whatever_latest_says(latest: str, staying: str, tmp_path: Path) -> None:
-    with training(tmp_path / "drive", BF16) as engine:
-        for tag in ("t1", "t2", "t3"):
-            engine.save_checkpoint(tmp_path / "saved", tag=tag)
-        (tmp_path / "saved" / "latest").write_bytes(os.fsencode(latest))  # somebody did, by hand
-        engine.save_checkpoint(tmp_path / "saved", tag="t4", keep_last=2, save_latest=False)
-    assert sorted(path.name for path in (tmp_path / "saved").glob("t*")) == staying.split()
 
 
 def test_an_older_checkpoint_that_cannot_be_removed_stays(

@@ -88,14 +88,6 @@ def test_the_tracker_keeps_states_apart() -> None:
         pass
 
 
-def test_the_function_itself() -> None:
-    x, outputs = torch.ones(3, requires_grad=True), []
-    result = checkpointing.CheckpointFunction.apply(lambda x: (x * 2, 5), outputs, x)
-    assert result[1] == outputs[1] == 5
-    outputs[0].sum().backward()
-    assert torch.equal(x.grad, torch.full((3,), 2.0))
-
-
 def test_a_config_and_arguments_over_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(BASE | {"activation_checkpointing": {"profile": True, "number_checkpoints": 4}}))

@@ -77,15 +77,6 @@ def test_an_engine_that_only_evaluates_makes_way_for_one_that_trains(tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
-def test_an_exception_in_the_with_block_closes_and_is_passed_on(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
-    with pytest.raises(ZeroDivisionError), engine:
-        engine.backward(engine(**make_batch(0)))
-        raise ZeroDivisionError
-    with pytest.raises(EngineClosedError):
-        engine.step()
-
-
 @pytest.mark.deep
 def test_what_was_read_for_a_step_that_does_not_come_is_given_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -172,20 +172,6 @@ def test_graphs_are_whole_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-def test_a_part_of_a_block_is_compiled(tmp_path: Path) -> None:
-    losses, _ = _plain(_inner, "eager", 2)
-    torch.manual_seed(3)
-    model = Model()
-    _inner(model, "eager")
-    with _engine(model, tmp_path) as engine:
-        for step, expected in enumerate(losses):
-            loss = engine(*_batch(step))
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(loss, expected)
-
-
-@pytest.mark.deep
 def test_a_part_of_a_block_is_compiled_later(tmp_path: Path) -> None:
     """Nothing of ours is inside a block, so what is compiled there is what plain torch compiles."""
     losses, _ = _plain(_inner, "eager", 4)

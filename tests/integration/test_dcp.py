@@ -10,9 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 
@@ -88,24 +86,6 @@ def test_model_and_optimizer_go_on_with_the_same_bits(kind: str, num: int, tmp_p
         _assert_same(first, second)
         for engine in (first, second):
             _train(engine, 2)
-        _assert_same(first, second)
-
-    require_ranks(num, script, tmp_path)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("num", [1, 2])
-def test_the_model_alone_is_loaded_into_a_fresh_state_dict(num: int, tmp_path: Path) -> None:
-    for rank in range(num):
-        (tmp_path / f"volume{rank}").mkdir()
-
-    def script(rank: int) -> None:
-        first = _made("drives", 0, tmp_path / f"volume{rank}")
-        dcp.save(get_model_state_dict(first.module), checkpoint_id=tmp_path / "saved")
-        second = _made("drives", 1, tmp_path / f"volume{rank}")
-        state = get_model_state_dict(second.module)
-        dcp.load(state, checkpoint_id=tmp_path / "saved")
-        set_model_state_dict(second.module, state)
         _assert_same(first, second)
 
     require_ranks(num, script, tmp_path)

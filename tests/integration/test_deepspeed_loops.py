@@ -85,18 +85,6 @@ def test_own_and_engine_backwards_in_one_step(mode: str, own: list[int], tmp_pat
 
 
 @pytest.mark.deep
-def test_dividing_by_three_says_that_the_last_bit_may_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with _start(tmp_path, "deferred", gradient_accumulation_steps=3) as both:
-        for step in range(2):
-            for index in range(3):
-                _micro_batch(both, step, index, lambda loss: loss.backward(), calls="engine")
-                both.engine.step()
-            expected = both.reference.step()
-            assert both.engine.get_global_grad_norm() == pytest.approx(float(expected), rel=1e-4)
-        assert sum("last bit" in record.message for record in caplog.records) == 1
-
-
-@pytest.mark.deep
 def test_fp16_with_a_scaled_loss_and_an_own_backward(tmp_path: Path) -> None:
     # What plain torch halves before backward is halved afterwards here: the same, unless a gradient is below fp16's normal ones.
     scaling = {"fp16": {**_FP16["fp16"], "initial_scale_power": 11}}
@@ -109,26 +97,6 @@ def test_fp16_with_a_scaled_loss_and_an_own_backward(tmp_path: Path) -> None:
         with pytest.raises(StepError, match=r"engine.scale\(loss\).backward\(\)"):
             loss_of(both.engine(**both.batch(9))).backward()
         both.engine.reset()
-        both.require_equal()
-
-
-def test_scale_without_fp16_is_the_loss(tmp_path: Path) -> None:
-    with _start(tmp_path, "in_backward") as both:
-        loss = loss_of(both.engine(**both.batch(0)))
-        assert both.engine.scale(loss) is loss
-        both.engine.reset()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mode", _MODES)
-def test_two_backwards_before_each_step(mode: str, tmp_path: Path) -> None:
-    """The discriminator of a GAN: one backward for what is real, another for what is fake."""
-    with _start(tmp_path, mode) as both:
-        for step in range(3):
-            for index in range(2):
-                _micro_batch(both, step, index, both.engine.backward, calls="model")
-            both.engine.step()
-            _end(both, step)
         both.require_equal()
 
 
@@ -172,36 +140,6 @@ def test_gradients_are_averaged_once_only_with_zero_and_counted_micro_batches() 
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("mode", ["in_backward", "deferred_bf16"])
-def test_optimizer_step_after_the_engines_backward(mode: str, tmp_path: Path) -> None:
-    with _start(tmp_path, mode) as both:
-        for step in range(3):
-            both.optimizer.zero_grad()
-            _micro_batch(both, step, 0, both.engine.backward, calls="engine")
-            both.optimizer.step()
-            _end(both, step)
-        both.require_equal()
-
-
-@pytest.mark.deep
-def test_gradients_looked_at_between_backward_and_step(tmp_path: Path) -> None:
-    """In the first step nothing is updated in backward yet: a loop that looks keeps it so."""
-    with _start(tmp_path, "in_backward") as both:
-        for step in range(3):
-            batch = both.batch(step)
-            expected = both.reference.forward(batch)
-            both.reference.backward(expected)
-            both.engine.backward(loss_of(both.engine(**batch)))
-            for fqn, parameter in both.model.named_parameters():
-                main = both.reference.main[fqn].grad
-                assert (parameter.grad is None) == (main is None)
-                assert main is None or torch.equal(parameter.grad, main)
-            both.engine.step()
-            _end(both, step)
-        both.require_equal()
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("mode", _MODES)
 def test_the_boundary_is_set_by_hand(mode: str, tmp_path: Path) -> None:
     """One ``engine.step`` per step, as Accelerate does it; the loss is divided by whoever sets the boundary."""
@@ -220,45 +158,11 @@ def test_the_boundary_is_set_by_hand(mode: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
-@pytest.mark.deep
-def test_scale_wrt_gas_false_divides_nothing(tmp_path: Path) -> None:
-    with _start(tmp_path, "in_backward", gradient_accumulation_steps=2) as both:
-        for step in range(2):
-            for index in range(2):
-                _micro_batch(
-                    both, step, index, lambda loss: both.engine.backward(loss / 2, scale_wrt_gas=False), calls="engine"
-                )
-                both.engine.step()
-            _end(both, step)
-        both.require_equal()
-
-
 def test_backward_returns_the_loss_as_it_was_divided(tmp_path: Path) -> None:
     with _start(tmp_path, "deferred", gradient_accumulation_steps=2) as both:
         loss = loss_of(both.engine(**both.batch(0)))
         assert torch.equal(both.engine.backward(loss), loss.detach() / 2)
         both.engine.step()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mode", _MODES)
-def test_backward_twice_through_one_graph(mode: str, tmp_path: Path) -> None:
-    with _start(tmp_path, mode) as both:
-        for step in range(3):
-            batch = both.batch(step)
-            expected = both.reference.forward(batch)
-            loss = loss_of(both.engine(**batch))
-            for is_last in (False, True):
-                expected.backward(retain_graph=not is_last)
-                for fqn, parameter in both.reference.trainable.items():
-                    if parameter.grad is not None:
-                        main = both.reference.main[fqn]
-                        main.grad = parameter.grad.float() + (0 if main.grad is None else main.grad)
-                        parameter.grad = None
-                both.engine.backward(loss, retain_graph=not is_last)
-            both.engine.step()
-            _end(both, step)
-        both.require_equal()
 
 
 @pytest.mark.deep
@@ -324,71 +228,6 @@ def test_no_sync_allows_all_but_a_step(tmp_path: Path) -> None:
         both.engine.step()
         _end(both, 0)
         both.require_equal()
-
-
-def test_two_engines_train_against_each_other(tmp_path: Path) -> None:
-    """DeepSpeed's GAN example: two engines from one ``args``, optimizers of the user's own, models called directly."""
-
-    def make() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(0)
-        generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh())
-        discriminator = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1), nn.Sigmoid())
-        return generator, discriminator
-
-    def adam(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=2e-3, betas=(0.5, 0.999))
-
-    net_g, net_d = make()
-    twin_g, twin_d = make()
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    engine_d, optimizer_d, *_ = initialize(
-        model=net_d, model_parameters=net_d.parameters(), optimizer=adam(net_d), config=config
-    )
-    engine_g, optimizer_g, *_ = initialize(
-        model=net_g, model_parameters=net_g.parameters(), optimizer=adam(net_g), config=config
-    )
-    twin_optimizer_g, twin_optimizer_d = adam(twin_g), adam(twin_d)
-    criterion = nn.BCELoss()
-
-    def steps(
-        net_g: nn.Module,
-        net_d: nn.Module,
-        backward_g: Callable[[torch.Tensor], Any],
-        backward_d: Callable[[torch.Tensor], Any],
-        step_g: Callable[[], Any],
-        step_d: Callable[[], Any],
-    ) -> list[float]:
-        losses = []
-        draw = torch.Generator().manual_seed(1)
-        for _ in range(4):
-            net_d.zero_grad()
-            real = torch.rand(5, 6, generator=draw)
-            label = torch.full((5, 1), 1.0)
-            error_real = criterion(net_d(real), label)
-            backward_d(error_real)
-            fake = net_g(torch.randn(5, 4, generator=draw))
-            label.fill_(0.0)
-            error_fake = criterion(net_d(fake.detach()), label)
-            backward_d(error_fake)
-            step_d()
-            net_g.zero_grad()
-            label.fill_(1.0)
-            error_g = criterion(net_d(fake), label)
-            backward_g(error_g)
-            step_g()
-            losses += [error_real.item(), error_fake.item(), error_g.item()]
-        return losses
-
-    with engine_g, engine_d:
-        found = steps(net_g, net_d, engine_g.backward, engine_d.backward, engine_g.step, engine_d.step)
-        expected = steps(
-            twin_g, twin_d, torch.Tensor.backward, torch.Tensor.backward, twin_optimizer_g.step, twin_optimizer_d.step
-        )
-        assert found == expected
-        for net, twin in ((net_g, twin_g), (net_d, twin_d)):
-            weights = net.state_dict()
-            assert all(torch.equal(weights[name], value) for name, value in twin.state_dict().items())
-        assert len(optimizer_d.param_groups) == len(optimizer_g.param_groups) == 1
 
 
 @pytest.mark.deep(but=1)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -100,17 +100,6 @@ def test_the_optimizer_that_deepspeed_wraps(engine: Any) -> None:
     assert type(unwrapped).__name__ == "AdamW" and unwrapped == inner
 
 
-def test_what_was_passed_to_initialize(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    with engine:
-        assert engine.client_optimizer is optimizer and engine.client_lr_scheduler is None
-        assert engine.optimizer is optimizer and engine.optimizer.optimizer in [optimizer]
-        assert engine.training_data is None and engine.collate_fn is None
-
-
 def test_the_schedule_counts_as_deepspeeds(engine: Any) -> None:
     assert engine.lr_scheduler.last_batch_iteration == -1
     _step(engine)
@@ -175,14 +164,6 @@ def test_the_name_of_the_optimizer(engine: Any, tmp_path: Path) -> None:
             assert other.optimizer_name() == "SGD"
 
 
-def test_coefficients_of_lamb(tmp_path: Path) -> None:
-    """Microsoft's script for BERT plots them where there are some."""
-    config = everything_on_nvme(tmp_path, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}})
-    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config)
-    with engine:
-        assert engine.optimizer.optimizer.get_lamb_coeffs() == []
-
-
 @pytest.mark.deep
 def test_hooks_that_trl_takes_off(engine: Any) -> None:
     utils = pytest.importorskip("trl.models.utils")
@@ -221,16 +202,6 @@ def test_groups_without_experts() -> None:
         split_params_into_different_moe_groups_for_optimizer(tuple(groups))
 
 
-def test_monitors_without_an_engine(tmp_path: Path) -> None:
-    from infinity.deepspeed.monitor.monitor import MonitorMaster  # type: ignore[import-not-found]
-
-    block = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    monitor = MonitorMaster(deepspeed.DeepSpeedConfig({"train_batch_size": 1, **block}).monitor_config)
-    assert monitor.enabled
-    monitor.write_events([("Train/loss", 2.0, 1)])
-    assert (tmp_path / "job" / "Train_loss.csv").read_text().splitlines()[1:] == ["1,2.0"]
-
-
 def test_the_accelerators_interface() -> None:
     from infinity.deepspeed.accelerator.real_accelerator import get_accelerator  # type: ignore[import-not-found]
 
@@ -253,19 +224,6 @@ def test_the_accelerators_interface() -> None:
     assert called and here.is_synchronized_device() == (here.device_name() == "cpu")
     with pytest.raises(AttributeError, match=r"no 'capture_to_graph' here.*Call what torch has"):
         here.capture_to_graph(None)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("from infinity.deepspeed.moe.layer import MoE", "Experts in a ModuleList"),
-        ("from infinity.deepspeed.compression import init_compression", "Compress the model before"),
-        ("from infinity.deepspeed.monitor.monitor import csvMonitor", r"monitor\.MonitorMaster"),
-    ],
-)
-def test_what_a_module_of_the_table_lacks_is_explained(line: str, words: str) -> None:
-    with pytest.raises(ImportError, match=words):
-        exec(line)
 
 
 def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,31 +325,11 @@ def test_the_loader_shuffles_as_deepspeeds(tmp_path: Path) -> None:
         assert torch.equal(torch.cat(list(engine.deepspeed_io(data, data_sampler=[1, 0]))), data[[1, 0]])
 
 
-def test_a_stream_of_data_has_its_own_order(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return iter(torch.arange(4.0))
-
-    engine, _, loader, _ = deepspeed.initialize(
-        model=nn.Linear(2, 2), config=everything_on_nvme(tmp_path), training_data=Stream()
-    )
-    with engine:
-        assert torch.equal(torch.cat(list(loader)), torch.arange(4.0))
-
-
 def test_a_loader_without_a_batch_size(tmp_path: Path) -> None:
     changes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=everything_on_nvme(tmp_path, changes))
     with engine, pytest.raises(ConfigError, match="batch_size="):
         engine.deepspeed_io([1, 2])
-
-
-def test_a_repeating_loader_begins_anew() -> None:
-    from infinity.deepspeed.utils import RepeatingLoader  # type: ignore[import-not-found]
-
-    loader = RepeatingLoader([1, 2])
-    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
-    assert iter(loader) is loader
 
 
 # ------------------------------------------------------------------------------------------------------------ modules
@@ -423,21 +361,6 @@ _IMPORTS = {
 def test_modules_that_scripts_import(module: str) -> None:
     found = importlib.import_module(f"infinity.deepspeed.{module}")
     assert [name for name in _IMPORTS[module].split() if not hasattr(found, name)] == []
-
-
-def test_modules_are_attributes_too() -> None:
-    assert deepspeed.ops.adam.FusedAdam is importlib.import_module("infinity.deepspeed.ops.adam").FusedAdam
-    assert deepspeed.utils.logger is deepspeed.utils.logging.logger
-
-
-def test_a_config_is_loaded_by_deepspeeds_class(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"train_batch_size": 2}')
-    loaded = [deepspeed.DeepSpeedConfig(each) for each in (str(path), {"train_batch_size": 2})]
-    assert loaded == [{"train_batch_size": 2}] * 2
-    assert all(type(each) is deepspeed.runtime.config.DeepSpeedConfig for each in loaded)
-    with pytest.raises(ConfigError):
-        deepspeed.DeepSpeedConfig({"train_batch_siez": 2})
 
 
 def test_what_deepspeeds_config_answers() -> None:
@@ -500,22 +423,6 @@ def test_what_deepspeed_says_of_itself(tmp_path: Path, caplog: pytest.LogCapture
         deepspeed.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path))[0].close()
         logger.removeHandler(caplog.handler)
     assert "DeepSpeed info: version=0.19.8" in caplog.text
-
-
-def test_what_a_module_with_a_file_lacks_is_explained() -> None:
-    with pytest.raises(
-        AttributeError, match=r"zero' has no attribute 'MiCS_Inti'\. The nearest there is: zero\.MiCS_Init"
-    ):
-        deepspeed.zero.MiCS_Inti  # noqa: B018
-    assert deepspeed.zero.MiCS_Init is deepspeed.zero.Init
-    assert deepspeed.get_accelerator().supported_dtypes()[0] is torch.float32
-
-
-def test_a_checkpoint_needs_a_directory(engine: Any) -> None:
-    with pytest.raises(ValueError, match="the directory is empty"):
-        engine.save_checkpoint(None)
-    with pytest.raises(ValueError, match="the directory is empty"):
-        engine.save_checkpoint("")
 
 
 def test_messages_of_scripts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -669,34 +576,6 @@ def test_exchanges_of_one_process_with_itself() -> None:
         dist.new_group([0, 1])
 
 
-def test_a_frozen_parameter_has_no_main_weight(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    engine, *_ = deepspeed.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
-        assert infinity_of(model[0].weight) is None
-        assert torch.equal(infinity_of(model[1].weight), model[1].weight)
-
-
-def infinity_of(weight: nn.Parameter) -> Any:
-    """As scripts for DeepSpeed ask for it."""
-    from infinity.deepspeed.utils import safe_get_full_fp32_param
-
-    return safe_get_full_fp32_param(weight)
-
-
-def test_names_of_keys_are_those_keys() -> None:
-    from infinity.deepspeed.runtime.config import ADAM_OPTIMIZER
-    from infinity.deepspeed.runtime.lr_schedules import WARMUP_LR, WARMUP_MIN_LR, WARMUP_NUM_STEPS
-
-    optimizer = {"type": ADAM_OPTIMIZER, "params": {"lr": 0.5}}
-    scheduler = {"type": WARMUP_LR, "params": {WARMUP_MIN_LR: 0.25, WARMUP_NUM_STEPS: 4}}
-    config = {"train_batch_size": 1, "optimizer": optimizer, "scheduler": scheduler}
-    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
-    with engine:
-        assert engine.get_lr() == [0.25]
-
-
 def test_local_parts_are_the_whole(tmp_path: Path) -> None:
     from infinity.deepspeed.utils import (
         safe_get_full_fp32_param,
@@ -809,37 +688,3 @@ def test_fp32_weights_of_a_checkpoint(engine: Any, tmp_path: Path) -> None:
     assert index["weight_map"].keys() == found.keys()
     with pytest.raises(ConfigError, match="exclude_frozen"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
-
-
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(16, 8), nn.BatchNorm1d(8)
-        self.head, self.again = nn.Linear(8, 16, bias=False), self.norm
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", self.head(self.again(self.norm(self.embedding(tokens)))).square().mean())
-
-
-def test_fp32_weights_have_all_names_of_what_is_tied(tmp_path: Path) -> None:
-    from infinity.deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
-        convert_zero_checkpoint_to_fp32_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-    )
-
-    engine, *_ = deepspeed.initialize(model=_Tied(), config=everything_on_nvme(tmp_path))
-    with engine:
-        engine.backward(engine(torch.arange(4)))
-        engine.step()
-        engine.save_checkpoint(tmp_path / "saved")
-        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "out", "200B")
-    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
-    files = [torch.load(path) for path in sorted((tmp_path / "out").glob("*.bin"))]
-    assert len(files) > 1
-    for each in (found, {name: value for file in files for name, value in file.items()}):
-        model = _Tied()
-        model.load_state_dict(each)
-        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-        assert each["head.weight"].data_ptr() == each["embedding.weight"].data_ptr()

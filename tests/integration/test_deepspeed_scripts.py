@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import infinity
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed import get_accelerator
 from infinity.errors import ConfigError
-from tests.exactness.lockstep import everything_on_nvme
 
 
 @pytest.fixture
@@ -197,56 +195,6 @@ def test_cifar_in_fp32_is_plain_torch(stage: str, launched: None, tmp_path: Path
     expected, expected_weights = _plain_cifar(epochs=2)
     assert losses == expected
     assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_cifar_in_half_precision(dtype: str, launched: None, tmp_path: Path) -> None:
-    losses, correct, _ = _cifar(_arguments("--dtype", dtype, "--stage", "3"), tmp_path)
-    assert all(map(torch.isfinite, torch.tensor(losses)))
-    assert 0 <= correct <= 16
-
-
-def test_the_config_comes_from_the_command_line(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    (tmp_path / "drive").mkdir()
-    path.write_text(json.dumps(everything_on_nvme(tmp_path / "drive")))
-    args = _arguments("--deepspeed", "--deepspeed_config", str(path))
-    assert args.deepspeed
-    engine, *_ = deepspeed.initialize(args=args, model=nn.Linear(4, 4))
-    with engine:
-        engine.backward(engine(torch.ones(2, 4)).sum())
-        engine.step()
-        assert isinstance(engine, deepspeed.DeepSpeedEngine)
-
-
-def test_modules_that_scripts_ask_for(tmp_path: Path) -> None:
-    with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    twin = [parameter.detach().clone() for parameter in model.parameters()]
-    engine, *_ = deepspeed.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
-        with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0):
-            assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin, strict=True))
-        deepspeed.checkpointing.configure(None)
-        assert deepspeed.checkpointing.is_configured()
-        x = torch.ones(2, 4, requires_grad=True)
-        loss = deepspeed.checkpointing.checkpoint(engine, x).sum()
-        engine.backward(loss)
-        engine.step()
-        assert engine.was_step_applied()
-    assert (deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()) == (0, 1)
-    value = torch.ones(2)
-    deepspeed.comm.all_reduce(value)
-    deepspeed.comm.barrier()
-    assert torch.equal(value, torch.ones(2))
-    accelerator = deepspeed.get_accelerator()
-    assert accelerator is get_accelerator()
-    assert accelerator.device_name() in ("cpu", "cuda")
-    assert accelerator.is_bf16_supported() in (True, False)
-    accelerator.synchronize()
-    accelerator.empty_cache()
-    assert accelerator.memory_allocated() >= 0
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

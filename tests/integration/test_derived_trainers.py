@@ -136,13 +136,3 @@ def test_a_quantized_base_is_refused(weight: Any, name: str, tmp_path: Path) -> 
     model.base_model.model.model.layers[0].mlp.up_proj.weight = weight()
     with pytest.raises(ModelError, match=rf"up_proj\.weight' is a {name}.*dequantize"):
         trained(tmp_path, on_nvme(tmp_path / "nvme"), model)
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_adapters_that_come_too_late(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, on_nvme(tmp_path / "nvme"), models.llama())
-    peft.get_peft_model(trainer.model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(ModelError, match=r"get_peft_model.*before infinity\.initialize"):
-        trainer.train()
-    trainer.engine.close()

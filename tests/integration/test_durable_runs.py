@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import random
 import shutil
 import threading
@@ -164,31 +163,6 @@ def test_a_run_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
     assert found == losses
     require_equal(last, expected)
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["durable"]
-
-
-@pytest.mark.deep
-def test_it_is_the_same_as_not_durable(tmp_path: Path) -> None:
-    results = []
-    for durable in (False, True):
-        _seed()
-        with training(tmp_path / str(durable), {**BF16, "infinity": {"durable": durable}}, Model()) as engine:
-            train(engine, 4)
-            results.append(everything(engine))
-    require_equal(*results)
-
-
-@pytest.mark.deep
-def test_several_drives(tmp_path: Path) -> None:
-    directories = [str(tmp_path / name) for name in "ab"]
-    for directory in directories:
-        Path(directory).mkdir()
-    changes = {**BF16, "infinity": {"durable_path": directories}}
-    with training(tmp_path / "scratch", changes, Model()) as engine:
-        train(engine, 2)
-        expected = everything(engine)
-    with training(tmp_path / "scratch", changes, Model(1)) as engine:
-        assert engine.global_steps == 2
-        require_equal(everything(engine), expected)
 
 
 @pytest.mark.deep
@@ -391,18 +365,6 @@ def test_the_last_step_is_committed_when_the_next_one_updates(tmp_path: Path) ->
         assert max(commits()) == 3
 
 
-@pytest.mark.deep
-def test_going_back_after_a_restart(tmp_path: Path) -> None:
-    changes = {**BF16, "infinity": {"keep_last": 2}}
-    with training(tmp_path / "drive", changes, Model()) as engine:
-        train(engine, 2)
-        before = everything(engine)
-        train(engine, 3)
-    with training(tmp_path / "drive", changes, Model(1)) as engine:
-        engine.rollback(1)
-        require_equal(everything(engine), before)
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("what", ["wider", "optimizer", "page"])
 def test_another_training_is_refused(what: str, tmp_path: Path) -> None:
@@ -503,28 +465,6 @@ def test_a_commit_into_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
             StepError, match=r"No such file.*Mount the drive again, or restore the directory, and start"
         ):
             engine.flush()
-
-
-@pytest.mark.deep
-def test_a_commit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drive is full: the step is told, no later one is committed, and the run goes on from the one before."""
-    with training(tmp_path / "drive", BF16, Model()) as engine:
-        train(engine, 3)
-        engine.flush()
-
-        def refuse(fd: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", refuse)
-        train(engine, 4)
-        with pytest.raises(StepError, match=r"step 4 could not be committed.*No space left"):
-            train(engine, 5)
-        monkeypatch.undo()
-        engine.reset()
-        with pytest.raises(StepError, match=r"step 4 could not be committed"):
-            train(engine, 5)
-    with training(tmp_path / "drive", BF16, Model(1)) as engine:
-        assert engine.global_steps == 3
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

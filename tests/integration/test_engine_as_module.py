@@ -153,16 +153,6 @@ def test_walkers_of_torch(both: Lockstep) -> None:
     both.engine_step(0)
 
 
-def test_clipping_by_hand_of_the_engines_parameters(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, loop="plain") as both:
-        for step in range(3):
-            both.plain_backward(step)
-            norm = nn.utils.clip_grad_norm_(both.engine.parameters(), 1e9)
-            both.plain_update()
-            assert norm > 0
-        both.require_equal()
-
-
 def test_it_is_not_copied_nor_pickled(both: Lockstep) -> None:
     for refused in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match=r"copy engine\.module"):
@@ -221,15 +211,6 @@ def test_the_config_is_a_mapping(tmp_path: Path) -> None:
         assert "fp16" not in engine.config
         assert engine.config.gradient_accumulation_steps == 1
         assert not torch.isnan(loss_of(engine(**make_batch(0))))
-
-
-def test_moving_it_to_where_it_is_does_nothing(both: Lockstep) -> None:
-    for same in (both.engine.to("cpu"), both.engine.float(), both.engine.cpu(), both.engine.to(torch.float32)):
-        assert same is both.engine
-    with pytest.raises(ModelError, match="cannot be cast"):
-        both.engine.half()
-    both.engine_step(0)
-    both.require_equal()
 
 
 def test_inference_mode(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ import gc
 import importlib
 import importlib.util
 import inspect
-import os
 import signal
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ _FOUND = [name for name in _PACKAGES if importlib.util.find_spec(name) is not No
 if not _FOUND:
     pytest.skip("neither lightning nor pytorch_lightning is installed", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning advises on loaders, loggers and directories
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
@@ -132,39 +130,6 @@ def assert_same(first: Any, second: Any) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in second.state_dict().items())
 
 
-@pytest.mark.deep
-def test_clipping_that_config_and_trainer_say_alike(package: str, tmp_path: Path) -> None:
-    """It is done once."""
-    pytorch, strategy = parts(package)
-    trained = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme", gradient_clipping=0.01))):
-        pytorch.seed_everything(3)
-        trained.append(module_for(pytorch))
-        trainer_for(pytorch, tmp_path, kind, gradient_clip_val=0.01).fit(trained[-1], data())
-    assert_same(*trained)
-
-
-@pytest.mark.deep(but=1)
-def test_gradients_first_looked_at_in_a_later_step(package: str, tmp_path: Path) -> None:
-    pytorch, strategy = parts(package)
-
-    class Looking(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def on_before_optimizer_step(self, trainer: Any, module: Any, *_: Any) -> None:
-            if trainer.global_step % 5 == 4:
-                self.seen += [each.grad.norm().item() for each in module.parameters()]
-
-    found = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
-        pytorch.seed_everything(3)
-        looking = Looking()
-        trainer_for(pytorch, tmp_path, kind, callbacks=[looking]).fit(module_for(pytorch), data())
-        found.append(looking.seen)
-    assert len(found[0]) == 21 and found[0] == found[1]
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     "options",
@@ -250,40 +215,6 @@ def test_what_changes_and_is_resumed(what: str, package: str, tmp_path: Path) ->
         _, path = run(name, 3, 24 if what == "larger" else 16)
         found.append(run(name, 5, resumes=path)[0].state_dict())
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-
-
-@pytest.mark.deep(but=1)
-def test_layers_are_unfrozen_by_a_callback(package: str, tmp_path: Path) -> None:
-    pytorch, kind = parts(package)
-    base = importlib.import_module(f"{_PACKAGES[package]}.callbacks").BaseFinetuning
-
-    class Unfreezing(base):  # type: ignore[misc, valid-type]
-        def freeze_before_training(self, module: Any) -> None:
-            self.freeze(module.first)
-
-        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-            if epoch == 1:
-                self.unfreeze_and_add_param_group(module.first, optimizer)
-
-    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
-            self.head = nn.Linear(16, 1)
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.head(self.first(batch)).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-    weights = []
-    for strategy in ("auto", kind(config=on_nvme(tmp_path / "nvme"))):
-        module = Module()
-        trainer_for(pytorch, tmp_path, strategy, max_epochs=3, callbacks=[Unfreezing()]).fit(module, data())
-        weights.append(module.state_dict())
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 @pytest.mark.deep(but=1)
@@ -388,39 +319,6 @@ def test_a_module_of_a_checkpoint(package: str, tmp_path: Path) -> None:
     first, second = (each.state_dict() for each in found)
     assert first.keys() == second.keys() and found[1].hparams == {"width": 12}
     assert all(torch.equal(second[name], value) for name, value in first.items())
-
-
-def test_a_checkpoint_is_there_while_another_one_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytorch, strategy = parts(_FOUND[0])
-    path, missing, synced = tmp_path / "last.ckpt", [], set()
-
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any, **options: Any) -> Any:
-            had_one = path.exists()
-            found = call(*given, **options)
-            missing.extend([given] if had_one and not path.exists() else [])
-            return found
-
-        return run
-
-    def sync(descriptor: int) -> None:
-        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-
-    class Saving(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.save_checkpoint(path)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    for name in ("rename", "replace", "unlink"):
-        monkeypatch.setattr(os, name, watched(getattr(os, name)))
-    trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1, callbacks=[Saving()]).fit(
-        module_for(pytorch), data(2)
-    )
-    assert not missing
-    assert "lightning.ckpt" in synced
-    assert [each.name for each in tmp_path.glob("*last.ckpt*")] == ["last.ckpt"]
 
 
 @pytest.mark.deep(but=1)
@@ -585,28 +483,6 @@ def test_an_exception_between_two_steps_is_seen_itself(tmp_path: Path, caplog: p
     assert not list(tmp_path.glob("*.ckpt*"))
 
 
-def test_weights_after_an_exception_in_backward(tmp_path: Path) -> None:
-    """Those of the last step: backward updates nothing."""
-    pytorch, strategy = parts(_FOUND[0])
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    class Failing(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            if trainer.global_step == 2:
-                module.first.register_forward_hook(lambda *found: found[2].register_hook(fail) and None)
-
-    weights, config = [], on_nvme(tmp_path / "nvme")
-    for kind in ("auto", strategy(config=config)):
-        module = module_for(pytorch)
-        pytorch.seed_everything(3)
-        with pytest.raises(ZeroDivisionError):
-            trainer_for(pytorch, tmp_path, kind, callbacks=[Failing()]).fit(module, data())
-        weights.append({name: value.clone() for name, value in module.state_dict().items()})
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
 def test_no_optimizer(tmp_path: Path) -> None:
     """``fit`` then only calls the module."""
     pytorch, strategy = parts(_FOUND[0])
@@ -696,16 +572,6 @@ def test_no_thread_of_the_engine_outlives_fit(package: str, tmp_path: Path) -> N
         assert {*threading.enumerate()} <= before
     finally:
         gc.enable()
-
-
-def test_bf16_weights(tmp_path: Path) -> None:
-    """The engine's precision: fp32 main weights, in the module afterwards as 16-bit weights."""
-    pytorch, strategy = parts(_FOUND[0])
-    module = module_for(pytorch)
-    config = on_nvme(tmp_path / "nvme", bf16={"enabled": "auto"})
-    trainer_for(pytorch, tmp_path, strategy(config=config), precision="bf16-true").fit(module, data())
-    assert module.losses[-1] < module.losses[0]
-    assert module.first.weight.dtype is module.rest[0].weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("step", [3, 7])

@@ -10,7 +10,7 @@ import torch
 
 import infinity
 from infinity.errors import OptimizerNotPageableError
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
 
 
 @pytest.fixture
@@ -21,15 +21,6 @@ def both(tmp_path: Path) -> Any:
         yield pair
         pair.engine_step(2)
         pair.require_equal()
-
-
-def test_lightning_moves_states_at_the_end_and_at_resume(both: Lockstep) -> None:
-    # What lightning.fabric.utilities.optimizer._optimizer_to_device does (2.5), without that package.
-    for parameter, state in both.optimizer.state.items():
-        both.optimizer.state[parameter] = {
-            name: value.to("cpu", non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in state.items()
-        }
 
 
 def test_accelerate_wraps_what_initialize_returned(both: Lockstep) -> None:
@@ -64,36 +55,3 @@ def test_accelerates_wrapper_is_refused_by_name(tmp_path: Path) -> None:
             )
     finally:
         type(accelerator.state)._reset_state(reset_partial_state=True)
-
-
-@pytest.mark.parametrize("clipping", [0.0, 0.1])
-def test_adapters_that_come_after_initialize_are_trained_once_they_are_in_a_group(
-    clipping: float, tmp_path: Path
-) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    models = [PLAIN.make("none") for _ in range(2)]
-    changes = {"optimizer": None, "gradient_clipping": clipping}
-    plain = torch.optim.AdamW(models[1].parameters(), lr=1e-2)
-    engine, optimizer, *_ = infinity.initialize(
-        model=models[0],
-        config=everything_on_nvme(tmp_path, changes),
-        optimizer=torch.optim.AdamW(models[0].parameters(), lr=1e-2),
-    )
-    with engine:
-        adapted: list[Any] = []
-        for model, side in zip(models, (optimizer, plain), strict=True):
-            torch.manual_seed(1)
-            adapted.append(get_peft_model(model, LoraConfig(target_modules=["up"], r=4)))  # type: ignore[arg-type]
-            side.add_param_group({"params": [param for param in model.parameters() if param.requires_grad]})
-        for step in range(4):
-            expected = adapted[1](**make_batch(step))
-            expected.backward()
-            if clipping:
-                torch.nn.utils.clip_grad_norm_(models[1].parameters(), clipping)
-            plain.step()
-            plain.zero_grad()
-            loss = adapted[0](**make_batch(step))
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(expected, loss), step

@@ -116,17 +116,6 @@ def test_an_interruption_gives_what_was_measured(nvme_dir: Path, outputs: Path) 
     assert sorted(path.name for path in outputs.iterdir()) == ["config.json", "io.json"]
 
 
-@pytest.mark.deep
-def test_an_interruption_before_anything_was_measured(nvme_dir: Path) -> None:
-    process = start(nvme_dir, "--no-fio")
-    wait_for(process, "GB free")
-    process.send_signal(signal.SIGINT)
-    code, output = finish(process)
-    assert code in (130, -signal.SIGINT), output
-    assert "Traceback" not in output
-    assert list(nvme_dir.iterdir()) == []
-
-
 def free_bytes(directory: Path) -> int:
     stat = os.statvfs(directory)
     return stat.f_bavail * stat.f_frsize

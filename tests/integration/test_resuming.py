@@ -192,12 +192,3 @@ def test_single_main_weights_and_states_are_read_and_set(mode: str, tmp_path: Pa
         assert all(torch.equal(after[key], value) for key, value in others.items() if key not in changed)
         infinity.safe_set_full_fp32_param(model.frozen.weight, torch.zeros(96, 96))
         assert not model.frozen.weight.clone().any()
-
-
-def test_parameters_that_no_engine_holds_are_read_and_set_too() -> None:
-    weight = nn.Parameter(torch.ones(3))
-    infinity.safe_set_full_fp32_param(weight, torch.zeros(3))
-    assert torch.equal(infinity.safe_get_full_fp32_param(weight), torch.zeros(3))
-    assert infinity.safe_get_full_grad(weight) is None
-    infinity.safe_set_full_grad(weight, torch.ones(3))
-    assert torch.equal(infinity.safe_get_full_grad(weight), torch.ones(3))

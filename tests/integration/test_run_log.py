@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, StepError
-from infinity.run_log import RunLog, read_run
+from infinity.run_log import read_run
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.ranks import run_ranks
 
@@ -92,30 +91,12 @@ def test_the_log_holds_what_the_engine_says(tmp_path: Path) -> None:
     assert last.compute_busy_seconds == pytest.approx(phases) and min(last.forward_seconds, last.backward_seconds) > 0
 
 
-@pytest.mark.deep
-def test_losses_are_the_same_with_and_without_a_log(tmp_path: Path) -> None:
-    with training(tmp_path) as engine:
-        logged = [report.loss for report in train(engine, 4)]
-    with training(tmp_path, {"infinity": {"run_log": None}}) as engine:
-        engine.note("which goes to Python's logging")
-        assert [report.loss for report in train(engine, 4)] == logged
-
-
 def test_a_vertical_step_counts_each_batch_once(tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
     with training(tmp_path, changes) as engine:
         for _ in range(3):
             engine.train_batch(iter([(_TOKENS,)] * 3))
     assert [step.num_tokens for step in read_run(tmp_path / "run").steps] == [36, 36, 36]
-
-
-def test_a_plain_loop_has_no_losses(tmp_path: Path) -> None:
-    with training(tmp_path) as engine:
-        for _ in range(2):
-            engine.module(_TOKENS).backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-    assert [(step.step, step.loss) for step in read_run(tmp_path / "run").steps] == [(1, None), (2, None)]
 
 
 @pytest.mark.deep
@@ -224,20 +205,3 @@ def test_the_first_rank_writes(tmp_path: Path) -> None:
     run = read_run(tmp_path / "run")
     assert [step.num_tokens for step in run.steps] == [24, 24], "of both ranks"
     assert run.num_starts == 1 and run.start["machine"]["num_processes"] == 2
-
-
-@pytest.mark.deep
-def test_a_line_costs_little_beside_a_step(tmp_path: Path) -> None:
-    """Both are measured in one run: the processor time of the smallest step there is, and that of its lines."""
-    with training(tmp_path) as engine:
-        train(engine, 3)
-        began = time.process_time()
-        (report, *_) = train(engine, 10)
-        step_seconds = (time.process_time() - began) / 10
-    log = RunLog(tmp_path / "other")
-    began = time.process_time()
-    for _ in range(200):
-        log.note_step(report, [0.1])
-    line_seconds = (time.process_time() - began) / 200
-    log.release()
-    assert line_seconds < 0.1 * step_seconds, (line_seconds, step_seconds)

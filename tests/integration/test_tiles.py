@@ -237,13 +237,6 @@ def test_a_failed_initialize_leaves_the_model_whole(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_copy_of_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
-    with _engine(tmp_path, _TILED) as engine:
-        twin = copy.deepcopy(engine.module)
-        assert torch.equal(twin(_tokens(0)), engine(_tokens(0)))
-        assert list(twin.state_dict()) == list(_Model().state_dict())
-
-
 def test_what_needs_the_whole_weight_is_refused_by_name(tmp_path: Path) -> None:
     model = _Model()
     held = model.embed.weight  # before anything was tiled
@@ -299,13 +292,6 @@ def test_a_tiled_weight_that_comes_into_the_groups_later_is_trained(tmp_path: Pa
     assert not torch.equal(expected["head.weight"], model().state_dict()["head.weight"])
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3)
-
-
-def test_a_model_with_tiles_can_be_pickled(tmp_path: Path) -> None:
-    with _engine(tmp_path, _TILED) as engine:
-        torch.save(engine.module, tmp_path / "model.pt")
-        twin = torch.load(tmp_path / "model.pt", weights_only=False)
-        assert torch.equal(twin(_tokens(0)), engine(_tokens(0)))
 
 
 @pytest.mark.deep

@@ -6,8 +6,6 @@ import gc
 import importlib
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,27 +170,6 @@ def test_rows_name_units_phases_and_extents(tmp_path: Path) -> None:
         assert any(event["name"] == f"optimizer state of {unit}" for event in rows["writes"])
 
 
-def test_two_drives_have_one_row_for_reads_and_one_for_writes(tmp_path: Path) -> None:
-    _attempted(_require_one_row, tmp_path)
-
-
-def _require_one_row(base: Path) -> None:
-    first, second = base / "a", base / "b"
-    for directory in (first, second):
-        directory.mkdir()
-    places = {
-        "offload_param": {"device": "nvme", "nvme_path": str(first)},
-        "offload_optimizer": {"device": "nvme", "nvme_path": str(second)},
-    }
-    reports = _train(_config(base, {"zero_optimization": {"stage": 3, **places}}))
-    rows = _rows(base / "trace.json")
-    names = {event["name"].split(" of ")[0] for event in rows["reads"]}
-    assert names == {"weights", "optimizer state"}
-    for report, step in zip(reports, rows["steps"], strict=True):
-        _require_close(max(report.drive_busy_seconds, report.seconds), report.seconds, "at most the step")
-        _require_close(_within(rows["reads"], step), report.read_busy_seconds, "reads")
-
-
 def test_copies_have_their_row_where_there_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("infinity.entry")
     monkeypatch.setattr(module, "device_for", lambda torch_device: SeparateHostDevice(torch_device))
@@ -294,20 +271,4 @@ def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:
     engine.flush()
     del engine
     wait_until(lambda: gc.collect() >= 0 and (tmp_path / "trace.json").exists())  # another thread does
-    assert len(_rows(tmp_path / "trace.json")["steps"]) == 1
-
-
-@pytest.mark.deep
-def test_a_script_that_ends_without_closing_writes_it(tmp_path: Path) -> None:
-    code = (
-        "import infinity\n"
-        "from pathlib import Path\n"
-        "from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch\n"
-        f"directory = Path({str(tmp_path)!r})\n"
-        "config = everything_on_nvme(directory, {'infinity': {'timeline': str(directory / 'trace.json')}})\n"
-        "engine, *_ = infinity.initialize(model=PLAIN.make('none'), config=config)\n"
-        "engine.backward(engine(**make_batch(0)))\n"
-        "engine.step()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=560, cwd=Path(__file__).resolve().parents[2])
     assert len(_rows(tmp_path / "trace.json")["steps"]) == 1

@@ -127,40 +127,6 @@ def test_a_callback_that_comes_before_the_step(max_norm: float, tmp_path: Path) 
     trainer.engine.close()
 
 
-class Looking(TrainerCallback):
-    """Looks at gradients now and then."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_pre_optimizer_step(self, arguments: Any, state: Any, *_: Any, **objects: Any) -> None:
-        if state.global_step == 2:
-            self.seen += [parameter.grad.square().sum().item() for parameter in objects["model"].parameters()]
-
-
-def test_gradients_first_looked_at_in_a_later_step(tmp_path: Path) -> None:
-    """Without clipping, which looks at them in each."""
-    found = []
-    for config in (None, on_nvme(tmp_path / "nvme")):
-        looking = Looking()
-        trainer = trained(tmp_path, config, models.llama(), callbacks=[looking], max_grad_norm=0.0)
-        found.append(looking.seen)
-    assert found[0] and found[0] == found[1]
-    trainer.engine.close()
-
-
-def test_weights_of_the_scripts_own_making_are_saved(tmp_path: Path) -> None:
-    """As scripts do it that gather a state dict, and change it."""
-    trainer = trained(tmp_path, on_nvme(tmp_path / "nvme"), models.llama())
-    halves = {name: (value / 2).half() for name, value in trainer.model.state_dict().items()}
-    trainer._save(str(tmp_path / "saved"), state_dict=dict(halves))
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert saved.keys() == halves.keys()
-    assert all(torch.equal(value, halves[name]) for name, value in saved.items())
-    assert (tmp_path / "saved" / "training_args.bin").is_file()
-    trainer.engine.close()
-
-
 @pytest.mark.deep
 def test_optimizer_and_scheduler_of_the_config(tmp_path: Path) -> None:
     adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
@@ -254,22 +220,6 @@ def test_a_durable_run_and_the_trainers_steps(tmp_path: Path) -> None:
     plain = Trainer(models.llama(), arguments(tmp_path), eval_dataset=rows(4, 32)).evaluate()["eval_loss"]
     assert evaluating.evaluate()["eval_loss"] == plain
     evaluating.engine.close()
-
-
-def test_one_trial_after_the_other(tmp_path: Path) -> None:
-    """A search makes model and accelerator anew for each."""
-    trainer = InfinityTrainer(
-        args=arguments(tmp_path, max_steps=1),
-        model_init=lambda: models.llama(),
-        train_dataset=rows(16, 32),
-        infinity_config=on_nvme(tmp_path / "nvme"),
-    )
-    trainer.train()
-    first = trainer.engine
-    trainer.create_accelerator_and_postprocess()
-    trainer.train()
-    assert first.is_closed and trainer.engine is not first
-    trainer.engine.close()
 
 
 class Plain(nn.Module):

@@ -209,16 +209,6 @@ class Averaging(Weighing):
         return loss
 
 
-class Penalised(Trainer):
-    """Calls the model twice."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        first, second = (model(**inputs).logits for _ in range(2))
-        return (first.softmax(-1) * second.log_softmax(-1)).mean() / num_items_in_batch
-
-
 class Referring(Trainer):
     """Calls the model without its adapters first."""
 
@@ -235,14 +225,6 @@ class Preparing(Trainer):
         return super()._prepare_inputs(inputs)
 
 
-class TwoBackwards(Trainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        for _ in range(2):
-            loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss / 2)
-        return loss.detach()
-
-
 class Halving(Trainer):
     """Changes some gradients after each backward."""
 
@@ -252,14 +234,6 @@ class Halving(Trainer):
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
         return loss
-
-
-class Forgetting(Trainer):
-    """Only the last micro-batch counts."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.optimizer.optimizer.zero_grad()
-        return super().training_step(*args, **kwargs)
 
 
 class Stopping(TrainerCallback):
@@ -281,13 +255,10 @@ def _adapted() -> Any:
     [
         (Trainer, functools.partial(_llama, attention_dropout=0.1), "random numbers are drawn at several places"),
         (Averaging, _llama, "a step changes OurTrainer.average, and another micro-batch may look at it"),
-        (Penalised, _llama, "a micro-batch calls the model several times"),
         (Trainer, functools.partial(_llama, tie_word_embeddings=True), "is used at several places"),  # with little room
         (Referring, _adapted, "a micro-batch calls the model several times"),
         (Preparing, _llama, "OurTrainer has a _prepare_inputs of its own"),
-        (TwoBackwards, _llama, "a micro-batch calls the model several times"),
         (Halving, _llama, "the gradient of 'model.norm.weight' is looked at or changed before the step"),
-        (Forgetting, _llama, "gradients are dropped between micro-batches"),
         (Trainer, _llama, "Stopping.on_substep_end is called after each micro-batch"),
     ],
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +19,10 @@ from tests.states import state_of
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
 
-def _train(
-    both: Lockstep,
-    *,
-    num_steps: int = 3,
-    around: Callable[[], Any] | None = None,
-) -> None:
-    for step in range(num_steps):
-        batches = [both.batch(step, index) for index in range(3)]
-        losses = []
-        for batch in batches:
-            with around() if around is not None else torch.enable_grad():
-                loss = both.reference.forward(batch)
-            losses.append(loss.detach().float())
-            both.reference.backward(loss)
-        both.reference.step()
-        with around() if around is not None else torch.enable_grad():
-            mean = both.engine.train_batch(iter(batches))
+def _train(both: Lockstep) -> None:
+    for step in range(3):
+        both.batch_step(step)
         assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
-        both.note(f"loss {step}", torch.stack(losses).mean(), mean)
     both.require_equal()
 
 
@@ -89,7 +72,10 @@ def test_hooks_of_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_autocast_around_the_step(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes={**_VERTICAL, **changes}) as both:
-        _train(both, around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+        both.reference.model.forward = autocast(both.reference.model.forward)
+        both.engine.train_batch = autocast(both.engine.train_batch)
+        _train(both)
 
 
 class AutocastInside(Net):
@@ -125,34 +111,6 @@ class FansOut(Net):
 
 def test_a_result_that_goes_several_ways(tmp_path: Path) -> None:
     case = Case("fans out", lambda _: FansOut(), token_batch)
-    with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
-        _train(both)
-
-
-_scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
-
-
-class ScaledBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * _scale.get())
-
-
-class Contextual(Net):
-    """Blocks read a context variable that the model sets around each."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=ScaledBlock)
-
-    def body(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            token = _scale.set(1.0 + index)
-            x = block(x)
-            _scale.reset(token)
-        return x
-
-
-def test_context_variables(tmp_path: Path) -> None:
-    case = Case("contextual", lambda _: Contextual(), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         _train(both)
 
@@ -197,18 +155,13 @@ def test_arguments_and_results_of_all_kinds(tmp_path: Path) -> None:
     case = Case("kinds", lambda _: ManyKinds(), token_batch)
     changes = {**_VERTICAL, "gradient_clipping": 0.0}
     with Lockstep.start(tmp_path, case=case, changes=changes) as both:
-        reference = both.reference
         for step in range(3):
-            batches = [both.batch(step, index) for index in range(3)]
-            for batch in batches:
-                reference.backward(reference.forward(batch))
-            reference.step()
-            both.engine.train_batch(iter(batches))
+            both.batch_step(step)
             assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
         # The gain is used at three places, so it is summed in another order.
         for fqn, parameter in both.model.named_parameters():
             weight = state_of(both.engine, parameter)["weight"]
-            assert torch.allclose(weight, reference.main[fqn], rtol=1e-4, atol=1e-5), fqn
+            assert torch.allclose(weight, both.reference.main[fqn], rtol=1e-4, atol=1e-5), fqn
 
 
 def _cached_llama() -> nn.Module:
@@ -243,7 +196,8 @@ def test_evaluation_between_steps_and_a_changed_number_of_threads(tmp_path: Path
         with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
             for step in range(4):
                 torch.set_num_threads(1 + step % 2)
-                _train_once(both, step)
+                both.batch_step(step)
+                assert both.engine.report.schedule == "vertical"
                 both.model.eval()
                 both.reference.model.eval()
                 with torch.no_grad():
@@ -259,15 +213,6 @@ def test_evaluation_between_steps_and_a_changed_number_of_threads(tmp_path: Path
         torch.set_num_threads(num_threads)
 
 
-def _train_once(both: Lockstep, step: int) -> None:
-    batches = [both.batch(step, index) for index in range(3)]
-    for batch in batches:
-        both.reference.backward(both.reference.forward(batch))
-    both.reference.step()
-    both.engine.train_batch(iter(batches))
-    assert both.engine.report.schedule == "vertical"
-
-
 @pytest.mark.deep
 def test_both_orders_in_turn(tmp_path: Path) -> None:
     """The engine's own loop and train_batch, on one engine."""
@@ -277,5 +222,6 @@ def test_both_orders_in_turn(tmp_path: Path) -> None:
                 both.engine_step(step)
                 assert both.engine.report.schedule == "ordinary"
             else:
-                _train_once(both, step)
+                both.batch_step(step)
+                assert both.engine.report.schedule == "vertical"
         both.require_equal()

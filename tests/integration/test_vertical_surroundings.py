@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,26 +19,10 @@ pytestmark = pytest.mark.deep
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
 
-def _train(
-    both: Lockstep,
-    schedule: str,
-    *,
-    num_steps: int = 3,
-    first: int = 0,
-    batch_of: Callable[[int, int], dict[str, Tensor]] | None = None,
-    through: Callable[[list[Any]], Iterator[Any]] = iter,
-) -> None:
+def _train(both: Lockstep, schedule: str, *, num_steps: int = 3, first: int = 0) -> None:
     for step in range(first, first + num_steps):
-        batches = [(batch_of or both.batch)(step, index) for index in range(3)]
-        losses = []
-        for batch in batches:
-            loss = both.reference.forward(batch)
-            losses.append(loss.detach())
-            both.reference.backward(loss)
-        both.reference.step()
-        mean = both.engine.train_batch(through(batches))
+        both.batch_step(step)
         assert both.engine.report.schedule == schedule, both.engine.report.schedule_reason
-        both.note(f"loss {step}", torch.stack(losses).mean(), mean)
 
 
 def _case(kind: type[Net], block: type[nn.Module] = Block) -> Case:
@@ -59,10 +42,14 @@ def test_an_iterator_that_fills_the_same_memory_again(how: str, tmp_path: Path) 
                     memory[name].copy_(values)
                 yield memory
 
-        def same_shape(step: int, index: int) -> dict[str, Tensor]:
-            return {name: (values + index) % VOCABULARY for name, values in both.batch(step, 0).items()}
-
-        _train(both, "vertical", batch_of=same_shape, through=filled)
+        for step in range(3):
+            first = both.batch(step).items()
+            batches = [{name: (values + index) % VOCABULARY for name, values in first} for index in range(3)]
+            for batch in batches:
+                both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.train_batch(filled(batches))
+            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
         both.require_equal()
 
 
@@ -81,50 +68,6 @@ def test_what_is_computed_before_blocks_and_used_behind_them(tmp_path: Path) -> 
     with Lockstep.start(tmp_path, case=_case(EarlySkip), changes=_VERTICAL) as both:
         _train(both, "vertical")
         both.require_equal()
-
-
-class InAThread(Net):
-    """Autograd numbers the nodes of each thread by themselves."""
-
-    def body(self, x: Tensor) -> Tensor:
-        found: list[Tensor] = []
-        thread = threading.Thread(target=lambda: found.append(x.tanh() * 2))
-        thread.start()
-        thread.join()
-        skip = found[0] + x
-        for block in self.blocks:
-            x = block(x)
-        thread = threading.Thread(target=lambda: found.append((x * skip).sin()))
-        thread.start()
-        thread.join()
-        return found[1] + skip
-
-
-def test_what_a_thread_of_the_model_computes_between_blocks(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, case=_case(InAThread), changes=_VERTICAL) as both:
-        _train(both, "vertical")
-        both.require_equal()
-
-
-class Where(Block):
-    """Notes which thread computes it."""
-
-    seen: ClassVar[list[threading.Thread]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(threading.current_thread())
-        return super().forward(x)
-
-
-def test_the_training_thread_computes_the_blocks(tmp_path: Path) -> None:
-    """Of all but the first step, which is looked at more closely."""
-    with Lockstep.start(tmp_path, case=_case(Net, Where), changes=_VERTICAL) as both:
-        _train(both, "vertical", num_steps=1)
-        assert {thread is threading.current_thread() for thread in Where.seen} == {True, False}
-        Where.seen.clear()
-        _train(both, "vertical", first=1)
-        both.require_equal()
-        assert set(Where.seen) == {threading.current_thread()}
 
 
 class Fails(Block):
