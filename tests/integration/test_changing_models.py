@@ -16,9 +16,8 @@ from torch.nn.utils import prune
 import infinity
 from infinity.errors import ModelError
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
-from tests.exactness.optimizers import torch_optimizer
 from tests.exactness.shapes.blocks import WIDTH, Block
-from tests.twins import Side, config_for, require_same
+from tests.twins import Side, Twins, config_for, require_same
 
 in_modes = pytest.mark.parametrize("mode", ["smallest", "smallest deferred", "resident"])
 
@@ -174,26 +173,23 @@ def test_fast_weights(create_graph: bool, mode: str, tmp_path: Path) -> None:
 
 def test_a_vertical_step_that_begins_anew_leaves_no_gradient_twice(tmp_path: Path) -> None:
     """A block that came later is no unit: autograd has added to its gradients before the order is given up."""
-    twin, model = PLAIN.make("reentrant"), PLAIN.make("none")
-    plain = torch_optimizer("config", dict(twin.named_parameters()))
-    config = everything_on_nvme(tmp_path, {"gradient_accumulation_steps": 2})
-    engine, optimizer, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+
+    def append(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model.blocks.append(nn.Linear(WIDTH, WIDTH))
+        optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+
+    with Twins(tmp_path, PLAIN.make("none"), plain=PLAIN.make("reentrant"), gradient_accumulation_steps=2) as twins:
         for step in range(3):
             if step == 1:
-                for side, its in ((plain, twin), (optimizer, model)):
-                    torch.manual_seed(5)
-                    its.blocks.append(nn.Linear(WIDTH, WIDTH))
-                    side.add_param_group({"params": list(its.blocks[-1].parameters())})
+                twins.change(append)
             batches = [make_batch(step, index) for index in range(2)]
             for batch in batches:
-                (twin(**batch) / 2).backward()
-            plain.step()
-            plain.zero_grad()
-            engine.train_batch(iter(batches))
-        assert engine.report.schedule == "ordinary"
-        for (name, parameter), other in zip(twin.named_parameters(), model.parameters(), strict=True):
-            assert torch.equal(parameter, other.detach().clone()), name
+                (twins.plain(**batch) / 2).backward()
+            twins.expected.step()
+            twins.expected.zero_grad()
+            twins.engine.train_batch(iter(batches))
+        assert twins.engine.report.schedule == "ordinary"
+        twins.require_equal()
 
 
 @pytest.mark.deep(but=2)

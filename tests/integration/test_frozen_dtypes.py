@@ -14,6 +14,7 @@ from torch import nn
 import infinity
 from infinity.errors import ModelError, OtherNumbersWarning
 from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.twins import Twins
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
 
@@ -34,23 +35,13 @@ class Constants(nn.Module):
 
 @pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
 def test_fp64_integers_and_complex_numbers_keep_every_bit(place: dict[str, Any], tmp_path: Path) -> None:
-    plain, model = Constants(), Constants()
-    optimizer = torch.optim.AdamW((p for p in plain.parameters() if p.requires_grad), lr=0.1, fused=True)
-    changes = {**place, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}}}
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    for _ in range(2):
-        expected = plain(torch.ones(2, 4))
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = engine(torch.ones(2, 4))
-        engine.backward(loss)
-        engine.step()
-        assert loss.dtype == torch.float64 and torch.equal(loss, expected)
-    engine.close(restore_weights=True)
-    for fqn, value in plain.named_parameters():
-        found = model.get_parameter(fqn)
-        assert type(found) is nn.Parameter and found.dtype == value.dtype and torch.equal(found, value), fqn
+    with Twins(tmp_path, Constants(), **place) as twins:
+        for _ in range(2):
+            twins.step(lambda model: model(torch.ones(2, 4)))
+        twins.engine.close(restore_weights=True)
+        for fqn, value in twins.plain.named_parameters():
+            found = twins.model.get_parameter(fqn)
+            assert type(found) is nn.Parameter and found.dtype == value.dtype and torch.equal(found, value), fqn
 
 
 def test_trained_fp64_is_warned_of(tmp_path: Path) -> None:
@@ -95,26 +86,16 @@ class Sliced(nn.Module):
 
 @pytest.mark.parametrize("place", [{}, _IN_MEMORY], ids=["nvme", "memory"])
 def test_weights_with_gaps_are_warned_of_and_lie_as_their_clones(place: dict[str, Any], tmp_path: Path) -> None:
-    plain, model = Sliced(clones=True), Sliced(clones=False)
-    changes = {**place, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}}}
     message = r"'scale' does not fill its memory .*strides \(1, 48, 24\).* \(1, 16, 8\).*parameter\.data\.clone\(\)"
     with pytest.warns(OtherNumbersWarning, match=message):
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
-    with engine:
+        twins = Twins(tmp_path, Sliced(clones=False), plain=Sliced(clones=True), **place)
+    with twins:
         for step in range(3):
             x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
-            expected = plain(x)
-            expected.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = engine(x)
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(loss, expected)
-        for fqn, value in plain.named_parameters():
-            found = model.get_parameter(fqn)
-            assert found.stride() == value.stride() and torch.equal(found, value), fqn
+            twins.step(lambda model, x=x: model(x))
+        twins.require_equal()
+        for one, other in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
+            assert one.stride() == other.stride()
 
 
 def test_parameters_without_elements_have_no_gaps(tmp_path: Path) -> None:
@@ -159,19 +140,10 @@ def test_frozen_float8_keeps_every_bit(dtype: torch.dtype, place: dict[str, Any]
     )
 
     frozen = {name: value.detach().clone() for name, value in plain.named_parameters() if value.dtype == dtype}
-    optimizer = torch.optim.AdamW((p for p in plain.parameters() if p.requires_grad), lr=0.1, fused=True)
-    changes = {**place, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}}}
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    engine, *_ = infinity.initialize(
-        model=model, model_parameters=model.parameters(), config=everything_on_nvme(drive, changes)
-    )
+    twins = Twins(tmp_path / "drive", model, plain=plain, **place)
+    engine = twins.engine
     for _ in range(2):
-        plain(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.backward(engine(torch.ones(2, 8)).sum())
-        engine.step()
+        twins.step(lambda model: model(torch.ones(2, 8)).sum())
     engine.save_checkpoint(tmp_path / "saved")
     engine.save_fp32_model(tmp_path / "out")
     with torch.no_grad(), infinity.GatheredParameters(list(model.parameters()), modifier_rank=0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import infinity
-from tests.exactness.lockstep import everything_on_nvme
+from tests.twins import Twins
 
 
 class ScheduleFree(Optimizer):
@@ -94,106 +94,75 @@ def _in_groups(model: nn.Module) -> list[dict[str, Any]]:
     unused = named.pop("unused")
     matrices = [p for p in named.values() if p.dim() == 2]
     others = [p for p in named.values() if p.dim() < 2]
-    return [
-        {"params": matrices, "use_muon": True, "lr": 0.02},
-        {"params": others, "use_muon": False, "lr": 0.01},
-        {"params": [unused], "use_muon": False, "lr": 0.03},
-    ]
-
-
-def _without_muon(model: nn.Module) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "use_muon"} for group in _in_groups(model)]
+    return [{"params": matrices, "lr": 0.02}, {"params": others, "lr": 0.01}, {"params": [unused], "lr": 0.03}]
 
 
 _MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "schedule-free": lambda model: ScheduleFree(_without_muon(model)),
+    "schedule-free": lambda model: ScheduleFree(_in_groups(model)),
     "a tensor that counts": lambda model: ScheduleFree(
-        [{**group, "k": torch.tensor(0)} for group in _without_muon(model)]
+        [{**group, "k": torch.tensor(0)} for group in _in_groups(model)]
     ),
-    "counts what trains": lambda model: CountsWhatTrains(_without_muon(model)),
+    "counts what trains": lambda model: CountsWhatTrains(_in_groups(model)),
 }
 
 
-def _batch(step: int) -> torch.Tensor:
-    return torch.randn(4, 70, generator=torch.Generator().manual_seed(step))
+def _loss(number: int) -> Callable[[Any], torch.Tensor]:
+    inputs = torch.randn(4, 70, generator=torch.Generator().manual_seed(number))
+    return lambda model: model(inputs)
 
 
-class _Both:
-    """A training by the engine and one by plain torch."""
+def _twins(make: Callable[[nn.Module], Optimizer], drive: Path, **settings: Any) -> Twins:
+    own = {"page_bytes": None, **settings}
+    twins = Twins(drive, Net(), make, gradient_accumulation_steps=2, infinity=own)
+    if isinstance(twins.expected, ScheduleFree):
+        twins.change(lambda _, optimizer: optimizer.train())
+    return twins
 
-    def __init__(self, make: Callable[[nn.Module], Optimizer], drive: Path, **settings: Any) -> None:
-        self.model, self.plain = Net(), Net()
-        given, self.expected = make(self.model), make(self.plain)
-        config = everything_on_nvme(
-            drive, {"optimizer": None, "infinity": {"page_bytes": None, **settings}, "gradient_accumulation_steps": 2}
-        )
-        self.engine, self.optimizer, *_ = infinity.initialize(model=self.model, config=config, optimizer=given)
-        if isinstance(self.expected, ScheduleFree):
-            self.optimizer.train()
-            self.expected.train()
 
-    def step(self, step: int) -> None:
-        for part in range(2):
-            self.engine.backward(self.engine(_batch(2 * step + part)))
-            self.engine.step()
-            (self.plain(_batch(2 * step + part)) / 2).backward()
-        self.expected.step()
-        self.expected.zero_grad()
+def _step(twins: Twins, step: int) -> None:
+    twins.step(_loss(2 * step), _loss(2 * step + 1))
 
-    def require_equal(self) -> None:
-        for name, value in self.plain.state_dict().items():
-            assert torch.equal(self.engine.module.state_dict()[name], value), name
-        found, expected = self.optimizer.state_dict(), self.expected.state_dict()
-        assert found["param_groups"] == expected["param_groups"]
-        present = {key: entry for key, entry in expected["state"].items() if entry}
-        assert found["state"].keys() == present.keys()
-        for key, entry in present.items():
-            for name, value in entry.items():
-                assert torch.equal(torch.as_tensor(found["state"][key][name]), torch.as_tensor(value)), (key, name)
+
+def _require_equal(twins: Twins) -> None:
+    twins.require_equal()
+    assert twins.optimizer.state_dict()["param_groups"] == twins.expected.state_dict()["param_groups"]
 
 
 @pytest.mark.parametrize("update", ["in_backward", "deferred", "step"])
 @pytest.mark.parametrize("name", _MAKE)
 def test_groups_weights_and_states_are_those_of_torch(name: str, update: str, tmp_path: Path) -> None:
-    both = _Both(_MAKE[name], tmp_path, update=update)
-    with both.engine:
+    with _twins(_MAKE[name], tmp_path, update=update) as twins:
         for step in range(5):
-            both.step(step)
-            assert both.optimizer.param_groups[0].get("k", step + 1) == step + 1
-        both.require_equal()
+            _step(twins, step)
+            assert twins.optimizer.param_groups[0].get("k", step + 1) == step + 1
+        _require_equal(twins)
 
 
 def test_schedule_free_evaluates_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
-    both = _Both(_MAKE["schedule-free"], tmp_path / "drive")
-    with both.engine:
+    with _twins(_MAKE["schedule-free"], tmp_path / "drive") as twins:
+        engine = twins.engine
         for step in range(3):
-            both.step(step)
-        for optimizer in (both.optimizer, both.expected):
-            optimizer.eval()
-        both.require_equal()
-        both.engine.backward(both.engine(_batch(0)))
-        both.engine.step()
+            _step(twins, step)
+        twins.change(lambda _, optimizer: optimizer.eval())
+        _require_equal(twins)
+        engine.backward(_loss(0)(engine))
+        engine.step()
         with pytest.raises(RuntimeError, match=r"call optimizer\.train"):
-            both.engine.backward(both.engine(_batch(0)))
-        both.engine.reset()
-        both.require_equal()
+            engine.backward(_loss(0)(engine))
+        engine.reset()
+        _require_equal(twins)
         with torch.no_grad():
-            assert torch.equal(both.engine.eval()(_batch(0)), both.plain(_batch(0)))
-        both.engine.train()
-        both.engine.save_checkpoint(tmp_path / "saved")
-        for optimizer in (both.optimizer, both.expected):
-            optimizer.train()
-        state = {name: value.clone() for name, value in both.plain.state_dict().items()}
-        both.step(3)
-        both.require_equal()
-        both.engine.load_checkpoint(tmp_path / "saved")
-        assert both.optimizer.param_groups[0]["k"] == 3 and not both.optimizer.param_groups[0]["train_mode"]
-        both.optimizer.train()
-        for name, value in state.items():
-            assert torch.equal(both.engine.module.state_dict()[name], value), name
-        both.engine.backward(both.engine(_batch(6)))
-        both.engine.step()
-        both.engine.backward(both.engine(_batch(7)))
-        both.engine.step()
-        both.require_equal()
+            assert torch.equal(_loss(0)(engine.eval()), _loss(0)(twins.plain))
+        engine.train()
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = copy.deepcopy((twins.plain.state_dict(), twins.expected.state_dict()))
+        twins.change(lambda _, optimizer: optimizer.train())
+        _step(twins, 3)
+        _require_equal(twins)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert twins.optimizer.param_groups[0]["k"] == 3 and not twins.optimizer.param_groups[0]["train_mode"]
+        twins.plain.load_state_dict(saved[0])
+        twins.expected.load_state_dict(saved[1])
+        twins.change(lambda _, optimizer: optimizer.train())
+        _step(twins, 3)
+        _require_equal(twins)

@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import ModelError
 from tests.exactness.lockstep import everything_on_nvme
+from tests.twins import Twins
 
 
 class Model(nn.Module):
@@ -211,25 +212,13 @@ class Derived(Model):
 
 @pytest.mark.parametrize("update", ["step", "deferred", "in_backward"])
 def test_a_step_counts_as_a_write(update: str, tmp_path: Path) -> None:
-    reference, model = Derived(), Derived()
-    config = everything_on_nvme(tmp_path)
-    config["infinity"]["update"] = update
-    engine, optimizer, *_ = infinity.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), config=config
-    )
-    expected = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
-    with engine:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+    with Twins(tmp_path, Derived(), make, infinity={"update": update}) as twins:
         for step in range(4):
             x = torch.full((2, 4), step + 1.0)
-            losses = []
-            for one, its in ((reference, expected), (model, optimizer)):
-                loss = one(x).square().mean()
-                loss.backward()
-                its.step()
-                its.zero_grad()
-                losses.append(loss.detach())
-            assert torch.equal(*losses), step
+            twins.step(lambda model, x=x: model(x).square().mean(), by_hand=True)
         with torch.no_grad():
-            model.layer.weight.mul_(0.5)
-            reference.layer.weight.mul_(0.5)
-        assert torch.equal(model(x), reference(x))
+            twins.change(lambda model, _: model.layer.weight.mul_(0.5))
+        assert torch.equal(twins.model(x), twins.plain(x))

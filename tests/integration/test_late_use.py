@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import StepError
+from tests.exactness.lockstep import everything_on_nvme
+from tests.twins import Twins
 
 
 class Gated(nn.Module):
@@ -34,37 +35,15 @@ class Gated(nn.Module):
         return self.blocks[0](x).pow(2).mean()
 
 
-def _config(directory: Path, **own: Any) -> dict[str, Any]:
-    tier = {"device": "nvme", "nvme_path": str(directory)}
-    return {
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_clipping": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": 3, "offload_param": tier, "offload_optimizer": tier},
-        "infinity": {"host_memory_budget": "64MB", "keep_in_memory": False, **own},
-    }
-
-
 def _batch(step: int) -> torch.Tensor:
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_late_use_is_learned_and_computes_with_the_weights_of_forward(use_reentrant: bool, tmp_path: Path) -> None:
-    model = Gated(use_reentrant=use_reentrant)
-    reference = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1, weight_decay=0.01, fused=True)
-    engine, *_ = infinity.initialize(model=model, config=_config(tmp_path))
-    with engine:
+    with Twins(tmp_path, Gated(use_reentrant=use_reentrant)) as twins:
         for step in range(4):
-            expected = reference(_batch(step))
-            expected.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = engine(_batch(step))
-            assert torch.equal(loss, expected), f"step {step}"
-            engine.backward(loss)
-            engine.step()
+            twins.step(lambda model, step=step: model(_batch(step)))
 
 
 class Unsteady(Gated):
@@ -80,7 +59,7 @@ class Unsteady(Gated):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_an_unexpected_late_use_is_an_error_and_expected_from_then_on(use_reentrant: bool, tmp_path: Path) -> None:
     model = Unsteady(use_reentrant=use_reentrant)
-    engine, *_ = infinity.initialize(model=model, config=_config(tmp_path))
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
 
     def backward(step: int) -> None:
         model.looks_again = False
@@ -137,26 +116,8 @@ class _Headed(nn.Module):
 
 def test_a_function_that_is_given_a_weight_whose_module_nobody_calls(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, inputs = _Headed(), torch.randn(4, 64)
-    expected = copy.deepcopy(model)
-    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = {
-        "train_batch_size": 4,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-        "infinity": {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False},
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with infinity.initialize(model=model, optimizer=optimizer, config=config)[0] as engine:
+    inputs = torch.randn(4, 64)
+    with Twins(tmp_path, _Headed()) as twins:
         for _ in range(4):
-            reference.zero_grad()
-            wanted = expected(inputs)
-            wanted.backward()
-            reference.step()
-            loss = engine(inputs)
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(loss, wanted)
-        values = engine.module.state_dict()
-        assert all(torch.equal(values[name], value) for name, value in expected.state_dict().items())
+            twins.step(lambda model: model(inputs))
+        twins.require_equal()

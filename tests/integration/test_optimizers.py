@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.deepspeed.ops.adam import FusedAdam
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, make_batch
 from tests.exactness.optimizers import parameter_groups
-from tests.exactness.paged import paged_snapshot
 from tests.internals import BY_NAME
+from tests.twins import Twins
 
 Named = Mapping[str, nn.Parameter]
 
@@ -174,25 +173,15 @@ def test_optimizers_passed_in_other_ways(name: str, shape: str, tmp_path: Path) 
 def test_an_instance_that_has_trained_before_keeps_its_state(tmp_path: Path) -> None:
     """Steps in plain torch first, then the same optimizer handed over: its state goes along."""
 
-    def warmed_up(model: nn.Module) -> torch.optim.Optimizer:
+    def warmed_up(model: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(**make_batch(0)).backward()
         optimizer.step()
         optimizer.zero_grad()
         return optimizer
 
-    model, twin = PLAIN.make("none"), PLAIN.make("none")
-    instance, expected = warmed_up(model), warmed_up(twin)
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    engine, optimizer, _, _ = infinity.initialize(model=model, config=config, optimizer=instance)
-    with engine:
+    with Twins(tmp_path, PLAIN.make("none"), warmed_up) as twins:
         for step in (1, 2):
-            engine.backward(engine(**make_batch(step)))
-            engine.step()
-            twin(**make_batch(step)).backward()
-            expected.step()
-            expected.zero_grad()
-        snapshot = paged_snapshot(engine, optimizer)
-    for fqn, param in twin.named_parameters():
-        assert torch.equal(snapshot.weights[fqn], param), fqn
-        assert snapshot.state[fqn]["step"] == 3
+            twins.step(lambda model, step=step: model(**make_batch(step)))
+        twins.require_equal()
+        assert all(int(state["step"]) == 3 for state in twins.optimizer.state.values())

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import infinity
 from infinity.deepspeed.contents.tiling import TiledLinear, TiledLinearReturnBias
-from infinity.errors import BudgetTooSmallError, ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from infinity.errors import ModelError
+from tests.twins import Twins
 
 
 def _linear(bias: bool = True) -> nn.Linear:
@@ -110,39 +109,15 @@ class _Model(nn.Module):
         return self.down(torch.relu(self.up(x))).square().mean()
 
 
-def _least(model: nn.Module, config: dict[str, Any]) -> int:
-    tight = config | {"infinity": config["infinity"] | {"host_memory_budget": 1, "page_bytes": None}}
-    with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=model, config=tight)
-    return refused.value.minimum_bytes
-
-
 def test_a_layer_that_is_too_large_for_the_budget_trains_in_tiles(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path)
-    model, plain = _Model(16), _Model(16)
-    least = _least(model, config)
-    assert least < 0.5 * _least(_Model(1), config)
-    config["infinity"] |= {"host_memory_budget": least, "page_bytes": None}
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    engine, *_ = infinity.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config | {"optimizer": None}
-    )
-    with engine:
+    with Twins(tmp_path, _Model(16), is_tight=True) as twins, Twins(tmp_path, _Model(1), is_tight=True) as whole:
+        assert twins.engine.plan.host_budget_bytes < 0.5 * whole.engine.plan.host_budget_bytes
         for number in range(3):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
-            expected = plain(x)
-            expected.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = engine(x)
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(loss, expected)
-        for fqn, parameter in model.named_parameters():
-            with infinity.GatheredParameters(parameter):
-                assert torch.equal(parameter, plain.get_parameter(fqn)), fqn
+            twins.step(lambda model, x=x: model(x))
+        twins.require_equal()
         replacement = nn.Linear(64, 2048)
-        model.up.copy_params_from(replacement)
-        x = torch.randn(2, 64)
+        twins.model.up.copy_params_from(replacement)
         with torch.no_grad():
-            torch.testing.assert_close(model.up(x), replacement(x))
+            x = torch.randn(2, 64)
+            torch.testing.assert_close(twins.model.up(x), replacement(x))

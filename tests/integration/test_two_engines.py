@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import infinity
-from infinity.errors import BudgetTooSmallError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.twins import Twins
 
 
 class Product(torch.autograd.Function):
@@ -54,36 +51,17 @@ def _in_a_forward(a: nn.Module, b: nn.Module) -> Tensor:
 def test_weights_of_two_engines_in_one_graph_train_as_in_torch(
     loss_of: Callable[[nn.Module, nn.Module], Tensor], tmp_path: Path
 ) -> None:
-    plain = [nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]) for _ in range(2)]
-    models = copy.deepcopy(plain)
-    engines = [_engine(model, tmp_path / str(index)) for index, model in enumerate(models)]
-    optimizers = [_optimizer(model) for model in plain]
+    pairs = [
+        Twins(tmp_path / str(i), nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), is_tight=True) for i in (0, 1)
+    ]
     for _ in range(2):
-        expected, loss = loss_of(*plain), loss_of(*models)
+        expected, loss = (loss_of(*(each.sides[side][0] for each in pairs)) for side in (1, 0))
         assert torch.equal(loss, expected)
         expected.backward()
         loss.backward()
-        for optimizer in (*optimizers, *(engine.optimizer for engine in engines)):
+        for _, optimizer in (side for each in pairs for side in each.sides):
             optimizer.step()
             optimizer.zero_grad()
-    for model, other in zip(models, plain, strict=True):
-        for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(parameter.detach().clone(), twin)
-    for engine in engines:
-        engine.close()
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def _engine(model: nn.Module, directory: Path) -> infinity.Engine:
-    """With the smallest budget."""
-    directory.mkdir()
-    config = everything_on_nvme(
-        directory, {"optimizer": None, "infinity": {"host_memory_budget": 1, "page_bytes": None}}
-    )
-    with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=model, optimizer=_optimizer(model), config=config)
-    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
-    return infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0]
+    for each in pairs:
+        each.require_equal()
+        each.engine.close()

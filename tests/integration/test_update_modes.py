@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import BudgetTooSmallError
-from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme
 from tests.states import state_of
+from tests.twins import Twins, least_budget
 from tests.updates_on_demand import let_run_what_may, num_pending, updates_on_demand
 
 _MODES = ("in_backward", "deferred", "step")
@@ -105,10 +104,8 @@ def _budget(size: str, directory: Path) -> int:
     """The smallest budget there is, or one in which everything has room."""
     if size == "roomy":
         return 64 << 20
-    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": 1}}
-    with pytest.raises(BudgetTooSmallError) as caught:
-        Lockstep.start(directory, changes=changes)
-    return caught.value.minimum_bytes + (30_000 if size == "some" else 0)
+    config = everything_on_nvme(directory, {**BF16, "infinity": {"update": "deferred"}})
+    return least_budget(PLAIN.make("none"), config) + (30_000 if size == "some" else 0)
 
 
 _BUDGETS = pytest.mark.parametrize("size", ["smallest", "some", "roomy"])
@@ -174,25 +171,10 @@ def test_a_gradient_that_was_not_expected_is_part_of_the_same_update(
 ) -> None:
     # A unit is updated when what fired in the micro-batch before has fired: gradients of earlier ones must not go before.
     torch.manual_seed(0)
-    plain, batches = _Routed(), [torch.randn(3, 6) for _ in routes]
-    paged = copy.deepcopy(plain)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
-    config = everything_on_nvme(
-        tmp_path, {"gradient_accumulation_steps": len(routes), "gradient_clipping": max_norm, "infinity": {}}
-    )
-    engine, *_ = infinity.initialize(
-        model=paged, optimizer=torch.optim.AdamW(paged.parameters(), lr=0.1, fused=True), config=config
-    )
-    with engine:
+    batches = [torch.randn(3, 6) for _ in routes]
+    changes = {"gradient_accumulation_steps": len(routes), "gradient_clipping": max_norm}
+    losses = [lambda model, x=x, names=names: model(x, names) for x, names in zip(batches, routes, strict=True)]
+    with Twins(tmp_path, _Routed(), **changes) as twins:
         for _ in range(3):
-            for x, names in zip(batches, routes, strict=True):
-                (plain(x, names) / len(routes)).backward()
-                engine.backward(engine(x, names))
-                engine.step()
-            grads = [p for p in plain.parameters() if p.grad is not None]
-            norm = torch.nn.utils.clip_grad_norm_(grads, max_norm or float("inf"))
-            optimizer.step()
-            optimizer.zero_grad()
-            assert torch.equal(torch.tensor(engine.get_global_grad_norm()), norm)
-    for (name, ours), theirs in zip(paged.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+            twins.step(*losses, max_norm=max_norm)
+        twins.require_equal()

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.deepspeed.ops.lamb import FusedLamb
 from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageableError
-from tests.exactness.lockstep import BF16, IN_MEMORY, SHAPES_BY_NAME, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, IN_MEMORY, SHAPES_BY_NAME, Lockstep
 from tests.exactness.optimizers import parameter_groups
 from tests.internals import BY_NAME
 from tests.states import state_of
+from tests.twins import Twins
 
 Named = Mapping[str, nn.Parameter]
 
@@ -179,27 +179,14 @@ def test_torchs_muon(tmp_path: Path) -> None:
     if muon is None:
         pytest.skip(f"torch {torch.__version__} has none")
 
-    def losses(model: Any, backward: Callable[[torch.Tensor], Any], step: Callable[[], Any]) -> list[float]:
-        found = []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    make = lambda each: muon(each.parameters(), lr=0.02)  # noqa: E731
+    with Twins(tmp_path, model, make, infinity={"page_bytes": None}) as twins:
         for number in range(3):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
-            loss = model(x).square().mean()
-            backward(loss)
-            step()
-            model.zero_grad()
-            found.append(loss.item())
-        return found
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
-
-    plain, model = build(), build()
-    optimizer = muon(plain.parameters(), lr=0.02)
-    expected = losses(plain, torch.Tensor.backward, optimizer.step)
-    config = everything_on_nvme(tmp_path, {"optimizer": None, "infinity": {"page_bytes": None}})
-    with infinity.initialize(model=model, config=config, optimizer=muon(model.parameters(), lr=0.02))[0] as engine:
-        assert losses(engine, engine.backward, engine.step) == expected
+            twins.step(lambda model, x=x: model(x).square().mean())
+        twins.require_equal()
 
 
 def test_many_micro_batches_go_through_a_unit_together(tmp_path: Path) -> None:
