@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import logging
@@ -485,24 +484,6 @@ def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptur
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
         assert set(optimizer.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch, once in a process
-def test_adagrad_takes_sparse_gradients_without_an_engine() -> None:
-    from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
-
-    torch.manual_seed(0)
-    model = nn.Embedding(8, 4, sparse=True)
-    plain = copy.deepcopy(model)
-    for each, optimizer in (
-        (model, DeepSpeedCPUAdagrad(model.parameters(), lr=0.1)),
-        (plain, torch.optim.Adagrad(plain.parameters(), lr=0.1)),
-    ):
-        for _ in range(2):
-            optimizer.zero_grad()
-            each(torch.tensor([1, 2, 2])).square().sum().backward()
-            optimizer.step()
-    assert torch.equal(model.weight, plain.weight)
 
 
 def test_leaf_modules_are_found() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -121,26 +120,6 @@ def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 def _seed() -> None:
     torch.manual_seed(3)
     random.seed(3)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("mode", ["remainder", "accumulated", "vertical"])
-@pytest.mark.parametrize("step", [6, 7, 8])
-def test_a_run_goes_on_around_the_end_of_an_epoch(mode: str, step: int, tmp_path: Path) -> None:
-    changes = _MODES[mode]  # an epoch has seven batches
-    _seed()
-    with training(tmp_path / "whole", changes, Model()) as engine:
-        _seed()
-        losses = train(engine, 10)
-        expected = everything(engine)
-    with training(tmp_path / "parts", changes, Model()) as engine:
-        _seed()
-        found = train(engine, step)
-    with training(tmp_path / "parts", changes, Model(1)) as engine:
-        assert engine.global_steps == step
-        found += train(engine, 10)
-        require_equal(everything(engine), expected)
-    assert found == losses
 
 
 @pytest.mark.deep(but=1)
@@ -389,26 +368,6 @@ def test_another_training_is_refused(what: str, tmp_path: Path) -> None:
         require_equal(everything(engine), expected)
 
 
-def test_weights_are_the_runs_where_initialize_fails_after_it_took_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with training(tmp_path / "drive", {}, Model()) as engine:
-        train(engine, 1)
-        expected = engine.module.first.weight.clone()
-    model = Model(1)
-
-    def other(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 3)])
-
-    refused = pytest.raises(
-        ValueError, match=r"is a WarmupLR, and this one a ChainedScheduler.*name another infinity\.durable_path"
-    )
-    with refused, training(tmp_path / "drive", {}, model, lr_scheduler=other):
-        pass
-    assert "has failed after the model got the weights of the durable run" in caplog.text
-    assert torch.equal(model.first.weight, expected)
-
-
 def test_a_second_engine_is_refused(tmp_path: Path) -> None:
     refused = pytest.raises(StorageError, match=r"durable_path.*in use")
     with training(tmp_path / "drive", BF16, Model()), refused, training(tmp_path / "drive", BF16, Model()):
@@ -453,18 +412,6 @@ def test_a_commit_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pyt
     )
     with refused, training(tmp_path / "drive", BF16, Model()):
         pass
-
-
-def test_a_commit_into_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
-    with training(tmp_path / "drive", BF16, Model()) as engine:
-        train(engine, 1)
-        engine.flush()
-        shutil.rmtree(tmp_path / "drive" / "durable")
-        train(engine, 2)
-        with pytest.raises(
-            StepError, match=r"No such file.*Mount the drive again, or restore the directory, and start"
-        ):
-            engine.flush()
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

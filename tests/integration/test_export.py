@@ -18,7 +18,6 @@ import infinity
 from infinity.errors import ModelError
 from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import publish
-from tests.killed import left_by_a_killed_save
 
 _OLD_PICKLE = "pytorch_model.bin"
 
@@ -180,18 +179,6 @@ def test_savers_at_the_same_time_leave_one_whole_save(tmp_path: Path) -> None:
     shards = json.loads((folder / "head").read_text())
     assert len({(folder / name).read_text() for name in shards}) == 1
     assert {path.name for path in folder.iterdir()} == {"head", *shards}
-
-
-def test_what_a_killed_saver_left_goes_and_what_a_running_one_writes_stays(
-    started: tuple[Any, nn.Module], tmp_path: Path
-) -> None:
-    engine, _ = started
-    folder = tmp_path / "out"
-    with publish.Staging(folder, "model") as running:
-        abandoned = left_by_a_killed_save(folder / ".model.saving-0123456789abcdef")
-        (abandoned / "shard-1").write_bytes(b"old")
-        engine.save_16bit_model(folder)
-        assert not abandoned.exists() and running.path.exists()
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "lone\ud800"])

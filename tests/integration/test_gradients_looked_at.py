@@ -149,15 +149,6 @@ def gradients_that_are_held_become_zero_and_stay_the_gradients(side: Side) -> No
 
 
 @_scenario
-def several_micro_batches(side: Side) -> None:
-    for step in range(2):
-        for micro_batch in range(3):
-            side.loss(3 * step + micro_batch).backward()
-            side.note_gradients()
-        _finish(side)
-
-
-@_scenario
 def hooks_after_accumulation_that_write(side: Side) -> None:
     def halve(parameter: torch.Tensor) -> None:
         parameter.grad.mul_(0.5)
@@ -206,16 +197,6 @@ def two_backwards_through_one_graph(side: Side) -> None:
     loss.backward()
     side.note_gradients()
     _finish(side)
-
-
-@_scenario
-def backward_where_nothing_is_recorded(side: Side) -> None:
-    for number in range(2):
-        loss = side.loss(number)
-        with torch.no_grad():
-            loss.backward()
-        side.note_gradients()
-        _finish(side)
 
 
 @_scenario

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, ModelError, StepError, StorageError
+from infinity.errors import ConfigError, ModelError, StepError
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FOUND = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
@@ -319,25 +319,6 @@ def test_a_module_of_a_checkpoint(package: str, tmp_path: Path) -> None:
     first, second = (each.state_dict() for each in found)
     assert first.keys() == second.keys() and found[1].hparams == {"width": 12}
     assert all(torch.equal(second[name], value) for name, value in first.items())
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("name", ["photos", ".last.ckpt.part"])
-def test_a_checkpoint_replaces_no_directory_of_others(name: str, package: str, tmp_path: Path) -> None:
-    pytorch, strategy = parts(package)
-    theirs = tmp_path / name / "file"
-    theirs.parent.mkdir()
-    theirs.write_text("mine")
-
-    class Saves(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / ("last.ckpt" if name.startswith(".") else name))
-
-    ours = strategy(config=on_nvme(tmp_path / "nvme"))
-    trainer = trainer_for(pytorch, tmp_path, ours, max_epochs=1, callbacks=[Saves()])
-    with pytest.raises(StorageError, match="is no checkpoint, and is not replaced"):
-        trainer.fit(module_for(pytorch), data())
-    assert theirs.read_text() == "mine"
 
 
 @pytest.mark.deep

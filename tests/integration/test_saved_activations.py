@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,20 +219,15 @@ def test_a_loss_that_is_never_differentiated_gives_its_space_back(tmp_path: Path
 @pytest.mark.root
 @pytest.mark.deep
 def test_long_sequences_take_less_memory(
-    nvme_dir: Path, memory_cgroup: Cgroup, run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]]
+    nvme_dir: Path, memory_cgroup: Cgroup, run_in_little_memory: Callable[..., list[dict[str, Any]]]
 ) -> None:
     if not memory_cgroup.reset_peak():
         pytest.skip("the peak of a control group (version 2) cannot be reset before Linux 6.12")
-    group = str(memory_cgroup.task_files[0].parent)
     peaks = {}
     for activations in ("memory", "cpu", "nvme"):
-        code = (
-            "from tests.budgeted_training import train_on_long_sequences\n"
-            f"train_on_long_sequences({group!r}, {str(nvme_dir)!r}, {activations!r})\n"
+        [peaks[activations]] = run_in_little_memory(
+            "budgeted_training", "train_on_long_sequences", str(nvme_dir), activations
         )
-        ended = run_in_cgroup(memory_cgroup, code)
-        assert ended.returncode == 0, ended.stderr
-        peaks[activations] = json.loads(ended.stdout)
     assert peaks["memory"]["loss"] == peaks["nvme"]["loss"] == peaks["cpu"]["loss"]
     assert peaks["memory"]["activation_bytes"] < peaks["cpu"]["peak_bytes"] < LONG_BUDGETS["cpu"]
     saved = peaks["memory"]["peak_bytes"] - peaks["nvme"]["peak_bytes"]
