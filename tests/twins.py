@@ -60,6 +60,7 @@ class Twins:
         *,
         is_tight: bool = False,
         plain: nn.Module | None = None,
+        initialize: Callable[..., Any] = infinity.initialize,
         **changes: Any,
     ) -> None:
         """
@@ -67,6 +68,7 @@ class Twins:
             make: the optimizer, from the model.
             is_tight: with the smallest budget, in which no unit stays where it is.
             plain: by default a copy of ``model``.
+            initialize: `infinity.deepspeed.initialize` for DeepSpeed's names.
             changes: to `everything_on_nvme`.
         """
         directory.mkdir(exist_ok=True)
@@ -76,7 +78,7 @@ class Twins:
         if is_tight:
             config["infinity"].pop("page_bytes")
             config["infinity"]["host_memory_budget"] = least_budget(model, config, optimizer=make(model))
-        self.engine, self.optimizer, *_ = infinity.initialize(model=model, optimizer=make(model), config=config)
+        self.engine, self.optimizer, *_ = initialize(model=model, optimizer=make(model), config=config)
         self.expected = make(self.plain)
         self.sides = [(self.model, self.optimizer), (self.plain, self.expected)]
 

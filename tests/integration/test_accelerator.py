@@ -118,25 +118,6 @@ def test_gradients_first_looked_at_in_a_later_step(tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
-@pytest.mark.deep
-def test_engines_of_one_script_keep_their_files_apart(tmp_path: Path) -> None:
-    """One config for two models at a time (a GAN), or one after the other (cross-validation)."""
-    config = on_nvme(tmp_path / "nvme")
-    config["infinity"] |= {"run_log": str(tmp_path / "log"), "timeline": str(tmp_path / "trace.json"), "durable": True}
-    accelerator = InfinityAccelerator(infinity_config=config)
-    for _ in range(2):
-        models = [network(), network()]
-        for model in models:
-            accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-        accelerator.free_memory()
-    for name, folder in (("log", tmp_path), ("durable", tmp_path / "nvme")):
-        assert sorted(path.name for path in folder.glob(f"{name}*")) == [
-            name,
-            *(f"{name}_{index}" for index in (1, 2, 3)),
-        ]
-    assert len(list(tmp_path.glob("trace*.json"))) == 4
-
-
 def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
     plain = Accelerator()
     losses_of(plain)
@@ -283,26 +264,6 @@ def test_one_training_after_the_other(tmp_path: Path) -> None:
         saved = torch.load(tmp_path / str(number) / "own.pt")
         assert all(torch.equal(value, expected[name]) for name, value in saved.items())
         assert (tmp_path / str(number) / "infinity").is_dir() and not (tmp_path / str(number) / "infinity_1").exists()
-
-
-@pytest.mark.deep
-def test_an_engine_that_the_script_closes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its model is an ordinary one again, to accelerate as well."""
-    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
-    expected, model = losses_of(accelerator)
-    accelerator.engine.close()
-    assert accelerator.engine is None and accelerator.engine_of(model) is None
-    accelerator.save_model(model, str(tmp_path / "saved"))
-    accelerator.save_state(str(tmp_path / "state"))
-    assert "went with its engine" in caplog.text
-    for folder in ("saved", "state"):
-        saved = network()
-        load_checkpoint_in_model(saved, str(tmp_path / folder))
-        assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
-    found, other = losses_of(accelerator)
-    assert found == expected
-    assert accelerator.engine_of(other) is accelerator.engine
-    accelerator.engine.close()
 
 
 @pytest.mark.deep(but=1)

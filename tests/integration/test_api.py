@@ -18,7 +18,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, InfinityError, StepError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 
 
 def test_initialize_returns_four_and_holds_the_model_it_was_given(tmp_path: Path) -> None:
@@ -63,11 +63,6 @@ def test_numbers_that_a_library_would_have_put_in(tmp_path: Path) -> None:
     begin(1e-3, "auto", lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer))
 
 
-def test_no_process_group_and_no_launcher_are_needed(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path):
-        assert not torch.distributed.is_initialized()
-
-
 @pytest.mark.deep
 def test_loader_from_training_data_with_collate_function(tmp_path: Path) -> None:
     data = [make_batch(index) for index in range(8)]
@@ -109,18 +104,6 @@ def test_boundaries_and_counters(tmp_path: Path) -> None:
         assert engine.gradient_accumulation_steps() == 3
 
 
-def test_train_and_eval_switch_the_module(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["dropout"]) as both:
-        both.engine.eval()
-        assert not both.model.training
-        with torch.no_grad():
-            torch.manual_seed(1)
-            first = both.engine(**both.batch(0))
-            assert torch.equal(first, both.engine(**both.batch(0)))
-        both.engine.train()
-        assert both.model.training
-
-
 @pytest.mark.deep
 def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
     """Somebody who forgets no_grad wastes memory and nothing else."""
@@ -133,22 +116,6 @@ def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
             both.model.train()
             both.reference.model.train()
             both.engine_step(step)
-        both.require_equal()
-
-
-@pytest.mark.deep
-def test_autocast_around_the_forward(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        for step in range(3):
-            batch = both.batch(step)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                expected = both.reference.forward(batch)
-                loss = both.engine(**batch)
-            both.reference.backward(expected)
-            both.reference.step()
-            both.engine.backward(loss)
-            both.engine.step()
-            both.note(f"loss {step}", expected, loss)
         both.require_equal()
 
 
@@ -174,21 +141,6 @@ def test_a_loss_that_is_no_scalar_is_refused_and_training_goes_on(tmp_path: Path
             both.engine.backward(torch.ones(3, requires_grad=True))
         both.engine_step(0)
         both.require_equal()
-
-
-def test_lr_and_report(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        assert both.engine.get_lr() == [both.optimizer.param_groups[0]["lr"]]
-        assert both.engine.report is None
-        both.engine_step(0)
-        both.engine_step(1)
-        report = both.engine.report
-        assert report.step == 2
-        assert report.loss == pytest.approx(both.record.events[-2][1].item())
-        assert report.grad_norm == pytest.approx(both.record.events[-1][1].item())
-        assert report.seconds > 0
-        assert str(both.engine.plan)
-        assert both.engine.plan.minimum_budget_bytes <= both.engine.plan.host_budget_bytes
 
 
 @pytest.mark.deep
@@ -255,23 +207,6 @@ def test_a_schedule_that_raises_leaves_whole_steps(tmp_path: Path) -> None:
             both.engine_step(0)
         schedule.fails = False
         assert (both.engine.global_steps, both.engine.micro_steps) == (1, 2)
-
-
-def test_a_schedule_that_counts_samples(tmp_path: Path) -> None:
-    """As Megatron's, with which DeepSpeed does so."""
-
-    class Counting:
-        num_samples = 0
-
-        def step(self, increment: int) -> None:
-            self.num_samples += increment
-
-    schedule = Counting()
-    changes = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 3}
-    with Lockstep.start(tmp_path, changes=changes, arguments=lambda _: {"lr_scheduler": schedule}) as both:
-        for step in range(2):
-            both.engine_step(step)
-        assert schedule.num_samples == 12
 
 
 def test_a_schedule_that_needs_more_is_named_before_the_step(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
 from collections.abc import Callable
@@ -15,15 +14,6 @@ from torch import Tensor, nn
 import infinity
 from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import LEAST_BYTES, on_drive
-
-
-class _Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
-        nn.init.kaiming_normal_(self.conv.weight, mode="fan_out")
-        nn.init.zeros_(self.norm.weight)
 
 
 class _ReadsOthers(nn.Module):
@@ -47,32 +37,12 @@ def _lazy() -> nn.Module:
     return made
 
 
-def _lists() -> nn.Module:
-    lists = nn.ModuleList([nn.ParameterList([torch.randn(128, 128) for _ in range(2)])])
-    lists.append(nn.ParameterDict({"a": nn.Parameter(torch.randn(128, 64))}))
-    return lists
-
-
-def _copies() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(128, 4, 256)
-    return nn.ModuleList([copy.deepcopy(layer) for _ in range(3)])
-
-
 def _in_a_thread() -> nn.Module:
     made = nn.ModuleList()
     thread = threading.Thread(target=lambda: made.append(nn.Linear(128, 128)))
     thread.start()
     thread.join()
     return made.append(nn.Linear(128, 128))
-
-
-def _other_dtype() -> nn.Module:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cpu"):
-            return nn.Sequential(nn.Linear(128, 256), nn.Embedding(100, 256))
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _old_norms() -> nn.Module:
@@ -82,7 +52,6 @@ def _old_norms() -> nn.Module:
 
 
 _MADE: dict[str, Callable[[], nn.Module]] = {
-    "convolutions": lambda: nn.Sequential(nn.Conv2d(3, 64, 7), _Residual(64), nn.Linear(64, 100)),
     "transformer": lambda: nn.Transformer(64, 4, 1, 1, 128, batch_first=True),
     "lstm": lambda: nn.LSTM(128, 128, 2, bidirectional=True, proj_size=64),
     "attention": lambda: nn.MultiheadAttention(128, 4, kdim=64, vdim=96, add_bias_kv=True),
@@ -91,11 +60,8 @@ _MADE: dict[str, Callable[[], nn.Module]] = {
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(128, 128)),
     "old_norms": _old_norms,
     "lazy": _lazy,
-    "lists": _lists,
     "reads_others": _ReadsOthers,
-    "copies": _copies,
     "in_a_thread": _in_a_thread,
-    "other_dtype": _other_dtype,
     "dtypes": lambda: nn.ModuleList([nn.Linear(128, 128).double(), nn.Linear(128, 128).half()]),
     "channels_last": lambda: nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,37 +13,6 @@ import torch
 
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import Lockstep
-
-
-@pytest.fixture
-def flushing() -> Iterator[None]:
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush denormals")
-    torch.set_flush_denormal(False)
-    yield
-    torch.set_flush_denormal(False)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.usefixtures("flushing")
-@pytest.mark.parametrize("clips", [False, True])
-def test_updates_flush_denormals_as_their_caller_does(clips: bool, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, loop="plain", changes={"gradient_clipping": 1.0} if clips else None) as both:
-        for step in range(4):
-            torch.set_flush_denormal(step % 2 == 1)
-            assert bool(torch.tensor(1e-40) * 1.0 == 0) == (step % 2 == 1)
-            batch = both.batch(step)
-            expected = both.reference.forward(batch) * 1e-17  # the squares of its gradients are denormal
-            both.reference.backward(expected)
-            both.reference.step()
-            loss = both.model(**batch) * 1e-17
-            loss.backward()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
-            both.engine.flush()
-            both.note(f"loss {step}", expected, loss)
-        torch.set_flush_denormal(False)
-        both.require_equal()
 
 
 class _Looking(torch.optim.AdamW):

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,19 +53,6 @@ def test_arguments_results_and_random_numbers(name: str, in_cpu: bool) -> None:
             tracked = torch.rand(4)
         runs.append([*outputs, x.grad, scale.grad, drawn, tracked])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.parametrize(
-    "name", ["get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank"]
-)
-def test_seeds_of_tensor_ranks(name: str) -> None:
-    checkpointing.configure(SimpleNamespace(**{name: lambda: 3}))
-    for seed in (checkpointing.model_parallel_cuda_manual_seed, checkpointing.model_parallel_reconfigure_tp_seed):
-        seed(7)
-        with checkpointing.get_cuda_rng_tracker().fork():
-            found = torch.rand(4)
-        torch.manual_seed(7 + 2718 + 3)
-        assert torch.equal(found, torch.rand(4))
 
 
 def test_the_tracker_keeps_states_apart() -> None:

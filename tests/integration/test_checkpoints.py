@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import CheckpointError, ModelError, StorageError
+from infinity.errors import CheckpointError, ModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 from tests.internals import checkpoint_loading, main
 from tests.internals import saved as saved_files
@@ -327,19 +327,6 @@ def test_a_durable_run_with_parameters_in_other_groups_is_refused(tmp_path: Path
 
 
 @pytest.mark.deep
-def test_what_is_written_to_gathered_weights_is_saved(tmp_path: Path) -> None:
-    with training(tmp_path / "drive", BF16) as engine:
-        steps_of(engine, 0)
-        weight = engine.module.late.weight
-        with torch.no_grad(), infinity.GatheredParameters([weight], modifier_rank=0):
-            weight.fill_(3)
-            engine.save_checkpoint(tmp_path / "saved")
-            assert float(state_of(engine, weight)["weight"].mean()) == 3
-    found = saved_files.Checkpoint.open(tmp_path / "saved").tensor("parameters", "late.weight")
-    assert found is not None and torch.equal(found.read(), torch.full((96, 8), 3.0))
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, {**BF16, **IN_MEMORY}], ids=["on nvme", "in memory"])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
@@ -396,27 +383,3 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
         assert "was replaced by another process" in caplog.text
         _require_equal(_everything(loading), _everything(saving))
         assert steps_of(loading, 2, 3) == steps_of(saving, 2, 3)
-
-
-@pytest.mark.deep
-def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mine = tmp_path / "saved" / "global_step0" / "mp_rank_00_model_states.pt"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("DeepSpeed's")
-    with training(tmp_path / "drive", {}) as engine:
-        with pytest.raises(StorageError, match="'global_step0' that is no checkpoint of this package"):
-            engine.save_checkpoint(tmp_path / "saved")
-        assert mine.read_text() == "DeepSpeed's"
-        engine.save_checkpoint(tmp_path / "saved", tag="mine")
-        assert engine.load_checkpoint(tmp_path / "saved" / "mine", missing_ok=True) == (None, None)
-        assert f"load '{tmp_path / 'saved'}' with tag='mine'" in caplog.text
-        (tmp_path / "saved" / "latest").unlink()
-        assert engine.load_checkpoint(tmp_path / "saved", missing_ok=True) == (None, None)
-        assert "To load one that is there, give its tag: 'mine'" in caplog.text
-
-
-@pytest.mark.deep(but=2)
-@pytest.mark.parametrize("tag", [" ends in blanks", "ends in blanks\n", "\ud800", "", "a/b", "..", "latest"])
-def test_a_tag_that_is_no_name_is_refused(tag: str, tmp_path: Path) -> None:
-    with training(tmp_path / "drive", {}) as engine, pytest.raises(ValueError, match="tag"):
-        engine.save_checkpoint(tmp_path / "saved", tag=tag)

@@ -207,22 +207,6 @@ def test_going_back_forgets_the_gradients_of_a_step_that_has_not_ended(changes: 
 
 
 @pytest.mark.deep
-def test_going_back_forgets_what_was_written_into_states(tmp_path: Path) -> None:
-    with training(tmp_path / "drive", {**BF16, "infinity": {"keep_last": 3}}, Model()) as engine:
-        found = {}
-        for step in (1, 2):
-            _steps(engine, step)
-            found[step] = everything(engine)
-        for steps in (0, 1):
-            state = engine.optimizer.state[engine.module.first.weight]
-            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-            engine.rollback(steps)
-            require_equal(everything(engine), found[2 - steps])
-        _steps(engine, 2)
-        require_equal(everything(engine), found[2])
-
-
-@pytest.mark.deep
 def test_a_checkpoint_that_is_being_saved_is_of_one_step_whoever_goes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

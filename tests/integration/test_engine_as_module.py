@@ -81,23 +81,6 @@ def test_state_dicts_have_the_models_names_and_weights(both: Lockstep) -> None:
     both.require_equal()
 
 
-def test_a_container_of_engines_is_a_container_of_models(both: Lockstep) -> None:
-    outer = nn.ModuleDict({"a": both.engine})
-    names = [f"a.{name}" for name in both.model.state_dict()]
-    assert list(outer.state_dict()) == names
-    assert [name for name, _ in outer.named_parameters()] == [f"a.{name}" for name, _ in both.model.named_parameters()]
-    outer.load_state_dict(outer.state_dict())
-    outer.eval()
-    assert not both.model.training
-    assert not both.engine.training
-    outer.train()
-    assert both.model.training
-    with torch.no_grad():
-        assert torch.equal(outer["a"](**both.batch(0)), both.engine(**both.batch(0)))
-    both.engine_step(0)
-    both.require_equal()
-
-
 def test_attributes_come_from_the_model_where_the_engine_has_none(tmp_path: Path) -> None:
     model, engine = _talker(tmp_path)
     with engine:
@@ -118,14 +101,6 @@ def test_attributes_come_from_the_model_where_the_engine_has_none(tmp_path: Path
         assert not hasattr(model, "note")
 
 
-def test_ways_to_call_it(tmp_path: Path) -> None:
-    _, engine = _talker(tmp_path)
-    x = torch.ones(2, 4)
-    with engine, torch.no_grad():
-        assert torch.equal(engine(x=x, negate=True), engine.forward(x, negate=True))
-        assert torch.equal(engine(x), -engine(negate=True, x=x))
-
-
 def test_hooks_run_once(both: Lockstep) -> None:
     calls: list[str] = []
     both.engine.register_forward_hook(lambda *_: calls.append("engine"))
@@ -139,18 +114,6 @@ def test_hooks_run_once(both: Lockstep) -> None:
     assert calls.count("state dict") == 1
     both.engine_step(0)
     both.require_equal()
-
-
-def test_walkers_of_torch(both: Lockstep) -> None:
-    num_parameters = sum(p.numel() for p in both.model.parameters())
-    assert sum(p.numel() for p in both.engine.parameters()) == num_parameters
-    seen: list[str] = []
-    both.engine.apply(lambda module: seen.append(type(module).__name__))
-    assert seen[-1] == type(both.model).__name__
-    assert "Engine" not in seen
-    both.engine.register_buffer("extra", torch.zeros(1))
-    assert "extra" in dict(both.model.named_buffers())
-    both.engine_step(0)
 
 
 def test_it_is_not_copied_nor_pickled(both: Lockstep) -> None:
@@ -211,10 +174,3 @@ def test_the_config_is_a_mapping(tmp_path: Path) -> None:
         assert "fp16" not in engine.config
         assert engine.config.gradient_accumulation_steps == 1
         assert not torch.isnan(loss_of(engine(**make_batch(0))))
-
-
-def test_inference_mode(tmp_path: Path) -> None:
-    model, engine = _talker(tmp_path, {"optimizer": None})
-    twin = copy.deepcopy(model)
-    with engine, torch.inference_mode():
-        assert torch.equal(engine(torch.ones(2, 4)), twin(torch.ones(2, 4)))

@@ -207,35 +207,6 @@ def test_a_buffer_that_the_format_has_not_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_modules_that_came_or_went_since_are_saved_as_they_are_now(
-    started: tuple[Any, nn.Sequential], tmp_path: Path
-) -> None:
-    engine, model = started
-    kept = {key: value.clone() for key, value in model.state_dict().items() if not key.startswith("2.")}
-    del model[2]
-    model.append(nn.Linear(4, 2))
-    model.extra = nn.Parameter(torch.arange(3.0))
-    engine.save_16bit_model(tmp_path / "out")
-    expected = {
-        **kept,
-        "2.weight": model[2].weight.detach(),
-        "2.bias": model[2].bias.detach(),
-        "extra": model.extra.detach(),
-    }
-    assert _are_equal(_read(tmp_path / "out"), expected)
-
-
-def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
-        assert engine.save_16bit_model(tmp_path / "out", exclude_frozen_parameters=True)
-    assert _read(tmp_path / "out").keys() == {"1.weight", "1.bias"}
-
-
 def _llama(*, is_tied: bool) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

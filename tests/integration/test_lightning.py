@@ -294,48 +294,6 @@ def test_a_checkpoint_after_fit(package: str, tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.deep
-def test_a_module_of_a_checkpoint(package: str, tmp_path: Path) -> None:
-    """``Module.load_from_checkpoint`` takes the directory, with the arguments that were saved."""
-    pytorch, strategy = parts(package)
-
-    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, width: int = 4) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            torch.manual_seed(0)
-            self.head = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.head(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    found = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
-        trainer = trainer_for(pytorch, tmp_path, kind, max_epochs=1, enable_checkpointing=True)
-        trainer.fit(Module(12), data())
-        found.append(Module.load_from_checkpoint(trainer.checkpoint_callback.best_model_path))
-    first, second = (each.state_dict() for each in found)
-    assert first.keys() == second.keys() and found[1].hparams == {"width": 12}
-    assert all(torch.equal(second[name], value) for name, value in first.items())
-
-
-@pytest.mark.deep
-def test_a_checkpoint_that_is_written_by_a_thread(package: str, tmp_path: Path) -> None:
-    pytorch, strategy = parts(package)
-    kind = importlib.import_module(f"{_PACKAGES[package]}.plugins.io").AsyncCheckpointIO
-    saver = pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True)
-    options = {"enable_checkpointing": True, "callbacks": [saver], "plugins": [kind()], "max_epochs": 1}
-    ours = strategy(config=on_nvme(tmp_path / "nvme"))
-    trainer_for(pytorch, tmp_path, ours, **options).fit(module_for(pytorch), data())
-    module = module_for(pytorch)
-    trainer = trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")))
-    trainer.fit(module, data(), ckpt_path=saver.last_model_path)
-    assert len(module.losses) == 8 and trainer.global_step == 16
-
-
-@pytest.mark.deep
 def test_averaged_weights(package: str, tmp_path: Path) -> None:
     """A checkpoint has both; a test takes the averaged ones, and a training goes on with both."""
     pytorch, strategy = parts(package)
@@ -445,25 +403,6 @@ def test_a_checkpoint_on_an_exception(where: str, package: str, tmp_path: Path) 
     assert_same(*found)
 
 
-def test_an_exception_between_two_steps_is_seen_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With updates in backward there is nothing to be saved then."""
-    pytorch, strategy = parts(_FOUND[0])
-
-    class Failing(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_after_backward(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 5:
-                raise ZeroDivisionError
-
-    config = on_nvme(tmp_path / "nvme")
-    config["infinity"]["update"] = "in_backward"
-    saver = pytorch.callbacks.OnExceptionCheckpoint(tmp_path)
-    with pytest.raises(ZeroDivisionError):
-        options = {"callbacks": [Failing(), saver], "enable_checkpointing": True}
-        trainer_for(pytorch, tmp_path, strategy(config=config), **options).fit(module_for(pytorch), data())
-    assert "on_exception.ckpt' is not saved" in caplog.text
-    assert not list(tmp_path.glob("*.ckpt*"))
-
-
 def test_no_optimizer(tmp_path: Path) -> None:
     """``fit`` then only calls the module."""
     pytorch, strategy = parts(_FOUND[0])
@@ -473,19 +412,6 @@ def test_no_optimizer(tmp_path: Path) -> None:
     trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1).fit(module, data(4))
     assert len(module.losses) == 3
     assert all(torch.equal(value, before[name]) for name, value in module.first.state_dict().items())
-
-
-@pytest.mark.deep(but=1)
-def test_names_and_placement(package: str, tmp_path: Path) -> None:
-    pytorch, _ = parts(package)
-    expected = None
-    for name in ("infinity_stage_3_nvme", "infinity_stage_3_offload", "infinity_stage_3", "infinity_stage_1"):
-        module = module_for(pytorch)
-        trainer = trainer_for(pytorch, tmp_path, name, max_epochs=1)
-        trainer.fit(module, data())
-        expected = expected or module.losses
-        assert len(module.losses) == 8
-        trainer.predict(module, data(2))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -513,16 +439,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     module.configure_optimizers = lambda: [torch.optim.SGD([each]) for each in module.parameters()]
     with pytest.raises(ModelError, match="7 optimizers"):
         fit({}, module)
-
-
-def test_narrow_weights_by_name(tmp_path: Path) -> None:
-    pytorch, _ = parts(_FOUND[0])
-    module = module_for(pytorch)
-    trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="bf16-true").fit(module, data())
-    assert module.losses[-1] < module.losses[0]
-    assert module.first.weight.dtype is torch.bfloat16
-    with pytest.raises(ConfigError, match="64-true"):
-        trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="64-true").fit(module_for(pytorch), data())
 
 
 @pytest.mark.deep(but=1)

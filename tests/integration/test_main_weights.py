@@ -83,20 +83,6 @@ def test_main_weights_are_the_parameters_as_they_came(main_weights: str, dtype: 
     assert model[0].weight.dtype == torch.bfloat16
 
 
-@pytest.mark.deep
-@_EACH
-def test_state_that_is_loaded_leaves_main_weights_alone(main_weights: str, tmp_path: Path) -> None:
-    changes = _changes(tmp_path, "nvme", "nvme", main_weights)
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        both.engine_step(0)
-        both.optimizer.load_state_dict(both.optimizer.state_dict())
-        for param in both.model.parameters():
-            state = both.engine._settled.gather_state(param)
-            both.engine._settled.load_state(param, state)
-        both.engine_step(1)
-        both.require_equal()
-
-
 def test_half_of_the_main_weight_is_not_stored_twice(tmp_path: Path) -> None:
     sizes = {}
     for main_weights in ("remainder", "fp32"):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import infinity
-from infinity.errors import EngineBusyError, EngineClosedError, StepError
+from infinity.errors import EngineBusyError, EngineClosedError
 from infinity.threads import engine_lock
 from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import Lockstep, make_batch, with_smallest_budget
@@ -228,28 +228,6 @@ def test_a_call_that_was_cut_off_in_another_thread_is_forgotten_by_reset(
             step(number)
         assert not pool.submit(engine_lock.is_inside).result()
         both.require_equal()
-
-
-def test_an_exception_in_a_forward_of_another_thread_leaves_nothing(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(1) as pool:
-        both.engine_step(0)
-        handle = both.model.blocks[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(LookupError))
-        with pytest.raises(LookupError):
-            pool.submit(_evaluated, both, "model").result()
-        handle.remove()
-        both.engine_step(1)
-        both.require_equal()
-
-
-def test_a_step_that_is_not_ended_is_told_to_other_threads(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_MODES["in backward"]) as both, ThreadPoolExecutor(1) as pool:
-        both.engine_step(0)
-        both.engine.backward(loss_of(both.engine(**both.batch(1))))
-        weight = both.model.get_parameter(_NAMES[0])
-        with pytest.raises(StepError):
-            pool.submit(weight.clone).result()
-        both.engine.step()
-        pool.submit(weight.clone).result()
 
 
 def test_a_state_dict_of_two_steps_is_an_error(tmp_path: Path) -> None:

@@ -132,19 +132,3 @@ def test_kill_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
     finish(process)
     wait_until(lambda: free_bytes(directory) == before)  # a run of fio that goes on ends by itself
     assert list(directory.iterdir()) == []
-
-
-@pytest.mark.deep
-def test_bad_input_is_refused_in_words(nvme_dir: Path) -> None:
-    code, output = finish(start(nvme_dir / "missing"))
-    assert code == 2, output
-    assert "--help" in output
-    assert "Traceback" not in output
-
-
-@pytest.mark.deep
-def test_a_python_without_the_packages_is_told_the_cure(tmp_path: Path) -> None:
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('none here', name='numpy')\n")
-    code, output = finish(start(tmp_path, environment={"PYTHONPATH": str(tmp_path)}))
-    assert code == 2
-    assert "no module" in output and "-m pip install -e" in output, output

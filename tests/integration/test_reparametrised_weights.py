@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 import infinity
 from infinity.errors import ModelError, OtherNumbersWarning
@@ -18,7 +18,6 @@ from tests.exactness.case import Case
 from tests.exactness.lockstep import everything_on_nvme
 from tests.exactness.shapes.blocks import VOCABULARY, WIDTH, Block, Net, token_batch
 from tests.exactness.written import MODES, train
-from tests.twins import Side, require_same
 
 _OLD: Any = nn.utils
 _NORMS: dict[str, Callable[[nn.Module], Any]] = {
@@ -42,51 +41,6 @@ def test_a_normalised_weight_trains_as_in_torch(norm: str, mode: str, tmp_path: 
 
     case = Case("normalised", lambda checkpointing: Net(checkpointing, make_block=Normalised), token_batch)
     train(case, mode, tmp_path)
-
-
-class _Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return (weight.triu() + weight.triu(1).mT) * 0.9
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight.triu() / 0.9
-
-
-class _Square(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
-def _parametrised_while_training(side: Side) -> None:
-    layer: Any = side.model.get_submodule("layers.1")
-    side.step(0)
-    parametrize.register_parametrization(layer, "weight", _Symmetric())
-    side.step(1)
-    with torch.no_grad():
-        layer.weight = layer.weight * 0.5  # by the inverse
-    side.step(2)
-    side.note(layer.weight)
-    parametrize.remove_parametrizations(layer, "weight")
-    side.step(3)
-    late = side.loss(4)
-    with torch.no_grad():
-        layer.weight.set_(torch.ones(12, 12) * 0.1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        late.backward()
-    side.optimizer.zero_grad()
-    side.step(5)
-
-
-@pytest.mark.parametrize("mode", ["smallest", "smallest deferred", "resident"])
-def test_a_weight_is_parametrised_while_training(mode: str, tmp_path: Path) -> None:
-    case = Case("square", lambda checkpointing: _Square(), lambda draw: {"x": draw.floats(2, 12)})
-    require_same(_parametrised_while_training, tmp_path, mode, case=case)
 
 
 class _Renormalising(Net):

@@ -15,7 +15,6 @@ import infinity
 from infinity.errors import ConfigError, StepError
 from infinity.run_log import read_run
 from tests.exactness.lockstep import BF16, everything_on_nvme
-from tests.ranks import run_ranks
 
 _TOKENS = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(3))
 
@@ -89,14 +88,6 @@ def test_the_log_holds_what_the_engine_says(tmp_path: Path) -> None:
     assert all(0 < step.buffers_peak_bytes <= engine.plan.host_budget_bytes for step in run.steps)
     phases = last.forward_seconds + last.backward_seconds + last.update_seconds
     assert last.compute_busy_seconds == pytest.approx(phases) and min(last.forward_seconds, last.backward_seconds) > 0
-
-
-def test_a_vertical_step_counts_each_batch_once(tmp_path: Path) -> None:
-    changes = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
-    with training(tmp_path, changes) as engine:
-        for _ in range(3):
-            engine.train_batch(iter([(_TOKENS,)] * 3))
-    assert [step.num_tokens for step in read_run(tmp_path / "run").steps] == [36, 36, 36]
 
 
 @pytest.mark.deep
@@ -193,15 +184,3 @@ def test_an_engine_that_evaluates_leaves_the_log_to_the_one_that_trains(tmp_path
     config["infinity"] |= {"durable": True}
     with pytest.raises(StepError, match=r"that is not trained .*infinity\.durable to false"):
         infinity.initialize(model=Model(), config=config)
-
-
-@pytest.mark.deep
-def test_the_first_rank_writes(tmp_path: Path) -> None:
-    def rank(index: int) -> None:
-        with training(tmp_path) as engine:
-            train(engine, 2)
-
-    assert run_ranks(2, rank, tmp_path) == ["", ""]
-    run = read_run(tmp_path / "run")
-    assert [step.num_tokens for step in run.steps] == [24, 24], "of both ranks"
-    assert run.num_starts == 1 and run.start["machine"]["num_processes"] == 2

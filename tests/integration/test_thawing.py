@@ -233,37 +233,3 @@ def test_a_durable_run_wants_it_in_a_group_from_the_start(tmp_path: Path) -> Non
     engine, optimizer, model = _engine(tmp_path, infinity={"durable": True})
     with engine, pytest.raises(ModelError, match=r"durable run .* before infinity\.initialize"):
         optimizer.add_param_group(_group(model))
-
-
-def test_a_durable_run_goes_on_with_what_was_thawed_in_it(tmp_path: Path) -> None:
-    def begin() -> tuple[Any, Any, nn.Module]:
-        model = PLAIN.make("none")
-        config = everything_on_nvme(tmp_path, {"optimizer": None, "infinity": {"durable": True}})
-        for fqn in _FROZEN:
-            model.get_parameter(fqn).requires_grad_(False)
-        engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=_adamw([*model.parameters()]))
-        return engine, optimizer, model
-
-    def train(engine: Any, model: nn.Module, stop: int) -> None:
-        while engine.global_steps < stop:
-            for fqn in _FROZEN:
-                model.get_parameter(fqn).requires_grad_(engine.global_steps >= 1)
-            _train(engine, engine.global_steps)
-
-    engine, optimizer, model = begin()
-    with engine:
-        train(engine, model, 2)
-    engine, optimizer, model = begin()
-    with engine:
-        assert engine.global_steps == 2
-        assert all(float(optimizer.state[model.get_parameter(fqn)]["step"]) == 1 for fqn in _FROZEN)
-        train(engine, model, 3)
-        expected = PLAIN.make("none")
-        plain = _adamw([*expected.parameters()])
-        for step in range(3):
-            for fqn in _FROZEN:
-                expected.get_parameter(fqn).requires_grad_(step >= 1)
-            expected(**make_batch(step)).backward()
-            plain.step()
-            plain.zero_grad()
-        assert all(torch.equal(value, expected.state_dict()[name]) for name, value in model.state_dict().items())

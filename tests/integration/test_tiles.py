@@ -172,22 +172,6 @@ def test_checkpoints_go_to_and_fro(names: tuple[str, str], is_frozen: bool, tmp_
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_a_checkpoint_leaves_out_is_known_by_its_values_in_tiles_and_whole(tmp_path: Path) -> None:
-    def model() -> nn.Module:
-        made = _Model(is_tied=False)
-        made.embed.requires_grad_(False)
-        return made
-
-    with _engine(tmp_path, _TILED, model()) as tiled, _engine(tmp_path, {}, model()) as whole:
-        tiled.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
-        for engine in (tiled, whole):
-            assert engine.load_checkpoint(tmp_path / "saved")[0] is not None
-            with torch.no_grad():
-                next(engine.module.embed.parameters())[0, 0] += 1
-            with pytest.raises(ModelError, match=r"other values now: 'embed\.weight'"):
-                engine.load_checkpoint(tmp_path / "saved")
-
-
 def test_exports_have_whole_weights(tmp_path: Path) -> None:
     def llama() -> Any:
         torch.manual_seed(1)
@@ -304,26 +288,3 @@ def test_vertical_steps(tmp_path: Path) -> None:
             found.append(torch.stack([engine.train_batch(data) for _ in range(2)]))
             assert engine.report.schedule == schedule
     assert torch.equal(*found)
-
-
-@pytest.mark.deep
-def test_built_on_drives(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path, _TILED)
-    with infinity.Init(config=config):
-        model = _Model()
-    with _engine(tmp_path, _TILED, model) as engine, _engine(tmp_path, _TILED) as other:
-        assert torch.equal(torch.stack(_train(engine)), torch.stack(_train(other)))
-
-
-@pytest.mark.deep
-def test_checkpoints_saved_while_training_goes_on(tmp_path: Path) -> None:
-    with _engine(tmp_path, {**BF16, **_TILED}) as engine:
-        _train(engine, stop=1)
-        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        engine.save_checkpoint(tmp_path / "saved", blocking=False)
-        _train(engine, 1, 3)
-        engine.wait_for_checkpoint()
-        with _engine(tmp_path, BF16) as other:
-            other.load_checkpoint(tmp_path / "saved")
-            found = other.module.state_dict()
-            assert all(torch.equal(found[name], value) for name, value in expected.items())

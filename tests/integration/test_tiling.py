@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from infinity.deepspeed.contents.tiling import TiledLinear, TiledLinearReturnBias
+from infinity.deepspeed.contents.tiling import TiledLinear
 from infinity.errors import ModelError
 from tests.twins import Twins
 
@@ -70,18 +69,6 @@ def test_parts_in_and_out() -> None:
     torch.testing.assert_close(torch.cat([first, second], dim=-1), linear(x))
     with pytest.raises(ModelError, match="3 parts"):
         tiled(x.split(16, dim=-1))
-
-
-def test_layers_that_give_their_bias() -> None:
-    class Biased(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return nn.functional.linear(x, self.weight), self.bias
-
-    linear, x = _linear(), _input()
-    tiled = TiledLinearReturnBias(48, 80, in_splits=2, out_splits=3, linear_cls=Biased, init_linear=linear)
-    result, bias = tiled(x)
-    assert torch.equal(bias, linear.bias)
-    torch.testing.assert_close(result + bias, linear(x))
 
 
 @pytest.mark.parametrize("arguments", [{"in_splits": 0}, {"in_splits": 9}, {"out_splits": 0}, {"out_splits": 5}])

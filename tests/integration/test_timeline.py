@@ -228,42 +228,6 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_model_is_touched(na
         assert torch.equal(parameter, before[fqn])
 
 
-def test_a_failed_forward_is_no_computing_for_ever(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError("as the test wants it")
-
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-        handle = engine.module.register_forward_hook(fail)
-        with pytest.raises(ArithmeticError):
-            engine(**make_batch(1))
-        handle.remove()
-        engine.reset()
-        with torch.no_grad():
-            engine(**make_batch(1))
-        for _ in range(2):
-            engine.backward(engine(**make_batch(1)))
-            engine.step()
-    rows = _rows(tmp_path / "trace.json")
-    for step in rows["steps"]:
-        assert _within(rows["compute"], step) <= step["dur"] / 1e6
-
-
-def test_a_plain_loop_is_shown_too(tmp_path: Path) -> None:
-    engine, optimizer, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
-    with engine:
-        for step in range(3):
-            engine.module(**make_batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    rows = _rows(tmp_path / "trace.json")
-    phases = {event["name"].split()[0] for event in rows["compute"] if event["args"].get("step") == 3}
-    assert phases == {"forward", "backward", "step"}
-
-
 def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:
     engine = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))[0]
     engine.backward(engine(**make_batch(0)))

@@ -162,37 +162,6 @@ def test_evaluation_before_and_without_training(tmp_path: Path) -> None:
         trainer.engine.close()
 
 
-class _OwnOptimizer:
-    """Makes one of its own, each time anew."""
-
-    model: Any
-    optimizer: Any
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        return self.optimizer
-
-
-@pytest.mark.deep
-def test_an_optimizer_of_a_subclass(tmp_path: Path) -> None:
-    """The engine has it, whatever stands before the mixin; an evaluation changes nothing, a second training begins anew."""
-    found = []
-    for base in (Trainer, InfinityTrainer):
-        own = type("Own", (_OwnOptimizer, base), {})
-        more = {} if base is Trainer else {"infinity_config": on_nvme(tmp_path / "nvme")}
-        options = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
-        trainer = own(models.llama(), options, train_dataset=rows(16, 32), eval_dataset=rows(4, 32), **more)
-        logs = []
-        for _ in range(2):
-            trainer.train()
-            logs += log_of(trainer.state.log_history)
-        trainer.save_model(str(tmp_path / base.__name__))
-        found.append(logs)
-    assert found[0] == found[1]
-    assert_same_weights(tmp_path / "Trainer" / "model.safetensors", tmp_path / "InfinityTrainer" / "model.safetensors")
-    trainer.engine.close()
-
-
 @pytest.mark.deep
 def test_a_durable_run_and_the_trainers_steps(tmp_path: Path) -> None:
     """It goes on with a checkpoint of the Trainer's, and not beside its count; who only evaluates has none."""
@@ -286,24 +255,6 @@ def test_a_training_after_one_that_was_cut_off(tmp_path: Path) -> None:
         found.append((log_of(trainer.state.log_history), weights))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
-    trainer.engine.close()
-
-
-def test_after_the_engine_was_closed(tmp_path: Path) -> None:
-    """The model is saved as an ordinary one, and trained once more."""
-    found = []
-    for config in (None, on_nvme(tmp_path / "nvme")):
-        trainer = trained(tmp_path, config, models.llama(), optim="sgd")
-        if config is not None:
-            trainer.engine.close()
-        trainer.save_model(str(tmp_path / "first"))
-        weights = load_file(tmp_path / "first" / "model.safetensors")
-        trainer.train()
-        values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        found.append((weights, values, trainer.evaluate()["eval_loss"], log_of(trainer.state.log_history)))
-    for first, second in zip(found[0][:2], found[1][:2], strict=True):
-        assert first.keys() == second.keys() and all(torch.equal(second[name], value) for name, value in first.items())
-    assert found[0][2:] == found[1][2:]
     trainer.engine.close()
 
 

@@ -104,12 +104,6 @@ class CountsInBuffer(Net):
         return super().body(x) * (1.0 + 0.1 * self.calls.item())
 
 
-class Unused(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-
 class LayerDrop(Net):
     """Skips blocks at random, each micro-batch others."""
 
@@ -131,22 +125,6 @@ class Statistics(Block):
         with torch.no_grad():
             self.mean.mul_(0.9).add_(x.float().mean((0, 1)), alpha=0.1)
         return super().forward(x - self.mean.to(x.dtype))
-
-
-class Observer(Block):
-    """As those of quantization per channel: how many channels there are shows in the first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("largest", torch.empty(0))
-        self.largest: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = x.detach().float().abs().amax((0, 1))
-        if not self.largest.numel():
-            self.largest.resize_(found.shape).zero_()
-        self.largest.copy_(torch.max(self.largest, found))
-        return super().forward(x / self.largest.to(x.dtype))
 
 
 class StatisticsTwice(Net):
@@ -303,9 +281,8 @@ class Statistician(Net):
     """Suitable: each block is called once, so its buffer is written in the same order."""
 
 
-@pytest.mark.parametrize("block", [Statistics, Observer])
-def test_buffers_that_blocks_write_are_those_of_plain_torch(block: type[Block], tmp_path: Path) -> None:
-    case = Case("statistics", _net(Statistician, block), token_batch)
+def test_buffers_that_blocks_write_are_those_of_plain_torch(tmp_path: Path) -> None:
+    case = Case("statistics", _net(Statistician, Statistics), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         for step in range(3):
             both.batch_step(step)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.exactness.case import Case
-from tests.exactness.families import FAMILIES, VOCABULARY
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import Block, Net, token_batch
 from tests.states import state_of
@@ -162,31 +161,6 @@ def test_arguments_and_results_of_all_kinds(tmp_path: Path) -> None:
         for fqn, parameter in both.model.named_parameters():
             weight = state_of(both.engine, parameter)["weight"]
             assert torch.allclose(weight, both.reference.main[fqn], rtol=1e-4, atol=1e-5), fqn
-
-
-def _cached_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=True,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-@pytest.mark.deep
-def test_a_cache_that_the_library_brings_along(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    batch = next(case for case in FAMILIES if case.name == "llama").batch
-    with Lockstep.start(tmp_path, case=Case("cached", lambda _: _cached_llama(), batch), changes=_VERTICAL) as both:
-        _train(both)
 
 
 @pytest.mark.deep

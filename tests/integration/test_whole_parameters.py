@@ -44,29 +44,6 @@ class NovoGrad(torch.optim.Optimizer):
                 param.sub_(group["lr"] * state["exp_avg"])
 
 
-class Orthogonal(torch.optim.Optimizer):
-    """As users write Muon, which would fail on a vector, and something else for vectors."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.02})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                name = "momentum" if group["is_of_matrices"] else "square"
-                buffer = self.state[param].setdefault(name, torch.zeros_like(param))
-                if group["is_of_matrices"]:
-                    buffer.lerp_(param.grad, 0.05)
-                    square = buffer @ buffer.mT
-                    param.sub_(group["lr"] * (2 * buffer - square @ buffer / (square.norm() + 1e-8)))
-                else:
-                    buffer.lerp_(param.grad.square(), 0.01)
-                    param.sub_(0.1 * group["lr"] * param.grad / (buffer.sqrt() + 1e-8))
-
-
 def _matrices_apart(named: Named, name: str) -> list[dict[str, Any]]:
     split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for fqn, param in named.items():
@@ -83,7 +60,6 @@ _OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "NovoGrad": _of(NovoGrad),
     "Lamb in groups": lambda named: FusedLamb(parameter_groups(named), lr=0.05),
     "Muon": lambda named: BY_NAME["muon"](_matrices_apart(named, "use_muon"), weight_decay=0.01),
-    "Orthogonal": lambda named: Orthogonal(_matrices_apart(named, "is_of_matrices")),
 }
 _PLACEMENTS: dict[str, dict[str, Any]] = {
     "nvme": {},
