@@ -373,39 +373,6 @@ def test_a_loop_with_a_model_of_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-def test_a_backward_that_asks_for_a_weights_status(tmp_path: Path) -> None:
-    """As TRL's fused losses do: what they have saved of a weight is no parameter, but has its values."""
-    config = offloading(tmp_path / "nvme") | {
-        "train_batch_size": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    code = f"""
-        import infinity.as_deepspeed
-        import deepspeed, torch
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-        class Fused(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, hidden, weight):
-                ctx.save_for_backward(hidden, weight)
-                return hidden @ weight.T
-            @staticmethod
-            def backward(ctx, gradient):
-                hidden, weight = ctx.saved_tensors
-                assert weight.ds_status == ZeroParamStatus.AVAILABLE
-                return gradient @ weight, gradient.T @ hidden
-        class Head(torch.nn.Linear):
-            def forward(self, hidden):
-                return Fused.apply(hidden, self.weight)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 64), Head(64, 8, bias=False))
-        engine, *_ = deepspeed.initialize(model=model, config={config!r})
-        assert model[1].weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
-        engine.backward(engine(torch.ones(2, 8)).sum())
-        engine.step()
-    """
-    run(["-c", "if 1:" + code])
-
-
-@pytest.mark.deep
 def test_an_optimizer_and_a_schedule_of_the_config_by_accelerate(tmp_path: Path) -> None:
     """A script that knows DeepSpeed leaves them to the config with dummies, whose numbers stand where that says "auto"."""
     config = offloading(tmp_path / "nvme") | {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.1}

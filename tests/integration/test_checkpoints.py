@@ -18,7 +18,7 @@ from infinity.errors import CheckpointError, ModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
 from tests.internals import checkpoint_loading, main
 from tests.internals import saved as saved_files
-from tests.states import state_of
+from tests.states import everything, require_equal, state_of
 
 _SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
 _MODES: dict[str, dict[str, Any]] = {
@@ -79,25 +79,6 @@ def steps_of(engine: Any, *steps: int) -> list[float]:
     return losses
 
 
-def _everything(engine: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for fqn, parameter in engine.module.named_parameters():
-        found[fqn] = parameter.clone()
-        if parameter.requires_grad:
-            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in state_of(engine, parameter).items()}
-    found |= {fqn: buffer.clone() for fqn, buffer in engine.module.named_buffers() if fqn != "aside"}
-    found["lr"] = torch.tensor(engine.get_lr())
-    found["counts"] = torch.tensor(
-        [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.loss_scale()]
-    )
-    return found
-
-
-def _require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
@@ -105,18 +86,18 @@ def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
     with training(tmp_path / "drive", changes) as engine:
         steps_of(engine, 0, 1)
         assert engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 3, "rng": torch.ones(2)})
-        before = _everything(engine)
+        before = everything(engine)
         losses = steps_of(engine, 2, 3)
-        expected = _everything(engine)
+        expected = everything(engine)
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
     with training(tmp_path / "drive", changes, seed=1) as engine:
         folder, client_state = engine.load_checkpoint(tmp_path / "saved")
         assert folder == str(tmp_path / "saved" / "global_step2")
         assert client_state["epoch"] == 3 and torch.equal(client_state["rng"], torch.ones(2))
         assert float(engine.module.aside) == 1
-        _require_equal(_everything(engine), before)
+        require_equal(everything(engine), before)
         assert steps_of(engine, 2, 3) == losses
-        _require_equal(_everything(engine), expected)
+        require_equal(everything(engine), expected)
 
 
 @pytest.mark.deep
@@ -124,7 +105,7 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved", tag="one", save_latest=False)
-        saved = _everything(engine)
+        saved = everything(engine)
     with training(tmp_path / "drive", BF16, seed=1) as engine:
         for place, tag in (("saved", None), ("saved", "two"), ("typo", None), ("typo", "one")):
             with pytest.raises(CheckpointError, match=r"there is no .* in it.*missing_ok=True"):
@@ -140,7 +121,7 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
         assert engine.global_steps == 2 and not engine._settled.has_state(engine.module.first.weight)
         assert engine.lr_scheduler.state_dict()["last_epoch"] != 2
         engine.load_checkpoint(tmp_path / "saved", tag="one")
-        _require_equal(_everything(engine), saved)
+        require_equal(everything(engine), saved)
 
 
 @pytest.mark.deep
@@ -202,9 +183,9 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0)
         engine.save_checkpoint(tmp_path / "saved", tag="here")
-        old = _everything(engine)
+        old = everything(engine)
         steps_of(engine, 1)
-        new = _everything(engine)
+        new = everything(engine)
         exchange, rename = publish.exchange, publish.rename
         monkeypatch.setattr(saved_files, "exchange", lambda *a: (photograph(), exchange(*a), photograph()))
         monkeypatch.setattr(publish, "rename", lambda *a: (photograph(), rename(*a), photograph()))
@@ -216,9 +197,9 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
         seen = []
         for image in images:
             folder, _ = engine.load_checkpoint(image)
-            found = _everything(engine)
+            found = everything(engine)
             seen.append((Path(folder).name, engine.global_steps == 2))
-            _require_equal(found, new if seen[-1][1] else old)
+            require_equal(found, new if seen[-1][1] else old)
     assert seen[0] == ("here", False) and seen[-1] == ("there", True)
     assert seen == sorted(seen)
 
@@ -233,10 +214,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, ca
     other.late = nn.Linear(8, 95)
     engine, *_ = infinity.initialize(model=other, config=drive)
     with engine:
-        before = _everything(engine)
+        before = everything(engine)
         with pytest.raises(ModelError, match=r"'late.weight' has shape \(96, 8\), not \(95, 8\)"):
             engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
-        _require_equal(_everything(engine), before)
+        require_equal(everything(engine), before)
     less = Model(1)
     del less.late
     less.more = nn.Linear(2, 2)
@@ -336,21 +317,21 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
         steps_of(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True, blocking=blocking)
         losses = steps_of(engine, 2, 3)
-        expected = _everything(engine)
+        expected = everything(engine)
     found = saved_files.Checkpoint.open(tmp_path / "saved")
     assert found.excluded == ["number", "frozen.weight", "frozen.bias"]
     assert not set(found.excluded) & found.of("parameters").keys()
     with training(tmp_path / "drive", changes) as engine:  # with the same base
         engine.load_checkpoint(tmp_path / "saved")
         assert steps_of(engine, 2, 3) == losses
-        _require_equal(_everything(engine), expected)
+        require_equal(everything(engine), expected)
     with training(tmp_path / "drive", changes) as engine:  # with another one
         with torch.no_grad():
             engine.module.frozen.weight[0, 0] += 1
-        before = _everything(engine)
+        before = everything(engine)
         with pytest.raises(ModelError, match=r"have other values now: 'frozen\.weight'\. Load the weights"):
             engine.load_checkpoint(tmp_path / "saved")
-        _require_equal(_everything(engine), before)
+        require_equal(everything(engine), before)
         assert engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)[0] is not None
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 1
     assert re.search(r"without 'number' and 2 others.*engine\.save_pretrained", capsys.readouterr().err, re.DOTALL)
@@ -381,5 +362,5 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
         monkeypatch.setattr(checkpoint_loading.Loading, "buffers", replace)
         assert loading.load_checkpoint(tmp_path / "saved")[1] == {"number": 2}
         assert "was replaced by another process" in caplog.text
-        _require_equal(_everything(loading), _everything(saving))
+        require_equal(everything(loading), everything(saving))
         assert steps_of(loading, 2, 3) == steps_of(saving, 2, 3)

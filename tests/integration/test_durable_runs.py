@@ -25,7 +25,8 @@ from infinity.errors import (
 from swapper import ChecksumMismatchError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.internals import BackgroundSave, Checkpoint, Saving
-from tests.states import state_of
+from tests.states import everything, require_equal
+from tests.twins import Twins
 
 _MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -98,25 +99,6 @@ def train(engine: Any, until: int) -> list[float]:
     return losses
 
 
-def everything(engine: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for fqn, parameter in engine.module.named_parameters():
-        found[fqn] = parameter.clone()
-        if parameter.requires_grad:
-            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in state_of(engine, parameter).items()}
-    found |= {fqn: buffer.clone() for fqn, buffer in engine.module.named_buffers()}
-    found["lr"] = torch.tensor(engine.get_lr())
-    found["generators"] = torch.cat([torch.get_rng_state().long(), torch.tensor(random.getstate()[1])])
-    counts = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.loss_scale()]
-    found["counts"] = torch.tensor(counts)
-    return found
-
-
-def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-
-
 def _seed() -> None:
     torch.manual_seed(3)
     random.seed(3)
@@ -125,22 +107,20 @@ def _seed() -> None:
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_run_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
-    changes = _MODES[mode]
-    _seed()
-    with training(tmp_path / "whole", changes, Model()) as engine:
+    """Over the end of an epoch, which has seven batches."""
+    losses, last = {}, {}
+    for name, ends in (("whole", (9,)), ("parts", (2, 5, 9))):
         _seed()
-        losses = train(engine, 9)
-        expected = everything(engine)
-    found = []
-    for seed, until in enumerate((2, 5, 9)):
-        with training(tmp_path / "parts", changes, Model(seed)) as engine:
-            if not seed:
-                _seed()
-            assert engine.global_steps == (0, 2, 5)[seed]
-            found += train(engine, until)
-            last = everything(engine)
-    assert found == losses
-    require_equal(last, expected)
+        losses[name] = []
+        for seed, until in enumerate(ends):
+            with training(tmp_path / name, _MODES[mode], Model(seed)) as engine:
+                if not seed:
+                    _seed()
+                assert engine.global_steps == (0, *ends)[seed]
+                losses[name] += train(engine, until)
+                last[name] = everything(engine)
+    assert losses["parts"] == losses["whole"]
+    require_equal(last["parts"], last["whole"])
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["durable"]
 
 
@@ -181,14 +161,13 @@ def _steps(engine: Any, *steps: int) -> None:
             engine.step()
 
 
-_UNCOUNTED = {"managed_gradient_accumulation": False}
 _FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # which no step overflows with
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "changes",
-    [_MODES["clipped"], _MODES["in the step"], _MODES["accumulated"], _FP16, _UNCOUNTED],
+    [_MODES["clipped"], _MODES["in the step"], _MODES["accumulated"], _FP16, {"managed_gradient_accumulation": False}],
     ids=["clipped", "in the step", "accumulated", "fp16", "micro-batches not counted"],
 )
 def test_going_back_forgets_the_gradients_of_a_step_that_has_not_ended(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -261,6 +240,7 @@ def test_going_back_makes_whole_what_a_load_has_left_in_parts(tmp_path: Path) ->
 def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) -> None:
     """Steps have the same numbers before and after it, and other weights."""
     changes = {**BF16, "infinity": {"keep_last": 6}}
+    refused = r"commits kept: \d, .*: 0 \(to step \d\)\. .*keep_last' is 6: no more were made"
     with training(tmp_path / "drive", changes, Model()) as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path / "saved")
@@ -280,15 +260,11 @@ def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) ->
         require_equal(everything(engine), last)
         engine.rollback(2)
         require_equal(everything(engine), found[3])
-        with pytest.raises(
-            StepError, match=r"commits kept: \d, .*: 0 \(to step \d\)\. .*keep_last' is 6: no more were made"
-        ):
-            engine.rollback(1)
-        engine.load_checkpoint(tmp_path / "saved")
-        with pytest.raises(
-            StepError, match=r"commits kept: \d, .*: 0 \(to step \d\)\. .*keep_last' is 6: no more were made"
-        ):
-            engine.rollback(1)
+        for loads in (False, True):
+            if loads:
+                engine.load_checkpoint(tmp_path / "saved")
+            with pytest.raises(StepError, match=refused):
+                engine.rollback(1)
         engine.rollback(0)
         require_equal(everything(engine), found[3])
 
@@ -328,24 +304,22 @@ def test_the_last_step_is_committed_when_the_next_one_updates(tmp_path: Path) ->
         assert max(commits()) == 3
 
 
+_OTHER_TRAININGS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "wider": ({}, 64, r"'first.weight' has shape \[96, 8\], not \[64, 8\]"),
+    "optimizer": ({"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}}, 96, "has states .*exp_avg.*not.*sum"),
+    "page": ({"infinity": {"page_bytes": 65536}}, 96, "infinity.page_bytes to 32768"),
+}
+
+
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize("what", ["wider", "optimizer", "page"])
+@pytest.mark.parametrize("what", _OTHER_TRAININGS)
 def test_another_training_is_refused(what: str, tmp_path: Path) -> None:
+    changes, width, message = _OTHER_TRAININGS[what]
     with training(tmp_path / "drive", BF16, Model()) as engine:
         train(engine, 1)
         expected = everything(engine)
-    changes = {
-        "wider": {**BF16},
-        "optimizer": {**BF16, "optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}},
-        "page": {**BF16, "infinity": {"page_bytes": 65536}},
-    }[what]
-    model = Model(width=64 if what == "wider" else 96)
-    message = {
-        "wider": r"'first.weight' has shape \[96, 8\], not \[64, 8\]",
-        "optimizer": "has states .*exp_avg.*not.*sum",
-        "page": "infinity.page_bytes to 32768",
-    }[what]
-    with pytest.raises(ModelError, match=message), training(tmp_path / "drive", changes, model):
+    model = Model(width=width)
+    with pytest.raises(ModelError, match=message), training(tmp_path / "drive", {**BF16, **changes}, model):
         pass
     assert isinstance(model.first.weight, nn.Parameter) and model.first.weight.isfinite().all()
     with training(tmp_path / "drive", BF16, Model(1)) as engine:  # nothing was changed
@@ -507,44 +481,22 @@ def test_drives_that_are_missing_or_exchanged(tmp_path: Path) -> None:
 
 
 def test_going_back_and_on_with_another_learning_rate(tmp_path: Path) -> None:
-    """As plain torch does from the state that it had then: the engine of this test is compared with torch elsewhere."""
+    """As plain torch does from the state that it had then."""
     inputs = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(5))
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
-
-    plain = model()
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    saved: dict[str, Any] = {}
-    for step in (0, 1, 2, 3):
-        if step == 2:
-            saved = copy.deepcopy({"model": plain.state_dict(), "optimizer": adam.state_dict()})
-        plain(inputs[step]).square().mean().backward()
-        adam.step()
-        adam.zero_grad()
-    plain.load_state_dict(saved["model"])
-    adam.load_state_dict(saved["optimizer"])
-    adam.param_groups[0]["lr"] = 1e-3
-    for step in (4, 5):
-        plain(inputs[step]).square().mean().backward()
-        adam.step()
-        adam.zero_grad()
-    changes = {
-        "scheduler": None,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-        "infinity": {"keep_last": 3},
-    }
-    with training(tmp_path / "drive", changes, model()) as engine:
-        for step in (0, 1, 2, 3, None, 4, 5):
-            if step is None:
-                engine.rollback(2)
-                engine.optimizer.param_groups[0]["lr"] = 1e-3
-                continue
-            engine.backward(engine(inputs[step]).square().mean())
-            engine.step()
-        for fqn, parameter in engine.module.named_parameters():
-            assert torch.equal(parameter, dict(plain.named_parameters())[fqn])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    with Twins(tmp_path, model, infinity={"durable": True, "keep_last": 3}) as twins:
+        for step, batch in enumerate(inputs):
+            if step == 2:
+                saved = copy.deepcopy((twins.plain.state_dict(), twins.expected.state_dict()))
+            if step == 4:
+                twins.engine.rollback(2)
+                twins.plain.load_state_dict(saved[0])
+                twins.expected.load_state_dict(saved[1])
+                for _, optimizer in twins.sides:
+                    optimizer.param_groups[0]["lr"] = 1e-3
+            twins.step(lambda model, batch=batch: model(batch).square().mean())
+        twins.require_equal()
 
 
 @pytest.mark.deep
