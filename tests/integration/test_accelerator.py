@@ -139,23 +139,6 @@ def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
-@pytest.mark.parametrize("held", [0, 1])
-def test_positions_in_what_accelerate_saved(held: int, tmp_path: Path) -> None:
-    """Of two models an engine holds one: each gets its own weights, whichever comes first."""
-    saved = Accelerator()
-    originals = [network(), network()]
-    for number, model in enumerate(originals):
-        torch.nn.init.constant_(model[0].weight, number + 1)
-    saved.prepare(*originals, torch.optim.AdamW(originals[held].parameters()))
-    saved.save_state(str(tmp_path / "state"))
-    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
-    models = [network(), network()]
-    accelerator.prepare(*models, torch.optim.AdamW(models[held].parameters()))
-    accelerator.load_state(str(tmp_path / "state"))
-    assert [model[0].weight[0, 0].item() for model in models] == [1.0, 2.0]
-    accelerator.engine.close()
-
-
 def test_a_hook_that_loads_the_weights_of_each_model(tmp_path: Path) -> None:
     """It gets all models, as accelerate gives them, also that of an engine."""
     accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))

@@ -160,38 +160,6 @@ def test_the_configs_schedule_steps_with_the_engine(tmp_path: Path) -> None:
         both.require_equal()
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("kind", ["instance", "callable"])
-def test_a_schedule_of_the_user(kind: str, tmp_path: Path) -> None:
-    make = torch.optim.lr_scheduler.ExponentialLR
-    if kind == "callable":
-        given: dict[str, Any] = {"lr_scheduler": lambda optimizer: make(optimizer, 0.5)}
-        with Lockstep.start(tmp_path, arguments=lambda _: given) as both:
-            _train_with_schedule(both, make(both.reference.optimizer, 0.5))
-        return
-
-    def arguments(model: nn.Module) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return {"optimizer": optimizer, "lr_scheduler": make(optimizer, 0.5)}
-
-    with Lockstep.start(
-        tmp_path,
-        changes={"optimizer": None},
-        arguments=arguments,
-        reference_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=1e-3),
-    ) as both:
-        _train_with_schedule(both, make(both.reference.optimizer, 0.5))
-
-
-def _train_with_schedule(both: Lockstep, reference_schedule: Any) -> None:
-    assert both.scheduler is not None
-    for step in range(3):
-        both.engine_step(step)
-        reference_schedule.step()
-        assert both.engine.get_lr() == reference_schedule.get_last_lr()
-    both.require_equal()
-
-
 def test_a_schedule_that_raises_leaves_whole_steps(tmp_path: Path) -> None:
     class Failing:
         fails = True

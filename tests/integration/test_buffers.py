@@ -126,11 +126,3 @@ def test_buffers_of_a_model_that_is_cast_to_fp32_as_a_whole_go_with_it(came: tor
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
     with engine:
         assert model.table.dtype == torch.float32 and engine(torch.ones(2, 6, 8)).isfinite()
-
-
-def test_a_double_beside_fp32_parameters_stays_one_under_fp32(tmp_path: Path) -> None:
-    model = Positions()
-    model.register_buffer("fine", torch.tensor(1 / 3, dtype=torch.float64))
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
-        assert float(model.fine) == 1 / 3

@@ -14,10 +14,8 @@ from torch import nn
 
 import infinity
 from infinity.errors import EngineClosedError, InfinityError, StepError
-from swapper import StagingArena
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.states import state_of
-from tests.waiting import wait_until
 
 _IN_MEMORY: dict[str, Any] = {"zero_optimization": {"offload_param": None, "offload_optimizer": None}}
 
@@ -75,28 +73,6 @@ def test_an_engine_that_only_evaluates_makes_way_for_one_that_trains(tmp_path: P
         assert torch.equal(engine(inputs), plain(inputs))
     assert evaluating.is_closed
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.deep
-def test_what_was_read_for_a_step_that_does_not_come_is_given_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"gradient_clipping": 1.0}))
-    inputs = torch.randn(2, 300)
-    with engine:
-        for _ in range(2):
-            engine.backward(engine(inputs).square().mean())
-            engine.step()
-        engine.backward(engine(inputs).square().mean())
-        wait_until(lambda: any("state" in owner for owner, _ in _page_owners()), "reading ahead")
-    assert "pages are held" not in caplog.text
-
-
-def _page_owners() -> list[tuple[str, int]]:
-    # By type: isinstance asks a weak proxy of another test for its class, and what it stood for may be gone.
-    arenas = [each for each in gc.get_objects() if type(each) is StagingArena]
-    return [owner for arena in arenas for owner in arena.statistics().owners]
 
 
 def test_what_a_library_has_closed_names_the_cure_in_that_library(tmp_path: Path) -> None:

@@ -54,11 +54,6 @@ def started(tmp_path: Path) -> Iterator[tuple[Any, nn.Sequential]]:
         yield engine, model
 
 
-def _train(engine: Any) -> None:
-    engine.backward(engine(torch.ones(2, 4)).sum())
-    engine.step()
-
-
 def _write_old(folder: Path, kind: str, values: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
@@ -120,30 +115,6 @@ def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
     assert {num_shards, num_shards + 1, len(images)} <= syncs
     leftovers = {path.name for path in folder.iterdir()} - {path.name for path in folder.glob("model-*.safetensors")}
     assert leftovers == {"model.safetensors.index.json", *([_OLD_PICKLE] if kind == "pickled" else [])}
-
-
-@pytest.mark.deep(but=4)
-@pytest.mark.parametrize("moment", range(6))
-def test_an_error_while_moving_leaves_nothing_new(
-    moment: int, started: tuple[Any, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, _ = started
-    engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    _train(engine)
-    calls = iter(range(100))
-
-    def fails(source: Path, target: Path) -> None:
-        if next(calls) == moment:
-            raise KeyboardInterrupt
-        source.replace(target)
-
-    monkeypatch.setattr(publish, "rename", fails)
-    num_renames = len(before)
-    if moment < num_renames:
-        with pytest.raises(KeyboardInterrupt):
-            engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
-        assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_savers_at_the_same_time_leave_one_whole_save(tmp_path: Path) -> None:

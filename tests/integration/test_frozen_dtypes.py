@@ -98,12 +98,6 @@ def test_weights_with_gaps_are_warned_of_and_lie_as_their_clones(place: dict[str
             assert one.stride() == other.stride()
 
 
-def test_parameters_without_elements_have_no_gaps(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model.register_parameter("none", nn.Parameter(torch.empty(3, 8)[:0, ::2]))
-    infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0].close()
-
-
 @pytest.mark.filterwarnings("ignore::infinity.errors.OtherNumbersWarning")
 def test_a_model_that_is_fp64_as_a_whole_is_cast_as_a_whole(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()

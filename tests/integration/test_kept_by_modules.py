@@ -173,31 +173,6 @@ def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
 
 
-def test_a_scheduler_of_another_kind_changes_nothing(tmp_path: Path) -> None:
-    def engine_with(scheduler: Any) -> Any:
-        return _engine(Model(), tmp_path / "drive", lr_scheduler=scheduler)
-
-    schedules = torch.optim.lr_scheduler
-    with engine_with(lambda optimizer: schedules.StepLR(optimizer, 2)) as engine:
-        _steps(engine, 1, 2, 3)
-        engine.save_checkpoint(tmp_path / "saved")
-
-    def several(optimizer: torch.optim.Optimizer) -> Any:
-        parts = [schedules.LinearLR(optimizer), schedules.StepLR(optimizer, 2)]
-        return schedules.SequentialLR(optimizer, parts, [2])
-
-    with engine_with(several) as engine:
-        before = engine.module.layer.weight.clone(), engine.get_lr(), repr(engine.lr_scheduler.state_dict())
-        with pytest.raises(
-            ValueError, match=r"is a StepLR, and this one a SequentialLR.*load_lr_scheduler_states=False"
-        ):
-            engine.load_checkpoint(tmp_path / "saved")
-        assert torch.equal(engine.module.layer.weight.clone(), before[0]) and engine.global_steps == 0
-        assert (engine.get_lr(), repr(engine.lr_scheduler.state_dict())) == before[1:]
-        engine.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
-        assert engine.global_steps == 3
-
-
 class Derived(Model):
     """Keeps what it computes of its weight until that changes, by torch's count of writes."""
 

@@ -442,20 +442,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize(("block", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
-def test_the_dtype_of_a_module(block: str | None, dtype: torch.dtype, package: str, tmp_path: Path) -> None:
-    """`LightningModule.dtype`, by which scripts make tensors, in fit, and of the modules within as well."""
-    pytorch, strategy = parts(package)
-    module = module_for(pytorch)
-    module.inner = module_for(pytorch)
-    found: list[Any] = []
-    module.on_train_start = lambda: found.append((module.dtype, module.inner.dtype))
-    config = {"zero_optimization": {"stage": 3}} | ({block: {"enabled": True}} if block else {})
-    trainer_for(pytorch, tmp_path, strategy(config=config), max_epochs=1).fit(module, data())
-    assert found == [(dtype, dtype)]
-
-
-@pytest.mark.deep(but=1)
 def test_no_thread_of_the_engine_outlives_fit(package: str, tmp_path: Path) -> None:
     pytorch, strategy = parts(package)
     inside: list[set[threading.Thread]] = []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import csv
 import importlib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.deepspeed.monitor.monitor import MonitorMaster
 from infinity.errors import ConfigError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.ranks import run_ranks
@@ -137,25 +134,3 @@ def test_comet_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'comet\.enabled'.*tensorboard, wandb and csv_monitor"):
         infinity.load_config(batch | {"comet": {"enabled": True, "project": "x"}})
     assert not infinity.load_config(batch | {"comet": {"enabled": False, "project": "x"}}).notices
-
-
-def test_a_monitor_that_fails_says_so_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real = builtins.open
-
-    def full(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if mode == "a":
-            raise OSError(28, "No space left on device")
-        return real(file, mode, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "open", full)
-    section = infinity.load_config(
-        {"train_batch_size": 1, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
-    ).monitors
-    monitors = MonitorMaster(section)
-    with caplog.at_level(logging.WARNING):
-        for step in range(3):
-            monitors.write_events([("a", 1.0, step)])
-    assert len(caplog.messages) == 1 and "csv_monitor gets no more values" in caplog.messages[0]
-    assert not monitors.enabled and not MonitorMaster(infinity.load_config({"train_batch_size": 1}).monitors).enabled

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler as schedules
 
 import infinity
 from infinity.errors import StepError
@@ -110,29 +109,6 @@ def test_hyperparameters_count_as_they_are_at_step(tmp_path: Path) -> None:
                 optimizer.param_groups[0]["lr"] = 123.0
                 optimizer.param_groups[0]["betas"] = (0.0, 0.0)
                 optimizer.param_groups[0]["betas"] = (0.9, 0.95)
-        both.require_equal()
-
-
-_SCHEDULES: dict[str, Any] = {
-    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, 4),
-    "OneCycleLR": lambda o: schedules.OneCycleLR(o, 0.01, total_steps=6),
-    "SequentialLR": lambda o: schedules.SequentialLR(
-        o, [schedules.LinearLR(o, 0.1, total_iters=2), schedules.ExponentialLR(o, 0.5)], milestones=[2]
-    ),
-}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", _SCHEDULES)
-def test_torch_schedules_drive_it(name: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        each = [_SCHEDULES[name](optimizer) for optimizer in both.each_optimizer()]
-        for step in range(4):
-            both.plain_step(step)
-            for schedule in each:
-                schedule.step()
-            lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in both.each_optimizer()]
-            assert lrs[0] == lrs[1] == both.engine.get_lr()
         both.require_equal()
 
 

@@ -150,15 +150,6 @@ def test_skipped_steps_and_losses_that_are_not_finite_are_marked(tmp_path: Path)
     assert [(mark.kind, mark.step) for mark in run.marks] == [("skipped", 2), ("spike", 2)]
 
 
-def test_an_engine_that_cannot_be_made_leaves_no_log(tmp_path: Path) -> None:
-    with (
-        pytest.raises(infinity.errors.BudgetTooSmallError),
-        training(tmp_path, {"infinity": {"host_memory_budget": "64KiB"}}),
-    ):
-        pass
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_second_engine_is_refused_and_leaves_the_model_alone(tmp_path: Path) -> None:
     with training(tmp_path) as engine:
         train(engine, 1)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import infinity
 from infinity.errors import ConfigError
@@ -203,29 +202,6 @@ def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:
         engine.step()
     assert len(_rows(tmp_path / "trace.json")["steps"]) == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["now.json", "trace.json"]
-
-
-def test_off_by_default(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-        with pytest.raises(ConfigError, match="no timeline is recorded"):
-            engine.save_timeline(tmp_path / "now.json")
-        assert engine.report.drive_busy_seconds > 0
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["missing/trace.json", "."])
-def test_a_path_that_cannot_be_written_is_refused_before_the_model_is_touched(name: str, tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    before = {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
-    with pytest.raises(ConfigError, match=r"infinity\.timeline") as refused:
-        infinity.initialize(model=model, config=_config(tmp_path, timeline=str(tmp_path / name)))
-    assert str(tmp_path) in str(refused.value)
-    assert not list(tmp_path.iterdir())
-    for fqn, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[fqn])
 
 
 def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:

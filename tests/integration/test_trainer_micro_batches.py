@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,11 +219,6 @@ class Referring(Trainer):
         return (model(**inputs).logits - reference.softmax(-1)).square().mean() / num_items_in_batch
 
 
-class Preparing(Trainer):
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return super()._prepare_inputs(inputs)
-
-
 class Halving(Trainer):
     """Changes some gradients after each backward."""
 
@@ -257,7 +251,6 @@ def _adapted() -> Any:
         (Averaging, _llama, "a step changes OurTrainer.average, and another micro-batch may look at it"),
         (Trainer, functools.partial(_llama, tie_word_embeddings=True), "is used at several places"),  # with little room
         (Referring, _adapted, "a micro-batch calls the model several times"),
-        (Preparing, _llama, "OurTrainer has a _prepare_inputs of its own"),
         (Halving, _llama, "the gradient of 'model.norm.weight' is looked at or changed before the step"),
         (Trainer, _llama, "Stopping.on_substep_end is called after each micro-batch"),
     ],
@@ -274,15 +267,6 @@ def test_what_would_differ_goes_one_after_the_other(train: Any, base: Any, make:
     assert_same(found, expected)
     for report in found[2]:
         assert (report.schedule, reason in report.schedule_reason) == ("ordinary", True), report.schedule_reason
-
-
-@pytest.mark.deep
-def test_who_asks_for_it_is_told_what_differs(train: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="infinity.vertical"):
-        *_, reports = train(Trainer, _llama(attention_dropout=0.1), "vertical", max_steps=2)
-    assert [report.schedule for report in reports] == ["vertical"] * 2
-    [message] = [record.getMessage() for record in caplog.records if "vertical schedule" in record.getMessage()]
-    assert "random numbers are drawn at several places" in message
 
 
 @pytest.mark.deep

@@ -62,25 +62,6 @@ class Hoarding(Net):
         return y + sum(block.seen.mean() for block in self.blocks)
 
 
-class WritesLater(Net):
-    """What a block was given is written to afterwards, which its first operation allows."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=Doubling)
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            y = block(x)
-            x.add_(1.0)
-            x = y + x
-        return x
-
-
-class Doubling(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 2)
-
-
 class CountsInBlock(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -127,13 +108,6 @@ class Statistics(Block):
         return super().forward(x - self.mean.to(x.dtype))
 
 
-class StatisticsTwice(Net):
-    def body(self, x: Tensor) -> Tensor:
-        for index in (0, 1, 0, 2):
-            x = self.blocks[index](x)
-        return x
-
-
 class GradientInside(Net):
     """Differentiates the loss by itself."""
 
@@ -165,42 +139,6 @@ class HookedMemory(Net):
         return self.blocks[2](x + memory)
 
 
-class HookedParameter(Net):
-    """A parameter with a hook is used at two places."""
-
-    def __init__(self) -> None:
-        super().__init__("none")
-        self.offset = nn.Parameter(torch.linspace(-0.5, 0.5, WIDTH))
-        self.offset.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x + self.offset) + self.offset
-
-
-class AddsOne(torch.autograd.Function):
-    """Its gradient is more than what comes: of an auxiliary loss, for example."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient + 1.0
-
-
-class CrossingFunction(Net):
-    """Past the blocks goes the result of a function of the user's own, and the embedding is used behind them as well."""
-
-    def __init__(self) -> None:
-        super().__init__("none")
-        self.head.weight = self.embedding.weight
-
-    def body(self, x: Tensor) -> Tensor:
-        start = AddsOne.apply(x)
-        return super().body(start) + start
-
-
 def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
     def build(checkpointing: str) -> nn.Module:
         if block is not None:
@@ -214,15 +152,11 @@ _CASES: dict[str, tuple[Any, str]] = {
     "writes its input": (_net(Net, WritesInput), "blocks.0 writes to its input"),
     "fills a list": (_net(Collecting, FillsList), "changes a container that it is given"),
     "hoards": (_net(Hoarding, Hoards), "blocks.0 gives tensors away"),
-    "writes later": (_net(WritesLater), "written to after the block has used it"),
     "counts in a block": (_net(Net, CountsInBlock), "gives another result when it is computed again"),
     "hooks for what is saved": (_net(SavesNarrowly), "hooks for saved tensors are active around blocks.0"),
     "counts in a buffer": (_net(CountsInBuffer), "changes the buffer CountsInBuffer.calls between"),
     "layer drop": (_net(LayerDrop), "micro-batches call different blocks"),
-    "statistics twice": (_net(StatisticsTwice, Statistics), "writes to its buffers and is called several times"),
     "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
-    "hooked parameter": (_net(HookedParameter), "used between blocks has a hook for its gradient"),
-    "crossing function": (_net(CrossingFunction), "a function of the user's own has computed"),
     "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),
 }
 
