@@ -1,4 +1,4 @@
-"""Every optimizer a user can ask for trains to the bits of the same torch optimizer on whole parameters."""
+"""Every optimizer trains to the bits of torch's: by name, passed, and those that look at whole parameters (LAMB, Muon)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 from infinity.deepspeed.ops.adam import FusedAdam
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, make_batch
+from infinity.deepspeed.ops.lamb import FusedLamb
+from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageableError
+from tests.exactness.lockstep import BF16, IN_MEMORY, PLAIN, SHAPES_BY_NAME, Lockstep, make_batch
 from tests.exactness.optimizers import parameter_groups
 from tests.internals import BY_NAME
+from tests.states import state_of
 from tests.twins import Twins
 
 Named = Mapping[str, nn.Parameter]
@@ -185,3 +188,193 @@ def test_an_instance_that_has_trained_before_keeps_its_state(tmp_path: Path) -> 
             twins.step(lambda model, step=step: model(**make_batch(step)))
         twins.require_equal()
         assert all(int(state["step"]) == 3 for state in twins.optimizer.state.values())
+
+
+class NovoGrad(torch.optim.Optimizer):
+    """One second moment per layer (Ginsburg et al. 2019, arXiv 1905.11286): a state of one element."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.95, 0.98)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, beta1, beta2 = self.state[param], *group["betas"]
+                square = param.grad.square().sum()
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg_sq"] = square
+                else:
+                    state["exp_avg_sq"] = state["exp_avg_sq"] * beta2 + square * (1 - beta2)
+                state["exp_avg"].mul_(beta1).add_(param.grad / (state["exp_avg_sq"].sqrt() + 1e-8))
+                param.sub_(group["lr"] * state["exp_avg"])
+
+
+def _matrices_apart(named: Named, name: str) -> list[dict[str, Any]]:
+    split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for fqn, param in named.items():
+        split[param.dim() >= 2 and "embed" not in fqn].append(param)
+    return [{"params": members, name: kind} for kind, members in split.items() if members]
+
+
+_OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "Lamb": _of(FusedLamb, lr=0.05, weight_decay=0.01),
+    "NovoGrad": _of(NovoGrad),
+    "Lamb in groups": lambda named: FusedLamb(parameter_groups(named), lr=0.05),
+    "Muon": lambda named: BY_NAME["muon"](_matrices_apart(named, "use_muon"), weight_decay=0.01),
+}
+_PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nvme": {},
+    "nvme, kept in memory": {"infinity": {"keep_in_memory": True}},
+    "memory": IN_MEMORY,
+    "bf16": BF16,
+    "bf16, main weights in fp32": {**BF16, "infinity": {"main_weights": "fp32"}},
+    "clipping": {"gradient_clipping": 0.05},
+    "in backward": {"infinity": {"update": "in_backward"}},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+
+def _lockstep(
+    directory: Path, make: Callable[[Named], torch.optim.Optimizer], shape: str, changes: Mapping[str, Any]
+) -> Lockstep:
+    own = {"page_bytes": None, **changes.get("infinity", {})}
+    return Lockstep.start(
+        directory,
+        case=SHAPES_BY_NAME[shape],
+        changes={**changes, "optimizer": None, "infinity": own},
+        reference_optimizer=make,
+        arguments=lambda model: {
+            "optimizer": make({fqn: param for fqn, param in model.named_parameters() if param.requires_grad})
+        },
+    )
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_whole_parameters_are_updated_as_in_torch(name: str, placement: str, tmp_path: Path) -> None:
+    with _lockstep(tmp_path, _OPTIMIZERS[name], "plain", _PLACEMENTS[placement]) as both:
+        for step in range(3):
+            both.engine_step(step)
+        both.require_equal()
+
+
+_SHAPES = [
+    "attention",
+    "batch_norms",
+    "big_embedding",
+    "convolutions",
+    "experts",
+    "frozen_middle",
+    "lora",
+    "odd_sizes",
+    "recurrent",
+    "root_parameters",
+    "scalars",
+    "tied_weights",
+    "transposed",
+    "unused_parameter",
+]
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
+    with _lockstep(tmp_path, _OPTIMIZERS["Lamb"], shape, {}) as both:
+        for step in range(2):
+            both.engine_step(step)
+        both.require_equal()
+
+
+def test_it_is_the_configs_lamb(tmp_path: Path) -> None:
+    section = {"type": "Lamb", "params": {"lr": 0.02, "max_coeff": 0.3, "min_coeff": 0.1, "amsgrad": False}}
+    make = _of(FusedLamb, lr=0.02, max_coeff=0.3, min_coeff=0.1)
+    changes = {"optimizer": section, "infinity": {"page_bytes": None}}
+    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
+        for step in range(2):
+            both.engine_step(step)
+        both.require_equal()
+
+
+def test_it_is_the_configs_muon(tmp_path: Path) -> None:
+    section = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "weight_decay": 0.1, "ns_method": "gram"}}
+    changes = {"optimizer": section, "infinity": {"page_bytes": None}}
+
+    def make(named: Named) -> torch.optim.Optimizer:
+        return BY_NAME["muon"](_matrices_apart(named, "use_muon"), lr=0.01, adam_lr=1e-3, weight_decay=0.1)
+
+    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
+        assert [group["use_muon"] for group in both.engine.optimizer.param_groups] == [True, False]
+        for step in range(3):
+            both.engine_step(step)
+        both.require_equal()
+
+
+def test_torchs_muon(tmp_path: Path) -> None:
+    """It takes matrices only, and refuses all else when it is made."""
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        pytest.skip(f"torch {torch.__version__} has none")
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    make = lambda each: muon(each.parameters(), lr=0.02)  # noqa: E731
+    with Twins(tmp_path, model, make, infinity={"page_bytes": None}) as twins:
+        for number in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+            twins.step(lambda model, x=x: model(x).square().mean())
+        twins.require_equal()
+
+
+def test_many_micro_batches_go_through_a_unit_together(tmp_path: Path) -> None:
+    with _lockstep(
+        tmp_path,
+        _OPTIMIZERS["Lamb"],
+        "plain",
+        {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}},
+    ) as both:
+        for step in range(2):
+            both.batch_step(step)
+        both.require_equal()
+
+
+@pytest.mark.deep
+def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    make = _OPTIMIZERS["NovoGrad"]
+    with _lockstep(tmp_path / "drive", make, "plain", {}) as both:
+        both.engine_step(0)
+        both.engine.save_checkpoint(tmp_path / "saved")
+        both.engine_step(1)
+        expected = _states(both)
+    with _lockstep(tmp_path / "other drive", make, "plain", IN_MEMORY) as both:
+        both.engine.load_checkpoint(tmp_path / "saved")
+        both.engine_step(1)
+        assert _states(both) == expected
+
+
+def _states(side: Lockstep) -> dict[str, bytes]:
+    return {
+        f"{fqn} {name}": torch.as_tensor(value).numpy().tobytes()
+        for fqn, param in side.model.named_parameters()
+        for name, value in state_of(side.engine, param).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "message"),
+    [
+        ({"page_bytes": 49152}, ConfigError, r"page must hold the largest unit .*at least .* or leave it out"),
+        ({"state_dtype": "bf16"}, ConfigError, r"Lamb updates whole parameters.*\"fp32\""),
+        ({"tile_above": 1024}, OptimizerNotPageableError, r"makes several of one\. Remove infinity\.tile_above"),
+        ({"host_memory_budget": "20KiB"}, BudgetTooSmallError, r"to update the largest unit at once"),
+    ],
+)
+def test_what_would_part_a_parameter_is_refused(
+    own: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        _lockstep(tmp_path, _OPTIMIZERS["Lamb"], "plain", {"infinity": own})

@@ -1,13 +1,14 @@
-"""One call at a time is inside an engine: other threads are told so meanwhile, and use it between calls."""
+"""One call at a time is inside an engine: other threads are told so meanwhile; settings of a thread hold where its work is done."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -281,3 +282,55 @@ def test_a_forked_child_is_told_whose_the_weights_are(is_open: bool, mode: str, 
             require_in_child(is_refused)
         both.engine_step(0)
         both.require_equal()
+
+
+class _Looking(torch.optim.AdamW):
+    """Notes in which thread it runs, and what is set there."""
+
+    seen: ClassVar[set[tuple[str, Any]]] = set()
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen.add((threading.current_thread().name.rstrip("0123456789"), _settings()))
+        return super().step(closure)
+
+
+def _settings() -> tuple[Any, ...]:
+    autocasts = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return (*autocasts, torch.get_default_device())
+
+
+_OWN_SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("setting", _OWN_SETTINGS)
+@pytest.mark.parametrize("update", ["deferred", "step"])
+def test_what_users_set_for_their_thread_is_not_that_of_updates_nor_changed_by_them(
+    update: str, setting: str, tmp_path: Path
+) -> None:
+    changes = {"optimizer": None, "infinity": {"update": update, "update_workers": 2}}
+    with Lockstep.start(
+        tmp_path,
+        changes=changes,
+        reference_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=0.1),
+        arguments=lambda model: {"optimizer": _Looking(model.parameters(), lr=0.1)},
+    ) as both:
+        _Looking.seen.clear()  # of the probe
+        for step in range(3):
+            batch = both.batch(step)
+            both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.backward(loss_of(both.engine(**batch)))
+            with _OWN_SETTINGS[setting]():
+                before = _settings()
+                both.engine.step()
+                both.engine.flush()
+                assert _settings() == before
+        both.require_equal()
+    of_workers = {seen for thread, seen in _Looking.seen if thread.startswith("infinity-update-")}
+    assert of_workers == {(False, False, False, torch.device("cpu"))}

@@ -1,4 +1,4 @@
-"""What autograd has saved of weights, until backward: views that are read as conjugated, weights that become others meanwhile."""
+"""What autograd has saved of weights until backward: conjugated views, weights that change meanwhile, those of two engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import infinity
 from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN
 from tests.exactness.shapes.blocks import Block, Net, token_batch
-from tests.twins import Side, config_for, require_same
+from tests.twins import Side, Twins, config_for, require_same
 
 in_modes = pytest.mark.parametrize("mode", ["smallest", "resident"])
 
@@ -137,3 +137,58 @@ def test_a_write_that_torch_counts_is_an_error_in_backward(fqn: str, is_gathered
         engine.reset()
         engine.backward(side.loss(1))
         engine.step()
+
+
+class Product(torch.autograd.Function):
+    """Saves the weights themselves."""
+
+    @staticmethod
+    def forward(ctx, u: Tensor, v: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(u, v)
+        return u * v
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def, override]
+        u, v = ctx.saved_tensors
+        return gradient * v, gradient * u
+
+
+def _all_products(a: nn.Module, b: nn.Module) -> Tensor:
+    return torch.stack([(p * q).sin().sum() for p, q in zip(a.parameters(), b.parameters(), strict=True)]).sum()
+
+
+def _in_a_forward(a: nn.Module, b: nn.Module) -> Tensor:
+    weights = [module.weight for module in b.children() if isinstance(module, nn.Linear)]
+    others = [module for module in a.children() if isinstance(module, nn.Linear)]
+
+    def mixed(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        for weight in weights:
+            output = output @ Product.apply(others[-1].weight, weight)
+        return torch.tanh(b(output))
+
+    handle = others[0].register_forward_hook(mixed)
+    try:
+        return a(torch.ones(3, 16)).square().sum()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("loss_of", [_all_products, _in_a_forward])
+def test_weights_of_two_engines_in_one_graph_train_as_in_torch(
+    loss_of: Callable[[nn.Module, nn.Module], Tensor], tmp_path: Path
+) -> None:
+    pairs = [
+        Twins(tmp_path / str(i), nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), is_tight=True) for i in (0, 1)
+    ]
+    for _ in range(2):
+        expected, loss = (loss_of(*(each.sides[side][0] for each in pairs)) for side in (1, 0))
+        assert torch.equal(loss, expected)
+        expected.backward()
+        loss.backward()
+        for _, optimizer in (side for each in pairs for side in each.sides):
+            optimizer.step()
+            optimizer.zero_grad()
+    for each in pairs:
+        each.require_equal()
+        each.engine.close()
