@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -99,31 +100,26 @@ def test_trainers(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("imported", ["deepspeed", "infinity"])
-def test_a_missing_checkpoint_is_an_error_but_for_deepspeeds_scripts(imported: str, tmp_path: Path) -> None:
-    code = f"""
+def test_a_missing_checkpoint_is_an_error_but_for_deepspeeds_scripts(tmp_path: Path) -> None:
+    code = """
         import infinity.as_deepspeed
-        import {imported} as package, torch
-        config = {{"train_batch_size": 1, "optimizer": {{"type": "AdamW"}}}}
-        model = torch.nn.Linear(2, 2)
-        engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
-        try:
-            assert engine.load_checkpoint({str(tmp_path / "typo")!r}) == (None, None)
-            print("none")
-        except ValueError as error:
-            assert "there is no file 'latest' in it" in str(error)
-            print("error")
-        try:
-            engine.load_checkpoint({str(tmp_path / "typo")!r}, missing_ok=False)
-        except ValueError as error:
-            print("error")
+        import deepspeed, infinity, torch
+        config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+        for package, keywords in ((deepspeed, {}), (deepspeed, {"missing_ok": False}), (infinity, {})):
+            model = torch.nn.Linear(2, 2)
+            engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=config)
+            try:
+                print("loaded", engine.load_checkpoint("typo", **keywords))
+            except ValueError as error:
+                print("error", "there is no file 'latest' in it" in str(error))
     """
     told = run(["-c", "if 1:" + code])
-    assert [line for line in told.splitlines() if line in ("none", "error")] == [
-        "none" if imported == "deepspeed" else "error",
-        "error",
+    assert re.findall("^(?:loaded|error) .*$", told, re.MULTILINE) == [
+        "loaded (None, None)",
+        "error True",
+        "error True",
     ]
-    assert imported == "infinity" or "engine.load_checkpoint: nothing was loaded" in told
+    assert "engine.load_checkpoint: nothing was loaded" in told
 
 
 def test_it_is_seen_wherever_libraries_look() -> None:
@@ -370,55 +366,6 @@ def test_a_loop_with_a_model_of_files(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert [line for line in found.splitlines() if line.startswith("loss")] == losses
-
-
-@pytest.mark.deep
-def test_an_optimizer_and_a_schedule_of_the_config_by_accelerate(tmp_path: Path) -> None:
-    """A script that knows DeepSpeed leaves them to the config with dummies, whose numbers stand where that says "auto"."""
-    config = offloading(tmp_path / "nvme") | {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.1}
-    del config["bf16"]
-    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
-        del config["zero_optimization"][key]  # "auto" where a model has no hidden size
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-    rates = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
-    config["scheduler"] = {"type": "WarmupDecayLR", "params": rates}
-    code = f"""
-        import infinity.as_deepspeed
-        import torch
-        from accelerate import Accelerator, DeepSpeedPlugin
-        from accelerate.utils import DummyOptim, DummyScheduler
-        from deepspeed.runtime.lr_schedules import WarmupDecayLR
-        from torch import nn
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config!r}))
-        found = []
-        for is_plain in (True, False):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-            if is_plain:
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-                scheduler = WarmupDecayLR(optimizer, 6, 0.0, 1e-2, 2)
-            else:
-                optimizer = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
-                scheduler = DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
-                model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-            losses, rates = [], []
-            for _ in range(6):
-                loss = model(torch.ones(4, 8)).square().mean()
-                if is_plain:
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                else:
-                    accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-                rates.append(scheduler.get_last_lr())
-            found.append((losses, rates))
-        assert found[0] == found[1], found
-        model.close()
-    """
-    run(["-c", "if 1:" + code])
 
 
 @pytest.mark.deep

@@ -31,7 +31,6 @@ from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.forked import require_in_child
 from tests.internals import BlockFile, Checkpoint, arrays, main, tags, writing
 from tests.internals import manifest as manifests
-from tests.internals import saved as saved_files
 from tests.killed import left_by_a_killed_save
 from tests.states import state_of
 
@@ -400,31 +399,6 @@ def test_what_is_no_tensor_may_be_hostile_as_well(case: str, saved: Path) -> Non
         with pytest.raises(CheckpointError, match=r"training\.json"):
             engine.load_checkpoint(saved.parent)
         _step(engine)  # nothing has been changed
-
-
-@pytest.mark.deep
-@pytest.mark.root
-def test_a_drive_that_is_really_full(small_tmpfs: Callable[[int], Path], tmp_path: Path) -> None:
-    drive = small_tmpfs(3 << 19)
-    with _engine(tmp_path / "drive") as engine:
-        _step(engine)
-        engine.save_checkpoint(drive, tag="one")
-        before = sorted(drive.rglob("*"))
-        (drive / "others").write_bytes(bytes(shutil.disk_usage(drive).free - (300 << 10)))
-        with pytest.raises(StorageError, match=r"free, and the checkpoint takes"):
-            engine.save_checkpoint(drive, tag="two")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saved_files, "free_bytes", lambda directory: 1 << 30)
-            for blocking in (True, False):
-                with pytest.raises(StorageError, match="No space left on device"):
-                    engine.save_checkpoint(drive, tag="two", blocking=blocking, client_state={"x": "x" * (1 << 19)})
-                    engine.wait_for_checkpoint()
-        assert sorted(drive.rglob("*")) == [*before, drive / "others"]
-        assert Checkpoint.open(drive).verify()
-        (drive / "others").unlink()
-        _step(engine)
-        engine.save_checkpoint(drive, tag="two", keep_last=1)
-        assert sorted(path.name for path in drive.iterdir()) == ["latest", "two"]
 
 
 @pytest.mark.deep

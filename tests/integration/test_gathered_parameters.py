@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint import gathered_units
-from infinity.errors import AccessError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import BF16, IN_MEMORY, PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, IN_MEMORY, PLAIN, Lockstep, everything_on_nvme
 from tests.exactness.written import MODES, FollowingTorch
 from tests.twins import Side, require_same
 
@@ -161,30 +160,6 @@ def test_reading_looks_for_no_changes(tmp_path: Path, monkeypatch: pytest.Monkey
         for parameter in engine.module.parameters():
             with infinity.GatheredParameters(parameter):
                 assert parameter.detach().cpu().numpy().shape == parameter.shape
-
-
-@pytest.mark.parametrize(
-    ("write", "error", "message"),
-    [
-        ("numpy", ValueError, "read-only"),
-        ("address", AccessError, r"'blocks\.1\.up\.weight' was touched in data_ptr"),
-        ("dlpack", AccessError, "__dlpack__"),
-        ("storage", AccessError, "untyped_storage"),
-    ],
-)
-@pytest.mark.parametrize("place", ["backward", "accumulated"])
-def test_memory_of_a_weight_that_backward_is_done_with_is_not_given_away(
-    place: str, write: str, error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    model = PLAIN.make("none")
-    module = model.get_submodule("blocks.1.up")
-    if place == "backward":
-        module.register_full_backward_hook(lambda module, *_: _WRITES[write](module.weight))
-    else:
-        module.get_parameter("weight").register_post_accumulate_grad_hook(_WRITES[write])
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine, pytest.raises(error, match=message):
-        engine.backward(engine(**make_batch(0)))
 
 
 _STEP_MODES: dict[str, dict[str, Any]] = {

@@ -17,9 +17,8 @@ import infinity
 from infinity.errors import AccessError, OtherNumbersWarning, StepError
 from tests.exactness.case import Case
 from tests.exactness.lockstep import BF16, PLAIN, Lockstep
-from tests.exactness.optimizers import torch_optimizer
 from tests.exactness.shapes.blocks import WIDTH, Net, token_batch
-from tests.twins import MODES, Side, config_for, require_same
+from tests.twins import MODES, Side, Twins, config_for, require_same
 
 Scenario = Callable[[Side], None]
 _SCENARIOS: dict[str, Scenario] = {}
@@ -566,42 +565,30 @@ def test_with_fp16_gradients_are_shown_without_the_loss_scale(scale: int, mode: 
 def test_two_engines_take_turns(tmp_path: Path) -> None:
     """As a GAN's two networks do: gradients of one come in the other's backward, and are dropped."""
 
-    def build(seed: int, *widths: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return nn.Sequential(nn.Linear(widths[0], widths[1]), nn.Tanh(), nn.Linear(widths[1], widths[2]))
+    def build(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 70), nn.Tanh(), nn.Linear(70, 16))
 
-    def train(sides: list[Side]) -> None:
-        maker, judge = sides
-        draws = torch.Generator().manual_seed(3)
-        for _ in range(4):
-            judge.model.zero_grad()
-            made = maker.model(torch.randn(4, 8, generator=draws))
-            judge.backward((judge.model(torch.randn(4, 16, generator=draws)) - 1).square().mean())
-            judge.backward(judge.model(made.detach()).square().mean())
-            judge.engine_step()
-            maker.model.zero_grad()
-            loss = (judge.model(made) - 1).square().mean()
-            judge.note(loss)
-            maker.backward(loss)
-            maker.engine_step()
-
-    shapes = [(8, 70, 16), (16, 70, 1)]
-    plain = [build(number, *widths) for number, widths in enumerate(shapes)]
-    expected = [Side(model, torch_optimizer("config", dict(model.named_parameters())), PLAIN) for model in plain]
-    train(expected)
-    with contextlib.ExitStack() as engines:
-        found = []
-        for number, widths in enumerate(shapes):
-            model = build(number, *widths)
-            engine, optimizer, *_ = infinity.initialize(model=model, config=config_for(tmp_path, "smallest", model))
-            found.append(Side(model, optimizer, PLAIN, engines.enter_context(engine)))
-        train(found)
-        assert all(torch.equal(a, b) for a, b in zip(expected[1].seen, found[1].seen, strict=True))
-        for one, other in zip(expected, found, strict=True):
-            for reference, parameter in zip(one.parameters, other.parameters, strict=True):
-                with infinity.GatheredParameters(parameter):
-                    assert torch.equal(reference, parameter)
+    torch.manual_seed(3)
+    maker, judge = (Twins(tmp_path, build(width), is_tight=True) for width in (8, 16))
+    losses = []
+    with maker, judge:
+        for side in (0, 1):
+            (make, make_optimizer), (look, look_optimizer) = maker.sides[side], judge.sides[side]
+            backward = (maker.engine.backward, judge.engine.backward) if side == 0 else (torch.Tensor.backward,) * 2
+            draws = torch.Generator().manual_seed(3)
+            for _ in range(4):
+                look.zero_grad()
+                made = make(torch.randn(4, 8, generator=draws))
+                backward[1]((look(torch.randn(4, 16, generator=draws)) - 1).square().mean())
+                backward[1](look(made.detach()).square().mean())
+                look_optimizer.step()
+                make.zero_grad()
+                losses.append((look(made) - 1).square().mean())
+                backward[0](losses[-1])
+                make_optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(losses[:4], losses[4:], strict=True))
+        maker.require_equal()
+        judge.require_equal()
 
 
 @pytest.mark.deep

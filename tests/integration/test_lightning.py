@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,23 @@ def parts(package: str) -> tuple[Any, Any]:
 
 def assert_same(first: Any, second: Any) -> None:
     assert first.losses == second.losses
+    assert_same_weights(first, second)
+
+
+def assert_same_weights(first: nn.Module, second: nn.Module) -> None:
     expected = first.state_dict()
     assert expected.keys() == second.state_dict().keys()
     assert all(torch.equal(value, expected[name]) for name, value in second.state_dict().items())
+
+
+def of_both(package: str, directory: Path, run: Callable[[Any, Any], Any], **config: Any) -> list[Any]:
+    """What ``run`` gives with the package and Lightning's own strategy, and with ours."""
+    pytorch, strategy = parts(package)
+    found = []
+    for kind in ("auto", strategy(config=on_nvme(directory / "nvme", **config))):
+        pytorch.seed_everything(3)
+        found.append(run(pytorch, kind))
+    return found
 
 
 @pytest.mark.deep(but=1)
@@ -142,16 +156,15 @@ def assert_same(first: Any, second: Any) -> None:
 )
 def test_fit(options: dict[str, Any], package: str, tmp_path: Path) -> None:
     """Automatic optimization, validation, and the weights in the module afterwards."""
-    pytorch, strategy = parts(package)
-    trained = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
-        pytorch.seed_everything(3)
-        module = module_for(pytorch)
-        trainer = trainer_for(pytorch, tmp_path, kind, **options)
+
+    def run(pytorch: Any, kind: Any) -> tuple[Any, Any, int]:
+        module, trainer = module_for(pytorch), trainer_for(pytorch, tmp_path, kind, **options)
         trainer.fit(module, data(), data(2))
-        trained.append((module, trainer.callback_metrics, trainer.global_step))
-    assert_same(trained[0][0], trained[1][0])
-    assert trained[0][1:] == trained[1][1:]
+        return module, trainer.callback_metrics, trainer.global_step
+
+    plain, ours = of_both(package, tmp_path, run)
+    assert_same(plain[0], ours[0])
+    assert plain[1:] == ours[1:]
     assert not list((tmp_path / "nvme").iterdir())
 
 
@@ -213,20 +226,19 @@ def test_what_changes_and_is_resumed(what: str, package: str, tmp_path: Path) ->
     can_say, found = "weights_only" in inspect.signature(pytorch.Trainer.fit).parameters, []
     for name in ("plain", "ours"):
         _, path = run(name, 3, 24 if what == "larger" else 16)
-        found.append(run(name, 5, resumes=path)[0].state_dict())
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        found.append(run(name, 5, resumes=path)[0])
+    assert_same_weights(*found)
 
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("how", [{"is_manual": True}, {"is_manual": True, "has_inputs": True}, {"own_backward": True}])
 def test_manual_optimization_and_own_backward(how: dict[str, bool], package: str, tmp_path: Path) -> None:
-    pytorch, strategy = parts(package)
-    trained = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
-        pytorch.seed_everything(3)
-        trained.append(module_for(pytorch, **how))
-        trainer_for(pytorch, tmp_path, kind).fit(trained[-1], data())
-    assert_same(*trained)
+    def run(pytorch: Any, kind: Any) -> Any:
+        module = module_for(pytorch, **how)
+        trainer_for(pytorch, tmp_path, kind).fit(module, data())
+        return module
+
+    assert_same(*of_both(package, tmp_path, run))
 
 
 def fitted(package: str, directory: Path, *, is_ours: bool, resumes: str | None = None) -> Any:
@@ -325,16 +337,17 @@ def test_averaged_weights(package: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("skips", [(2, 5), (4, 5)], ids=["micro-batches", "a step"])
 def test_batches_are_skipped(what: str, skips: Collection[int], tmp_path: Path) -> None:
     """`training_step` returns None: of the second and third step one micro-batch, or both of the third."""
-    pytorch, strategy = parts(_FOUND[0])
     config = on_nvme(tmp_path / "nvme")
     config["infinity"] |= {"durable": what == "durable"}
     if what == "fp16":
         config |= {"fp16": {"enabled": True, "initial_scale_power": 4}}
-    trained = []
-    for kind in ("auto", strategy(config=config)):
-        pytorch.seed_everything(3)
-        trained.append(module_for(pytorch, skips=skips))
-        trainer_for(pytorch, tmp_path, kind, max_epochs=1, accumulate_grad_batches=2).fit(trained[-1], data())
+
+    def run(pytorch: Any, kind: Any) -> Any:
+        module = module_for(pytorch, skips=skips)
+        trainer_for(pytorch, tmp_path, kind, max_epochs=1, accumulate_grad_batches=2).fit(module, data())
+        return module
+
+    trained = of_both(_FOUND[0], tmp_path, run, **config)
     if what == "fp16":
         assert len(trained[1].losses) == 6 and trained[1].losses[-1] < trained[1].losses[0]
     else:
@@ -384,21 +397,18 @@ def test_a_checkpoint_on_an_exception(where: str, package: str, tmp_path: Path) 
         def teardown(self, *_: Any) -> None:
             """Lightning's would remove what was written."""
 
-    found = []
-    for name in ("plain", "ours"):
-
-        def kind(name: str = name) -> Any:
-            return strategy(config=on_nvme(tmp_path / "nvme")) if name == "ours" else "auto"
-
-        pytorch.seed_everything(3)
-        saver = Keeping(tmp_path / name)
+    def run(pytorch: Any, kind: Any) -> Any:
+        saver = Keeping(tmp_path / str(kind))
         with pytest.raises(ZeroDivisionError):
             options = {"callbacks": [Failing(), saver], "enable_checkpointing": True}
-            trainer_for(pytorch, tmp_path, kind(), **options).fit(module_for(pytorch), data())
+            trainer_for(pytorch, tmp_path, kind, **options).fit(module_for(pytorch), data())
         module = module_for(pytorch)
         pytorch.seed_everything(4)
-        trainer_for(pytorch, tmp_path, kind()).fit(module, data(), ckpt_path=saver.ckpt_path)
-        found.append(module)
+        again = kind if kind == "auto" else strategy(config=on_nvme(tmp_path / "nvme"))
+        trainer_for(pytorch, tmp_path, again).fit(module, data(), ckpt_path=saver.ckpt_path)
+        return module
+
+    found = of_both(package, tmp_path, run)
     assert found[0].losses
     assert_same(*found)
 

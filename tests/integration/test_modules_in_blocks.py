@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from tests.exactness.lockstep import BF16, everything_on_nvme
+from tests.exactness.lockstep import everything_on_nvme
+from tests.twins import Twins
 
 _WIDTH = 16
 _Run = Callable[[nn.Module, Tensor], Tensor]
@@ -72,64 +73,35 @@ class _Model(nn.Module):
         return x
 
 
-def _make(run: _Run, dtype: torch.dtype) -> _Model:
-    torch.manual_seed(0)
-    return _Model(run).to(dtype)
+def _loss(apart: bool, step: int) -> Callable[[Any], Tensor]:
+    x = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(step))
 
+    def loss(model: Any) -> Tensor:
+        found: Tensor = model(x).square().mean()
+        return found + model.blocks[1].other(torch.cos(x)).square().mean() if apart else found
 
-def _losses(model: nn.Module, apart: bool, step: int, dtype: torch.dtype) -> Tensor:
-    x = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
-    loss = model(x).float().square().mean()
-    if apart:
-        block: Any = model.blocks[1]  # type: ignore[index]
-        loss = loss + block.other(torch.cos(x)).float().square().mean()
     return loss
 
 
 @pytest.mark.parametrize(
     "first_apart", [99, 0, 2], ids=["in the model", "and by the script", "and by the script later"]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("run", [_plainly, _reentrantly, _anew], ids=lambda run: run.__name__.strip("_"))
-def test_it_trains_to_the_same_bits(tmp_path: Path, run: _Run, dtype: torch.dtype, first_apart: int) -> None:
-    changes: dict[str, Any] = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "infinity": {"host_memory_budget": "1MB", "page_bytes": None},
-    }
-    if dtype == torch.bfloat16:
-        changes = {**changes, **BF16, "infinity": {**changes["infinity"], "main_weights": "fp32"}}
-    plain = _make(run, dtype)
-    mains = [parameter.detach().float().requires_grad_() for parameter in plain.parameters()]
-    optimizer = torch.optim.AdamW(mains, lr=0.01, weight_decay=0.0, fused=True)
-    config = everything_on_nvme(tmp_path, changes)
-    config["optimizer"]["params"]["weight_decay"] = 0.0
-    engine, *_ = infinity.initialize(model=_make(run, dtype), config=config)
-    with engine:
+def test_it_trains_to_the_same_bits(tmp_path: Path, run: _Run, first_apart: int) -> None:
+    torch.manual_seed(0)
+    with Twins(tmp_path, _Model(run), infinity={"host_memory_budget": "1MB", "page_bytes": None}) as twins:
         for step in range(4):
-            loss = _losses(plain, step >= first_apart, step, dtype)
-            loss.backward()
-            for main, parameter in zip(mains, plain.parameters(), strict=True):
-                main.grad = None if parameter.grad is None else parameter.grad.float()
-            optimizer.step()
-            with torch.no_grad():
-                for main, parameter in zip(mains, plain.parameters(), strict=True):
-                    parameter.copy_(main)
-                    parameter.grad = None
-            found = _losses(engine.module, step >= first_apart, step, dtype)
-            engine.backward(found)
-            engine.step()
-            assert torch.equal(found.detach(), loss.detach()), step
-        for (name, parameter), expected in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
-            assert torch.equal(parameter.detach(), expected.detach()), name
+            twins.step(_loss(step >= first_apart, step))
+        twins.require_equal()
 
 
 @pytest.mark.parametrize("run", [_reentrantly, _anew], ids=lambda run: run.__name__.strip("_"))
 def test_modules_that_are_called_by_themselves_bring_their_unit_from_then_on(tmp_path: Path, run: _Run) -> None:
     """Else each of their operations would."""
-    engine, *_ = infinity.initialize(model=_make(run, torch.float32), config=everything_on_nvme(tmp_path))
+    engine, *_ = infinity.initialize(model=_Model(run), config=everything_on_nvme(tmp_path))
     model: Any = engine.module
     with engine:
         assert model.blocks[0]._forward_pre_hooks and not model.blocks[0].shared._forward_pre_hooks
-        engine.backward(_losses(model, False, 0, torch.float32))
+        engine.backward(_loss(False, 0)(model))
         engine.step()
         assert all(block.shared.up._forward_pre_hooks for block in model.blocks)

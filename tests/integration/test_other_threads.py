@@ -1,4 +1,4 @@
-"""One call at a time is inside an engine: other threads are told so meanwhile; settings of a thread hold where its work is done."""
+"""One call at a time is inside an engine: other threads are told so meanwhile; its settings hold where its work is done."""
 
 from __future__ import annotations
 

@@ -272,17 +272,6 @@ def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> 
         assert all(bool(parameter.isfinite().all()) for parameter in engine.module.parameters())
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("call", ["has_state", "gather_state", "gather_main_weight", "gather"])
-def test_a_foreign_tensor_is_refused(call: str, tmp_path: Path) -> None:
-    foreign = nn.Parameter(torch.ones(3, 2))
-    with Lockstep.start(tmp_path) as both:
-        with pytest.raises(ModelError, match=r"\(3, 2\) is no parameter of the engine's model"):
-            getattr(both.engine._settled, call)([foreign] if call == "gather" else foreign)
-        both.engine_step(0)
-        both.require_equal()
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[infinity.Engine]:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
@@ -293,41 +282,6 @@ def engine(tmp_path: Path) -> Iterator[infinity.Engine]:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-@pytest.fixture(params=["swap", "overwrite"])
-def flag(request: pytest.FixtureRequest) -> Iterator[None]:
-    switch = getattr(torch.__future__, f"set_{request.param}_module_params_on_conversion")
-    switch(True)
-    yield
-    switch(False)
-
-
-_NO_OPS: dict[str, Callable[[nn.Module], object]] = {
-    "float": lambda model: model.float(),
-    "cpu": lambda model: model.cpu(),
-    "to": lambda model: model.to("cpu", torch.float32),
-    "load_state_dict": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict())),
-}
-
-
-@pytest.mark.deep(but=3)
-@pytest.mark.usefixtures("flag")
-@pytest.mark.parametrize("convert", _NO_OPS)
-def test_under_torchs_flags_a_conversion_is_an_error_and_changes_nothing(
-    convert: str, engine: infinity.Engine, request: pytest.FixtureRequest
-) -> None:
-    before = {name: (p, p.detach().clone()) for name, p in engine.module.named_parameters()}
-    if convert == "load_state_dict" and "overwrite" in request.node.name:
-        _NO_OPS[convert](engine.module)  # which does not ask for this flag
-    else:
-        with pytest.raises((RuntimeError, ModelError)) as refused:
-            _NO_OPS[convert](engine.module)
-        causes = f"{refused.value} {refused.value.__cause__}"
-        assert "torch.__future__" in causes or "weakref" in causes
-    for name, parameter in engine.module.named_parameters():
-        kept, values = before[name]
-        assert parameter is kept and torch.equal(parameter.detach().clone(), values)
 
 
 def test_parameters_cannot_be_swapped(engine: infinity.Engine) -> None:
