@@ -30,6 +30,15 @@ MODES: dict[str, dict[str, Any]] = {
 """Changes to a config that has everything on NVMe; "least" stands for the smallest budget that is accepted."""
 
 
+def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
+    """A config that leaves to a library what it can; nothing stays in memory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    return {"zero_optimization": zero, "infinity": memory, **changes}
+
+
 def least_budget(model: nn.Module, config: Mapping[str, Any], **arguments: Any) -> int:
     """The smallest host memory budget that `infinity.initialize` accepts with these arguments."""
     own = {**config.get("infinity", {}), "host_memory_budget": 1}

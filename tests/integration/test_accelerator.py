@@ -18,6 +18,7 @@ from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, 
 from infinity.integrations.accelerate import InfinityAccelerator
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
 from tests.stand_in.overflowing import OVERFLOWING, overflowing
+from tests.twins import on_nvme
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +33,6 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
-    directory.mkdir(exist_ok=True)
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
-    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    return {"zero_optimization": zero, "infinity": memory, **changes}
 
 
 def network() -> nn.Module:

@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from tests.stand_in import accelerate_script, models
+from tests.twins import on_nvme
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OF_TIME = ("runtime", "per_second", "preparation_time")
@@ -36,14 +37,11 @@ def run(words: Sequence[str], *, fails: bool = False, **environment: str) -> str
 
 def offloading(directory: Path) -> dict[str, Any]:
     """A config as guides to the Trainer have it: nearly everything is "auto", and everything lies on NVMe."""
-    directory.mkdir(exist_ok=True)
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    config = on_nvme(directory, bf16={"enabled": "auto"})
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     buckets = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    zero: dict[str, Any] = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    zero |= {"stage3_gather_16bit_weights_on_model_save": True, **dict.fromkeys(buckets, "auto")}
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
-    return {**dict.fromkeys(sizes, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": zero, "infinity": memory}
+    config["zero_optimization"] |= {"stage3_gather_16bit_weights_on_model_save": True, **dict.fromkeys(buckets, "auto")}
+    return {**dict.fromkeys(sizes, "auto"), **config}
 
 
 def written(directory: Path, config: dict[str, Any]) -> str:

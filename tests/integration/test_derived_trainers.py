@@ -14,9 +14,10 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.integrations.transformers import InfinityTrainerMixin
-from tests.integration.test_trainer import log_of, on_nvme, trained
+from tests.integration.test_trainer import log_of, trained
 from tests.stand_in import models
 from tests.stand_in.text import sentences, tokenizer
+from tests.twins import on_nvme
 
 _QUIET: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 _QUIET |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "logging_steps": 1}

@@ -18,29 +18,9 @@ import infinity
 from infinity.errors import ModelError, StorageError
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, everything_on_nvme
 from tests.internals import publish
+from tests.small_transformers import are_equal, read_weights
 
 _OLD_PICKLE = "pytorch_model.bin"
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """As transformers looks for weights: a single file, then an index, then pickles."""
-    from safetensors.torch import load_file
-
-    if (folder / "model.safetensors").exists():
-        return load_file(folder / "model.safetensors")
-    if (folder / "model.safetensors.index.json").exists():
-        weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        found: dict[str, torch.Tensor] = {}
-        for file in sorted(set(weight_map.values())):
-            found.update(load_file(folder / file))
-        assert found.keys() == weight_map.keys()
-        return found
-    loaded: dict[str, torch.Tensor] = torch.load(folder / "pytorch_model.bin")
-    return loaded
-
-
-def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.fixture
@@ -104,10 +84,10 @@ def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
     monkeypatch.setattr(publish, "remove", photographed(publish.remove))
     monkeypatch.setattr(os, "fsync", fsync)
     engine.save_16bit_model(folder, max_shard_size=1)
-    new = _read(folder)
+    new = read_weights(folder)
     assert new.keys() == engine.module.state_dict().keys()
-    states = [_are_equal(_read(image), new) for image in images]
-    assert all(is_new or _are_equal(_read(image), old) for is_new, image in zip(states, images, strict=True))
+    states = [are_equal(read_weights(image), new) for image in images]
+    assert all(is_new or are_equal(read_weights(image), old) for is_new, image in zip(states, images, strict=True))
     assert states == sorted(states), "new weights, then old ones again"
     # The names of the shards are on the drive before the index refers to them, and that before anything is removed.
     num_shards = len({path.name for path in folder.glob("model-*.safetensors")})
@@ -201,7 +181,7 @@ def test_weights_that_transformers_ties_are_written_once(tmp_path: Path) -> None
         engine.step()
         engine.save_16bit_model(tmp_path / "out")
         logits = engine.eval()(input_ids=tokens).logits.detach()
-    assert "lm_head.weight" not in _read(tmp_path / "out")
+    assert "lm_head.weight" not in read_weights(tmp_path / "out")
     loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(loaded.eval()(input_ids=tokens).logits, logits)
@@ -325,8 +305,6 @@ def test_deepspeeds_file_name_gives_what_transformers_looks_for(tmp_path: Path) 
 
 
 def test_every_dtype_and_shape_is_read_back_by_the_library(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     class Odd(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -350,12 +328,7 @@ def test_every_dtype_and_shape_is_read_back_by_the_library(tmp_path: Path) -> No
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
     with engine:
         engine.save_16bit_model(tmp_path / "out")
-    stored: dict[str, torch.Tensor] = {}
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        stored.update(load_file(path))
-    assert stored.keys() == expected.keys()
-    for name, value in expected.items():
-        assert stored[name].dtype == value.dtype and torch.equal(stored[name], value), name
+    assert are_equal(read_weights(tmp_path / "out"), expected)
 
 
 @pytest.mark.root

@@ -9,32 +9,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from torch import nn
 
 import infinity
 from infinity.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import main
-from tests.small_transformers import MODELS, assert_equal
+from tests.small_transformers import MODELS, are_equal, assert_equal, read_weights
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "drive").mkdir()
     return everything_on_nvme(tmp_path / "drive", {"bf16": {"enabled": True}})
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found.update(load_file(file))
-    return found
-
-
-def _are_equal(one: Path, other: Path) -> bool:
-    ours, theirs = _read(one), _read(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def _saved(name: str, config: dict[str, Any], folder: Path) -> Path:
@@ -58,7 +45,7 @@ def test_files_are_those_that_the_engine_writes(name: str, config: dict[str, Any
     out = tmp_path / "out"
     command = ["export", str(checkpoint), str(out), "--config-from", str(tmp_path / "expected")]
     assert main([*command, "--max-shard-size", "100KB"]) == 0
-    assert _are_equal(out, tmp_path / "expected")
+    assert are_equal(read_weights(out), read_weights(tmp_path / "expected"))
     assert len(list(out.glob("*.safetensors"))) > 1
     for file in (tmp_path / "expected").glob("*config.json"):
         assert json.loads((out / file.name).read_text()) == json.loads(file.read_text())
@@ -88,10 +75,10 @@ def test_without_a_config_what_is_tied_is_there_under_all_of_its_names(
         tmp_path / "checkpoints", tmp_path / "converted", safe_serialization=True
     )
     for folder in ("out", "converted"):
-        found = _read(tmp_path / folder)
+        found = read_weights(tmp_path / folder)
         assert found.keys() == names
         assert all(torch.equal(found[f"{number}.weight"], main_weight) for number in (0, 2))
-    num_bytes = sum(value.nbytes for value in _read(tmp_path / "out").values())
+    num_bytes = sum(value.nbytes for value in read_weights(tmp_path / "out").values())
     assert json.loads(capsys.readouterr().out)["num_bytes"] == num_bytes
 
 
@@ -101,7 +88,7 @@ def test_failures_are_one_sentence_and_leave_what_was_there(
     checkpoint = _saved("llama", config, tmp_path)
     out = tmp_path / "out"
     assert main(["export", str(checkpoint), str(out)]) == 0
-    before = _read(out)
+    before = read_weights(out)
 
     def fails(*arguments: object) -> str:
         capsys.readouterr()
@@ -130,5 +117,5 @@ def test_failures_are_one_sentence_and_leave_what_was_there(
         file.seek(10_000)
         file.write(bytes([byte[0] ^ 1]))
     assert "damaged" in fails(checkpoint, out)
-    assert _read(out).keys() == before.keys()
+    assert read_weights(out).keys() == before.keys()
     assert not list(out.glob(".*"))

@@ -17,20 +17,13 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, ModelError, StepError
+from tests.twins import on_nvme
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FOUND = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
 if not _FOUND:
     pytest.skip("neither lightning nor pytorch_lightning is installed", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning advises on loaders, loggers and directories
-
-
-def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
-    directory.mkdir(parents=True, exist_ok=True)
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
-    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    return {"zero_optimization": zero, "infinity": memory, **changes}
 
 
 def module_for(

@@ -18,7 +18,7 @@ import infinity
 from infinity.errors import StorageError
 from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import drive_tensors
-from tests.small_transformers import MODELS, SMALL, assert_equal, make
+from tests.small_transformers import MODELS, SMALL, are_equal, assert_equal, make, read_weights
 
 
 @pytest.fixture
@@ -27,24 +27,8 @@ def config(tmp_path: Path) -> dict[str, Any]:
     return everything_on_nvme(tmp_path / "drive")
 
 
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found.update(load_file(file))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        assert json.loads(index.read_text())["weight_map"].keys() == found.keys()
-    return found
-
-
 def _assert_same_files(ours: Path, theirs: Path) -> None:
-    one, other = _read(ours), _read(theirs)
-    assert one.keys() == other.keys()
-    for name, value in other.items():
-        assert one[name].dtype == value.dtype, name
-        assert torch.equal(one[name], value), name
+    assert are_equal(read_weights(ours), read_weights(theirs))
     configs = [{path.name: path.read_text() for path in each.glob("*config.json")} for each in (ours, theirs)]
     assert configs[0] == configs[1]
 
@@ -111,7 +95,7 @@ def test_what_was_loaded_under_old_names_is_written_under_them(config: dict[str,
     with engine:
         engine.save_pretrained(tmp_path / "new")
     _assert_same_files(tmp_path / "new", tmp_path / "old")
-    assert any("experts.3.w1" in name for name in _read(tmp_path / "new"))
+    assert any("experts.3.w1" in name for name in read_weights(tmp_path / "new"))
 
 
 def test_saving_again_leaves_one_save(config: dict[str, Any], tmp_path: Path) -> None:
@@ -137,9 +121,7 @@ def test_a_plain_module_is_saved_under_its_names(config: dict[str, Any], tmp_pat
     engine, *_ = infinity.initialize(model=model, config=config)
     with engine:
         engine.save_pretrained(tmp_path / "out", max_shard_size=1000)
-    found = _read(tmp_path / "out")
-    assert found.keys() == before.keys()
-    assert all(torch.equal(found[name], value) for name, value in before.items())
+    assert are_equal(read_weights(tmp_path / "out"), before)
 
 
 def test_bad_sizes_and_places_are_refused(

@@ -16,21 +16,13 @@ from infinity.errors import ConfigError, StepError
 from infinity.integrations.transformers import InfinityTrainer, newest_checkpoint
 from tests.stand_in import models
 from tests.stand_in.text import rows
+from tests.twins import on_nvme
 
 _OF_TIME = ("runtime", "per_second")
 _CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
 )
 """transformers before 5.23 knows the second name only."""
-
-
-def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
-    """A config that leaves to the arguments what it can; nothing stays in memory."""
-    directory.mkdir(exist_ok=True)
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
-    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    return {"zero_optimization": zero, "infinity": memory, **changes}
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
