@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,21 @@ def test_what_fails_is_raised_by_the_next_call(
             raise OSError(28, "No space left on device")
         return pwrite(descriptor, data, offset)
 
-    engine: Any
+    def act(engine: Any) -> None:
+        if where == "step":
+            steps_of(engine, 1)
+            wait_until(lambda: engine._saving.is_over)
+            steps_of(engine, 2)
+            return
+        held.let_go()
+        calls: dict[str, Callable[[], Any]] = {
+            "wait": engine.wait_for_checkpoint,
+            "save": lambda: engine.save_checkpoint(saved, tag="another"),
+            "load": lambda: engine.load_checkpoint(saved, tag="before"),
+            "close": engine.close,
+        }
+        calls[where]()
+
     with (
         pytest.raises(StorageError, match=r"No space left.*Give a directory"),
         training(tmp_path / "drive", BF16) as engine,
@@ -161,22 +176,7 @@ def test_what_fails_is_raised_by_the_next_call(
         engine.save_checkpoint(saved, tag="before")
         engine.save_checkpoint(saved, tag="new", blocking=False)
         monkeypatch.setattr(os, "pwrite", full)
-        if where == "wait":
-            held.let_go()
-            engine.wait_for_checkpoint()
-        elif where == "step":
-            steps_of(engine, 1)
-            wait_until(lambda: engine._saving.is_over)
-            steps_of(engine, 2)
-        elif where == "save":
-            held.let_go()
-            engine.save_checkpoint(saved, tag="another")
-        elif where == "load":
-            held.let_go()
-            engine.load_checkpoint(saved, tag="before")
-        else:
-            held.let_go()
-            engine.close()
+        act(engine)
     assert (saved / "latest").read_text() == "before"
     assert sorted(path.name for path in saved.iterdir()) == ["before", "latest"]
     assert Checkpoint.open(saved).verify()
@@ -233,55 +233,44 @@ def test_a_save_is_waited_for_where_an_exception_ends_the_engine(
 
 _ENDING = """
 import atexit, os, sys
+from collections.abc import Callable
 from pathlib import Path
+def save():
+    try:
+        engine.save_checkpoint("saved")
+    except Exception as error:
+        print(type(error).__name__, error)
 if sys.argv[1] == "too early":
-    def save_too_early():
-        try:
-            engine.save_checkpoint("saved")
-        except Exception as error:
-            print(type(error).__name__, error)
-    atexit.register(save_too_early)
+    atexit.register(save)
 from infinity import initialize
 from tests.exactness.lockstep import everything_on_nvme
 from tests.integration.test_checkpoints import Model, steps_of
-
 if __name__ == "__main__":
     Path("drive").mkdir()
     if sys.argv[1] == "before":
-        atexit.register(lambda: engine.save_checkpoint("saved"))
+        atexit.register(save)
     engine, *_ = initialize(model=Model(), config=everything_on_nvme(Path("drive").absolute()))
     steps_of(engine, 0)
-    if sys.argv[1] == "afterwards":
-        atexit.register(lambda: engine.save_checkpoint("saved"))
-    elif sys.argv[1] == "meanwhile":
+    if sys.argv[1] == "meanwhile":
         engine.save_checkpoint("saved", blocking=False)
         os.chdir("/")
 """
 
 
-def _end_of_script(when: str, directory: Path) -> str:
+@pytest.mark.deep
+@pytest.mark.parametrize("when", ["too early", "before", "meanwhile"])
+def test_a_script_that_just_ends_has_saved_or_says_why_not(when: str, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-    command = [sys.executable, "-c", _ENDING, when]
-    ended = subprocess.run(
-        command, cwd=directory, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
-    )
+    command, environment = [sys.executable, "-c", _ENDING, when], {**os.environ, "PYTHONPATH": paths}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
-    return ended.stdout
-
-
-@pytest.mark.deep
-def test_an_exit_hook_that_comes_after_the_engine_says_so(tmp_path: Path) -> None:
-    assert _end_of_script("too early", tmp_path).startswith("EngineClosedError this call: the interpreter ends")
-    assert not (tmp_path / "saved").exists()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("when", ["meanwhile", "before", "afterwards"])
-def test_a_script_that_just_ends_has_saved(when: str, tmp_path: Path) -> None:
-    _end_of_script(when, tmp_path)
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["global_step1", "latest"]
-
-    assert Checkpoint.open(tmp_path / "saved").verify()
+    if when == "too early":  # a hook that comes after the engine's own end
+        assert ended.stdout.startswith("EngineClosedError this call: the interpreter ends")
+        assert not (tmp_path / "saved").exists()
+    else:
+        assert ended.stdout == ""
+        assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["global_step1", "latest"]
+        assert Checkpoint.open(tmp_path / "saved").verify()
 
 
 @pytest.mark.deep

@@ -70,21 +70,6 @@ def test_own_backward_with_the_engines_step_is_divided(mode: str, calls: str, tm
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("own", [[0], [1], [0, 2], [3]])
-@pytest.mark.parametrize("mode", ["in_backward", "deferred_bf16"])
-def test_own_and_engine_backwards_in_one_step(mode: str, own: list[int], tmp_path: Path) -> None:
-    with _start(tmp_path, mode, gradient_accumulation_steps=4) as both:
-        for step in range(3):
-            for index in range(4):
-                is_own = index in own
-                backward = (lambda loss: loss.backward()) if is_own else both.engine.backward
-                _micro_batch(both, step, index, backward, calls="engine")
-                both.engine.step()
-            _end(both, step)
-        both.require_equal()
-
-
-@pytest.mark.deep
 def test_fp16_with_a_scaled_loss_and_an_own_backward(tmp_path: Path) -> None:
     # What plain torch halves before backward is halved afterwards here: the same, unless a gradient is below fp16's normal ones.
     scaling = {"fp16": {**_FP16["fp16"], "initial_scale_power": 11}}
@@ -261,14 +246,11 @@ def test_one_backward_through_two_engines_is_divided_once(calls: str, tmp_path: 
 
 
 @pytest.mark.deep(but=2)
+@pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("mode", ["in_backward", "in_backward_bf16", "resident"])
-def test_an_engine_without_an_optimizer_evaluates(mode: str, tmp_path: Path) -> None:
-    """As TRL makes of its reference models."""
-    _evaluates(tmp_path, {**_MODES[mode], "optimizer": None}, requires_grad=True)
-
-
-def test_a_frozen_model_is_evaluated(tmp_path: Path) -> None:
-    _evaluates(tmp_path, {}, requires_grad=False)
+def test_an_engine_without_an_optimizer_evaluates(mode: str, is_frozen: bool, tmp_path: Path) -> None:
+    """As TRL makes of its reference models; and of a model in which nothing is trained."""
+    _evaluates(tmp_path, {**_MODES[mode], "optimizer": None}, requires_grad=not is_frozen)
 
 
 def _evaluates(directory: Path, changes: dict[str, Any], *, requires_grad: bool) -> None:

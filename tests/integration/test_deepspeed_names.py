@@ -178,12 +178,10 @@ def test_the_name_of_the_optimizer(engine: Any, tmp_path: Path) -> None:
     )
 
     assert engine.optimizer_name() == ADAMW_OPTIMIZER and ONEBIT_LAMB_OPTIMIZER in DEEPSPEED_OPTIMIZERS
-    for passed in (torch.optim.SGD, lambda model: torch.optim.SGD(model)):
-        model = nn.Linear(4, 4)
-        optimizer = passed(list(model.parameters())) if passed is not torch.optim.SGD else passed
-        other, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=everything_on_nvme(tmp_path))
-        with other:
-            assert other.optimizer_name() == "SGD"
+    model = nn.Linear(4, 4)
+    config = everything_on_nvme(tmp_path)
+    with deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0] as other:
+        assert other.optimizer_name() == "SGD"
 
 
 @pytest.mark.deep
@@ -252,10 +250,6 @@ def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monke
     assert timer.elapsed() == 0
     with pytest.raises(RuntimeError, match="'read' does not run"):
         timer.stop()
-    timer.start()
-    with pytest.raises(RuntimeError, match="'read' runs already"):
-        timer.start()
-    assert timer.elapsed() > 0 and timer.elapsed(reset=False) > 0
     if not engine.monitor.enabled:
         engine.monitor.write_events([("Train/loss", 1.0, engine.global_samples)])
     assert not engine.flops_profiler_enabled() and engine.get_sequence_parallel_group() is None
@@ -318,22 +312,14 @@ def test_the_engine_that_has_the_model_evaluates_where_nothing_is_trained(engine
 
 def test_the_loader_shuffles_as_deepspeeds(tmp_path: Path) -> None:
     data = torch.arange(20.0).reshape(10, 2)
-    engine, _, loader, _ = deepspeed.initialize(
-        model=nn.Linear(2, 2),
-        config=everything_on_nvme(tmp_path, {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}),
-        training_data=data,
-    )
+    config = everything_on_nvme(tmp_path, {"train_micro_batch_size_per_gpu": 3})
+    engine, _, loader, _ = deepspeed.initialize(model=nn.Linear(2, 2), config=config, training_data=data)
     with engine:
-        state = torch.get_rng_state()
         # What DeepSpeedDataLoader passes to torch's DistributedSampler: its order for one process, by a seed of its own.
-        order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
-        for _ in range(2):
+        for epoch in (0, 0, 1):
+            loader.data_sampler.set_epoch(epoch)
+            order = torch.randperm(10, generator=torch.Generator().manual_seed(epoch))
             assert torch.equal(torch.cat(list(loader)), data[order])
-        torch.set_rng_state(state)
-        loader.data_sampler.set_epoch(1)
-        assert torch.equal(
-            torch.cat(list(loader)), data[torch.randperm(10, generator=torch.Generator().manual_seed(1))]
-        )
         assert [len(batch) for batch in loader] == [3, 3, 3, 1]
         assert torch.equal(torch.cat(list(engine.deepspeed_io(data, batch_size=5, route="eval"))), data)
         assert torch.equal(torch.cat(list(engine.deepspeed_io(data, data_sampler=[1, 0]))), data[[1, 0]])

@@ -75,45 +75,24 @@ def _arguments(*words: str) -> Any:
 
 
 def _cifar_config(args: Any, directory: Path) -> dict[str, Any]:
-    config = {
+    adam = {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}
+    warmup = {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}
+    zero = {"stage": args.stage, "allgather_partitions": True, "allgather_bucket_size": 50000000, "overlap_comm": True}
+    if args.stage == 3:
+        nvme = {"device": "nvme", "nvme_path": str(directory)}
+        zero |= {"offload_param": nvme, "offload_optimizer": nvme}
+    return {
         "train_batch_size": 16,
         "steps_per_print": 2000,
-        "optimizer": {
-            "type": "Adam",
-            "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
-        },
+        "optimizer": {"type": "Adam", "params": adam},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
         "bf16": {"enabled": args.dtype == "bf16"},
-        "fp16": {
-            "enabled": args.dtype == "fp16",
-            "fp16_master_weights_and_grads": False,
-            "loss_scale": 0,
-            "loss_scale_window": 500,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
-            "initial_scale_power": 15,
-        },
+        "fp16": {"enabled": args.dtype == "fp16", "loss_scale": 0, "hysteresis": 2, "initial_scale_power": 15},
         "wall_clock_breakdown": False,
-        "zero_optimization": {
-            "stage": args.stage,
-            "allgather_partitions": True,
-            "reduce_scatter": True,
-            "allgather_bucket_size": 50000000,
-            "reduce_bucket_size": 50000000,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "cpu_offload": False,
-        },
+        "zero_optimization": zero,
     }
-    if args.stage == 3:
-        nvme = {"device": "nvme", "nvme_path": str(directory)}
-        config["zero_optimization"] |= {"offload_param": nvme, "offload_optimizer": nvme}  # type: ignore[operator]
-    return config
 
 
 def _cifar(args: Any, directory: Path) -> tuple[list[float], int, dict[str, torch.Tensor]]:

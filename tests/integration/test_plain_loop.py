@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 import infinity
 from infinity.errors import StepError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.twins import Twins
 
 
 def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
@@ -144,71 +146,67 @@ def test_the_passed_optimizer_trains_as_in_plain_torch(
 ) -> None:
     """Torch warns, which is an error here, if a scheduler does not see the optimizer's step come first."""
 
-    def train(model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[list[torch.Tensor], list[float]]:
-        losses = []
+    early: dict[int, Any] = {}
+    extra: dict[Any, nn.Parameter] = {}
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if makes_scheduler_first:
+            early[id(optimizer)] = schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return optimizer
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        scheduler = early.get(id(optimizer)) or schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         for number in range(4):
             if number == 2:
-                extra = nn.Parameter(torch.ones(3))
-                optimizer.add_param_group({"params": [extra], "lr": 0.5})
-                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+                extra[model] = nn.Parameter(torch.ones(3))
+                optimizer.add_param_group({"params": [extra[model]], "lr": 0.5})
+                scheduler = schedules.ExponentialLR(optimizer, 0.5)
             if number == 3:
-                extra.grad = torch.ones(3)
+                extra[model].grad = torch.ones(3)
+
+            def closure(number: int = number) -> Any:
+                loss = _loss(model, number)
+                loss.backward()
+                return loss
+
             optimizer.zero_grad()
-            losses.append(optimizer.step(lambda n=number: _closure(model, n)).detach())
+            losses.append(optimizer.step(closure).detach())
             scheduler.step()
-        return [*losses, extra.detach()], [group["lr"] for group in optimizer.param_groups]
+        losses.append(extra[model].detach())
+        losses.append(torch.tensor([group["lr"] for group in optimizer.param_groups]))
 
-    def _closure(model: nn.Module, number: int) -> torch.Tensor:
-        loss = _loss(model, number)
-        loss.backward()
-        return loss
-
-    def make(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
+    losses: list[torch.Tensor] = []
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
-    twin = copy.deepcopy(model)
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    expected, expected_rates = train(twin, plain, make(plain))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    groups = optimizer.param_groups
-    early = make(optimizer) if makes_scheduler_first else None
-    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
-    engine, returned, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
-    with engine:
-        assert returned is optimizer is engine.optimizer and optimizer.param_groups is groups
-        found, rates = train(model, optimizer, early or make(optimizer))
-        assert engine.global_steps == 4
-        assert all(map(torch.equal, found, expected)) and rates == expected_rates
-        for (name, value), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-            assert torch.equal(value, other), name
-    assert optimizer.param_groups is groups and type(optimizer) is torch.optim.AdamW
+    with Twins(tmp_path, nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8)), make, **changes) as twins:
+        twins.change(train)
+        assert twins.engine.global_steps == 4
+        assert all(torch.equal(a, b) for a, b in zip(losses[:6], losses[6:], strict=True))
+        twins.require_equal(has_states=False)
+        groups = twins.optimizer.param_groups
+    assert twins.optimizer.param_groups is groups and type(twins.optimizer) is torch.optim.AdamW
 
 
 def test_the_passed_optimizer_with_a_gradient_scaler_and_hooks(tmp_path: Path) -> None:
-    model, optimizer, engine = _passed(tmp_path, {})
-    twin = copy.deepcopy(model)
-    twin.load_state_dict(model.state_dict())
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     seen: list[Any] = []
-    with engine:
-        for each in (optimizer, plain):
-            each.register_step_pre_hook(lambda *_: seen.append("step"))
-            each.register_state_dict_post_hook(lambda *_: seen.append("state_dict"))
-        for net, each in ((model, optimizer), (twin, plain)):
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-            for number in range(3):
-                scaler.scale(_loss(net, number)).backward()
-                scaler.unscale_(each)
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-                scaler.step(each)
-                scaler.update()
-                each.zero_grad()
-            each.state_dict()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(lambda *_: seen.append("step"))
+        optimizer.register_state_dict_post_hook(lambda *_: seen.append("state_dict"))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(3):
+            scaler.scale(_loss(model, number)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        optimizer.state_dict()
+
+    with Twins(tmp_path, nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))) as twins:
+        twins.change(train)
         assert seen == ["step", "step", "step", "state_dict"] * 2
-        for value, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
-            assert torch.equal(value, other)
+        twins.require_equal()
 
 
 @pytest.mark.deep(but=1)

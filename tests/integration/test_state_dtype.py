@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,10 @@ def test_every_optimizer(
 @pytest.mark.parametrize(
     "own",
     [
-        {"page_bytes": 36864},
         {"page_bytes": None},
-        {"keep_in_memory": True},
         {"keep_in_memory": True, "host_memory_budget": "600KB"},
         {"update": "deferred", "host_memory_budget": "500KB"},
-        {"update": "step"},
-        {"units": ["Linear"]},
-        {"prefetch": False},
+        {"units": ["Linear"], "prefetch": False},
     ],
     ids=str,
 )
@@ -240,20 +237,15 @@ def test_half_of_the_main_weight_is_not_stored_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("step", [None, torch.tensor(float("nan")), "x"], ids=["none", "nan", "text"])
+@pytest.mark.parametrize("step", [torch.tensor(float("nan")), "x"], ids=["nan", "text"])
 def test_a_state_dict_that_does_not_fit_changes_nothing(step: Any, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_changes(tmp_path, "nvme", "nvme", "remainder")) as both:
         both.engine_step(0)
-        saved = both.optimizer.state_dict()
-        states = {index: dict(entry) for index, entry in saved["state"].items()}
-        for entry in states.values():
+        saved = copy.deepcopy(both.optimizer.state_dict())
+        for entry in saved["state"].values():
             entry["exp_avg"] = entry["exp_avg"] + 1
-        last = states[max(states)]
-        if step is None:
-            del last["step"]
-        else:
-            last["step"] = step
+        saved["state"][max(saved["state"])]["step"] = step
         with pytest.raises(ValueError, match="no usable scalars"):
-            both.optimizer.load_state_dict({**saved, "state": states})
+            both.optimizer.load_state_dict(saved)
         both.engine_step(1)
         both.require_equal()

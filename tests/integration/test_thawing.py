@@ -14,7 +14,7 @@ import infinity
 from infinity.errors import BudgetTooSmallError, ModelError, StepError
 from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
-from tests.exactness.user_edits import MODES, Named, start, take_step
+from tests.exactness.user_edits import MODES, Named, take_step
 from tests.twins import Side, require_same
 
 _NAMES = [fqn for fqn, _ in PLAIN.make("none").named_parameters()]
@@ -29,15 +29,25 @@ def _momentum(params: list[Any]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
 
 
-def _start(tmp_path: Path, mode: str, kind: Callable[[list[Any]], torch.optim.Optimizer] = _adamw) -> Lockstep:
+def _start(
+    tmp_path: Path, changes: dict[str, Any], kind: Callable[[list[Any]], torch.optim.Optimizer] = _adamw
+) -> Lockstep:
+    """Under 16 bits, a frozen parameter is the one that the model has: its main weight begins with that."""
+
     def make(named: Named) -> torch.optim.Optimizer:
         for fqn in _FROZEN:
             named[fqn].requires_grad_(False)
         return kind([param for fqn, param in named.items() if fqn not in _FROZEN])
 
-    both = start(tmp_path, mode, make)
-    for param in (both.reference.model.get_parameter(fqn) for fqn in _FROZEN):
-        param.requires_grad_(False)
+    both = Lockstep.start(
+        tmp_path,
+        changes={"optimizer": None, **changes},
+        reference_optimizer=make,
+        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
+    )
+    for fqn in _FROZEN:
+        param = both.reference.model.get_parameter(fqn).requires_grad_(False)
+        both.reference.main[fqn].data.copy_(param)
     return both
 
 
@@ -49,20 +59,13 @@ def _thaw(both: Lockstep, names: list[str], **options: Any) -> None:
             model.get_parameter(fqn).requires_grad_(True)
 
 
-def _start_from_what_is_seen(both: Lockstep) -> None:
-    """Under 16 bits, a frozen parameter is the one that the model has: its main weight begins with that."""
-    for fqn in _FROZEN:
-        both.reference.main[fqn].data.copy_(both.reference.model.get_parameter(fqn))
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("kind", [_adamw, _momentum])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_frozen_model_is_thawed_group_by_group(
     mode: str, kind: Callable[[list[Any]], torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    with _start(tmp_path, mode, kind) as both:
-        _start_from_what_is_seen(both)
+    with _start(tmp_path, MODES[mode], kind) as both:
         take_step(both, mode, 0)
         half = len(_FROZEN) // 2
         for step, names in enumerate([_FROZEN[half:], _FROZEN[:half]], start=1):
@@ -74,8 +77,7 @@ def test_a_frozen_model_is_thawed_group_by_group(
 
 def test_gradients_and_hooks_of_a_plain_loop_survive(tmp_path: Path) -> None:
     fired: list[int] = []
-    with _start(tmp_path, "step") as both:
-        _start_from_what_is_seen(both)
+    with _start(tmp_path, MODES["step"]) as both:
         last = both.model.get_parameter(_NAMES[-1])
         last.register_post_accumulate_grad_hook(lambda param: fired.append(1))
         both.plain_backward(0)
@@ -135,20 +137,7 @@ _FP16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hy
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, {"gradient_clipping": 0.1}, {"bf16": {"enabled": True}}, {"fp16": _FP16}])
 def test_between_the_micro_batches_of_a_step(changes: dict[str, Any], tmp_path: Path) -> None:
-    def make(named: Named) -> torch.optim.Optimizer:
-        for fqn in _FROZEN:
-            named[fqn].requires_grad_(False)
-        return _adamw([param for fqn, param in named.items() if fqn not in _FROZEN])
-
-    with Lockstep.start(
-        tmp_path,
-        changes={"optimizer": None, "gradient_accumulation_steps": 2, **changes},
-        reference_optimizer=make,
-        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
-    ) as both:
-        for fqn in _FROZEN:
-            both.reference.model.get_parameter(fqn).requires_grad_(False)
-        _start_from_what_is_seen(both)
+    with _start(tmp_path, {"gradient_accumulation_steps": 2, **changes}) as both:
         both.engine_step(0)
         for micro_batch in range(2):
             batch = both.batch(1, micro_batch)

@@ -169,7 +169,7 @@ def test_a_shadow_is_swapped_in_and_out(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("mode", ["in backward", "bf16", "resident"])
-@pytest.mark.parametrize("kind", ["AveragedModel", "EMA", "deepcopy", "foreach"])
+@pytest.mark.parametrize("kind", ["AveragedModel", "EMA", "foreach"])
 def test_averages_follow(kind: str, mode: str, tmp_path: Path) -> None:
     averages: dict[int, Any] = {}
 
@@ -184,10 +184,6 @@ def test_averages_follow(kind: str, mode: str, tmp_path: Path) -> None:
         average = averages[id(model)]
         if kind in ("AveragedModel", "EMA"):
             average.update_parameters(model)
-        elif kind == "deepcopy":
-            with torch.no_grad():
-                for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
-                    mine.mul_(0.5).add_(theirs, alpha=0.5)
         else:
             with torch.no_grad():
                 torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.5)
@@ -259,20 +255,13 @@ def test_two_parameters_do_not_get_one_memory(is_gathered: bool, tmp_path: Path)
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
     with engine, infinity.GatheredParameters(engine.module.parameters(), enabled=is_gathered):
         one, other = (engine.module.get_parameter(f"blocks.{index}.up.weight") for index in (0, 2))
-        values = torch.full(one.shape, 0.25)
-        one.data = values
+        one.data = values = torch.full(one.shape, 0.25)
         message = r"'blocks\.2\.up\.weight' and 'blocks\.0\.up\.weight' would have the same memory.*copy_"
-        for shared in (values, values.view(-1).view(one.shape), one.data, one.detach(), one):
+        for shared in (values, one.data, one):
             with pytest.raises(ModelError, match=message):
                 other.data = shared
-        with torch.no_grad(), pytest.raises(ModelError, match=message):
-            other.set_(one.data)
-        one.data = one.data
-        one.data = values
         other.data = one.data.clone()
-        del values, shared
-        other.data = torch.full(one.shape, 0.5)
-        assert one.eq(0.25).all() and other.eq(0.5).all()
+        assert other.eq(0.25).all()
 
 
 def test_what_is_written_to_an_assigned_tensor_is_an_error(tmp_path: Path) -> None:
