@@ -134,32 +134,6 @@ def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
-def test_a_hook_that_loads_the_weights_of_each_model(tmp_path: Path) -> None:
-    """It gets all models, as accelerate gives them, also that of an engine."""
-    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
-    teacher = network()
-    accelerator.prepare(teacher)
-    _, student = losses_of(accelerator, steps=1)
-    accelerator.save_state(str(tmp_path / "state"))
-    expected = student.state_dict()
-    with torch.no_grad():
-        teacher[0].weight.zero_()
-    accelerator.backward(student(torch.ones(1, 8)).sum())
-    accelerator._optimizers[0].step()
-    seen = []
-
-    def load(models: list[Any], directory: str) -> None:
-        seen.extend(models)
-        models.remove(teacher)
-
-    accelerator.register_load_state_pre_hook(load)
-    accelerator.load_state(str(tmp_path / "state"))
-    assert seen == [teacher, student]
-    assert all(torch.equal(value, expected[name]) for name, value in student.state_dict().items())
-    assert not teacher[0].weight.any()  # which the hook has kept for itself
-    accelerator.engine.close()
-
-
 @pytest.mark.deep
 def test_a_durable_run_needs_a_state_of_the_script(tmp_path: Path) -> None:
     config = on_nvme(tmp_path / "nvme")

@@ -67,47 +67,6 @@ def test_numbers_that_a_library_would_have_put_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-def test_loader_from_training_data_with_collate_function(tmp_path: Path) -> None:
-    data = [make_batch(index) for index in range(8)]
-
-    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        return {key: torch.cat([sample[key] for sample in samples]) for key in samples[0]}
-
-    changes = {"train_micro_batch_size_per_gpu": 2}
-    with Lockstep.start(
-        tmp_path, changes=changes, arguments=lambda _: {"training_data": data, "collate_fn": collate}
-    ) as both:
-        assert len(both.loader) == 4
-        num_batches = 0
-        for batch in both.loader:
-            assert batch["tokens"].shape[0] == 4
-            expected = both.reference.forward(batch)
-            both.reference.backward(expected)
-            both.reference.step()
-            loss = both.engine(**batch)
-            both.engine.backward(loss)
-            both.engine.step()
-            both.note(f"loss {num_batches}", expected, loss)
-            num_batches += 1
-        assert num_batches == 4
-        both.require_equal()
-
-
-def test_boundaries_and_counters(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 3}) as both:
-        engine, boundaries, steps = both.engine, [], []
-        for micro_batch in range(6):
-            loss = engine(**both.batch(0, micro_batch % 3))
-            boundaries.append(engine.is_gradient_accumulation_boundary())
-            engine.backward(loss)
-            engine.step()
-            steps.append(engine.global_steps)
-        assert boundaries == [False, False, True] * 2
-        assert steps == [0, 0, 1, 1, 1, 2]
-        assert engine.gradient_accumulation_steps() == 3
-
-
-@pytest.mark.deep
 def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
     """Somebody who forgets no_grad wastes memory and nothing else."""
     with Lockstep.start(tmp_path) as both:

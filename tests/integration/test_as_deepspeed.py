@@ -258,24 +258,6 @@ def test_deepspeeds_command_is_infinitys_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], ""),
-        (["--num_gpus=1", "train.py"], "'--num_gpus=1' comes before the script"),
-        (["no_such_file.py"], "there is no file 'no_such_file.py'"),
-        (["-m", "no.such"], "there is no module 'no.such'"),
-    ],
-)
-def test_what_cannot_be_run_is_told(words: list[str], told: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "infinity.as_deepspeed", *words], cwd=_ROOT, capture_output=True, text=True
-    )
-    assert (done.returncode, told in done.stderr, "usage:" in done.stderr) == (1, True, True)
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.deep
 def test_several_processes_of_srun_do_not_train_alone() -> None:
     """What is set here for a single process must not hide that there are several."""
     code = "import infinity.as_deepspeed, deepspeed; deepspeed.init_distributed()"

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import CheckpointError, EngineClosedError, StorageError
+from infinity.errors import CheckpointError, StorageError
 from tests.exactness.lockstep import BF16, IN_MEMORY
-from tests.forked import require_in_child
 from tests.integration.test_checkpoints import steps_of, training
 from tests.internals import BackgroundSave, Checkpoint, Saving
 from tests.waiting import wait_until
@@ -84,22 +83,6 @@ def test_what_is_saved_is_the_step_of_the_call(mode: str, held: _Held, tmp_path:
         assert _contents(saved / "meanwhile") == _contents(saved / "at once")
         engine.load_checkpoint(saved)
         assert steps_of(engine, 2, 3) == losses
-
-
-def test_a_forked_child_does_not_wait_for_what_its_parent_saves(held: _Held, tmp_path: Path) -> None:
-    with training(tmp_path / "drive", BF16) as engine:
-        steps_of(engine, 0)
-        engine.save_checkpoint(tmp_path / "saved", blocking=False)
-
-        def is_refused() -> bool:
-            with pytest.raises(EngineClosedError):
-                engine.wait_for_checkpoint()
-            return True
-
-        require_in_child(is_refused)
-        held.let_go()
-        engine.wait_for_checkpoint()
-    assert Checkpoint.open(tmp_path / "saved").verify()
 
 
 @pytest.mark.deep

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 
 import infinity
 from infinity.errors import ModelError
-from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, make_batch
 from tests.exactness.shapes.blocks import WIDTH, Block
 from tests.twins import Side, Twins, config_for, require_same
 
@@ -100,30 +100,6 @@ def test_a_model_may_change_between_steps(
         side.note(side.loss(7), *side.model.state_dict().values())
 
     require_same(scenario, tmp_path, mode)
-
-
-def test_replaced_parameters_are_in_no_checkpoint_and_the_states_of_their_group_are(tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    engine, optimizer, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-
-    def step(number: int) -> None:
-        engine.backward(engine(**make_batch(number)))
-        engine.step()
-
-    with engine:
-        step(0)
-        _tie(model)
-        step(1)
-        assert engine.save_checkpoint(tmp_path / "saved")
-        before = copy.deepcopy(optimizer.state_dict()["state"])
-        step(2)
-        after = {name: value.clone() for name, value in model.state_dict().items()}
-        engine.load_checkpoint(tmp_path / "saved")
-        found = optimizer.state_dict()["state"]
-        assert before.keys() == found.keys()
-        assert all(torch.equal(before[key]["exp_avg"], found[key]["exp_avg"]) for key in before)
-        step(2)
-        assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.deep(but=1)

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import infinity
 from infinity.deepspeed.contents import checkpointing
 from infinity.errors import ConfigError
-from tests.exactness.lockstep import everything_on_nvme
 
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
@@ -102,31 +100,3 @@ def test_what_does_not_go_together_is_refused() -> None:
     checkpointing.reset()
     with pytest.raises(ConfigError, match="profile"):
         checkpointing.configure(None, BASE | {"activation_checkpointing": {"profile": "perhaps"}})
-
-
-@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
-def test_around_blocks_of_a_model(name: str, tmp_path: Path) -> None:
-    checkpointing.configure(None, checkpoint_in_cpu=True)
-
-    class Model(nn.Module):
-        def __init__(self, call: Any) -> None:
-            super().__init__()
-            self.call = call
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = self.call(block, x)
-            return x.square().mean()
-
-    found = []
-    for call in (lambda block, x: block(x), getattr(checkpointing, name)):
-        torch.manual_seed(0)
-        model = Model(call)
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-        with engine:
-            for _ in range(2):
-                engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
-                engine.step()
-            found.append({name: value.clone() for name, value in engine.module.state_dict().items()})
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])

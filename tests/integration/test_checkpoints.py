@@ -158,19 +158,6 @@ def test_the_loss_scale_goes_with_the_optimizer(tmp_path: Path) -> None:
         assert engine.loss_scale() == 32
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    "before", [{}, BF16, {"fp16": {"enabled": True, "loss_scale": 2}}], ids=["fp32", "bf16", "fixed"]
-)
-def test_a_loss_scale_that_no_run_has_found_is_not_taken_over(before: dict[str, Any], tmp_path: Path) -> None:
-    with training(tmp_path / "drive", before) as engine:
-        steps_of(engine, 0)
-        engine.save_checkpoint(tmp_path / "saved")
-    with training(tmp_path / "drive", {"fp16": {"enabled": True, "initial_scale_power": 4}}, seed=1) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
-        assert (engine.loss_scale(), engine.global_steps) == (16, 1)
-
-
 def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.internals import publish
 

@@ -109,21 +109,6 @@ def test_weights_are_not_given_back_when_that_is_not_wanted(tmp_path: Path) -> N
         both.model(**make_batch(0))
 
 
-def test_restored_weights_train_on_in_plain_torch_and_in_a_new_engine(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        both.engine.close(restore_weights=True)
-    model = both.model
-    for fqn, param in model.named_parameters():
-        assert type(param) is nn.Parameter
-        assert torch.equal(param, both.reference.model.get_parameter(fqn)), fqn
-    model(**make_batch(1)).backward()
-    model.zero_grad()
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
-        assert torch.equal(engine(**make_batch(1)), both.reference.forward(make_batch(1)))
-
-
 def test_an_engine_that_is_dropped_leaves_nothing_behind(tmp_path: Path) -> None:
 
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))

@@ -197,22 +197,3 @@ def test_a_copy_of_a_paged_model_can_be_compiled_whole_and_exported(tmp_path: Pa
         assert torch.equal(compiled(x), wanted)
         exported = torch.export.export(twin, (x,)).module()
         assert torch.equal(exported(x), wanted)
-
-
-@pytest.mark.deep
-def test_a_copy_of_a_compiled_model_is_a_model_of_its_own(tmp_path: Path) -> None:
-    model = Model()
-    _each_block(model, "eager")
-    with Twins(tmp_path, model, is_tight=True) as twins:
-        engine = twins.engine
-        engine.backward(engine(*_batch(0)))
-        engine.step()
-        twin: Any = copy.deepcopy(model)
-        with torch.no_grad():
-            before = twin(*_batch(1))
-            for parameter in twin.layers.parameters():
-                parameter.zero_()
-            assert not torch.equal(twin(*_batch(1)), before)
-        engine.close(restore_weights=True)
-    assert all(layer._compiled_call_impl is not None and "forward" not in layer.__dict__ for layer in model.layers)
-    assert "compile" not in model.__dict__

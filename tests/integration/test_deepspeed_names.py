@@ -409,19 +409,6 @@ def test_what_deepspeed_says_of_itself(tmp_path: Path, caplog: pytest.LogCapture
     assert "DeepSpeed info: version=0.19.8" in caplog.text
 
 
-def test_messages_of_scripts(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from infinity.deepspeed.runtime.utils import see_memory_usage  # type: ignore[import-not-found]
-    from infinity.deepspeed.utils import log_dist
-
-    monkeypatch.setattr(logger, "propagate", True)
-    log_dist("one", ranks=[0])
-    log_dist("two", ranks=[1])
-    see_memory_usage("three")
-    see_memory_usage("four", force=True)
-    lines = caplog.messages
-    assert lines[0] == "[Rank 0] one" and len(lines) == 2 and lines[1].startswith("four: GPU")
-
-
 def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
     from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]

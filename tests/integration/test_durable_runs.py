@@ -360,18 +360,6 @@ def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCap
             everything(engine)
 
 
-def test_a_commit_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swapper.volumes.run_directory.FORMAT", 3)
-    with training(tmp_path / "drive", BF16, Model()) as engine:
-        train(engine, 1)
-    monkeypatch.undo()
-    refused = pytest.raises(
-        StorageError, match=r"has format 3, written by infinity \S+, and this version knows format 2"
-    )
-    with refused, training(tmp_path / "drive", BF16, Model()):
-        pass
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     for change, match in [
         ({"zero_optimization": {"offload_param": {"device": "cpu", "nvme_path": None}}}, "offload_param.device"),

@@ -16,8 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ModelError
-from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import Lockstep, everything_on_nvme
 from tests.waiting import wait_until
 
 
@@ -65,20 +64,6 @@ def test_it_is_a_module_with_the_models_content(both: Lockstep) -> None:
     assert repr(model).splitlines()[1].strip() in repr(engine)
     assert "blocks" in dir(engine)
     assert engine.get_parameter("embedding.weight") is model.get_parameter("embedding.weight")
-
-
-def test_state_dicts_have_the_models_names_and_weights(both: Lockstep) -> None:
-    both.engine_step(0)
-    expected = {name: value.clone() for name, value in both.reference.model.state_dict().items()}
-    found = both.engine.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    zeros = {name: torch.zeros_like(value) for name, value in expected.items()}
-    both.engine.load_state_dict(zeros)
-    assert not any(value.any() for value in both.engine.state_dict().values())
-    both.engine.load_state_dict(expected)
-    both.engine_step(1)
-    both.require_equal()
 
 
 def test_attributes_come_from_the_model_where_the_engine_has_none(tmp_path: Path) -> None:
@@ -163,14 +148,3 @@ def test_an_engine_on_a_submodule(tmp_path: Path) -> None:
                 each.zero_grad()
         found = model.state_dict()
         assert all(torch.equal(found[name], value) for name, value in twin.state_dict().items())
-
-
-def test_the_config_is_a_mapping(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path)
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-    with engine:
-        assert engine.config.get("zero_optimization", {}).get("stage") == 3
-        assert dict(engine.config) == config
-        assert "fp16" not in engine.config
-        assert engine.config.gradient_accumulation_steps == 1
-        assert not torch.isnan(loss_of(engine(**make_batch(0))))

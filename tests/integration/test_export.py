@@ -254,22 +254,6 @@ def test_kinds_of_adapters(
         assert found == expected
 
 
-def test_adapters_that_transformers_adds_are_saved_alone(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = _llama(is_tied=False)
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
-    model.save_pretrained(tmp_path / "theirs")
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
-        engine.save_pretrained(tmp_path / "ours")
-        engine.save_16bit_model(tmp_path / "16bit")
-    for name in ("ours", "16bit"):
-        files = [{path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in (name, "theirs")]
-        assert files[0] == files[1]
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_a_peft_model_that_trains_more_than_adapters_is_refused(tmp_path: Path) -> None:
     drive = tmp_path / "drive"

@@ -134,20 +134,6 @@ def zeros_in_place_of_none(side: Side) -> None:
 
 
 @_scenario
-def gradients_that_are_held_become_zero_and_stay_the_gradients(side: Side) -> None:
-    side.loss(0).backward()
-    held = [parameter.grad for parameter in side.parameters[::3]]
-    for number in range(1, 3):
-        side.optimizer.step()
-        side.optimizer.zero_grad(set_to_none=False)
-        side.note(*held)
-        side.loss(number).backward()
-        side.note(*held)
-        held[0].mul_(2.0)
-    _finish(side)
-
-
-@_scenario
 def hooks_after_accumulation_that_write(side: Side) -> None:
     def halve(parameter: torch.Tensor) -> None:
         parameter.grad.mul_(0.5)
@@ -368,25 +354,6 @@ def gradients_that_are_assigned_before_the_engines_step(side: Side) -> None:
 )
 def test_as_in_plain_torch(name: str, mode: str, tmp_path: Path) -> None:
     require_same(_SCENARIOS[name], tmp_path, mode)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("mode", ["smallest", "roomy"])
-def test_a_gradient_looks_as_in_plain_torch(mode: str, tmp_path: Path) -> None:
-    def scenario(side: Side) -> None:
-        side.loss(0).backward()
-        for parameter in side.parameters:
-            gradient = parameter.grad
-            assert gradient is parameter.grad
-            assert isinstance(gradient, torch.Tensor) and not isinstance(gradient, nn.Parameter)
-            assert gradient.shape == parameter.shape
-            assert gradient.dtype == parameter.dtype
-            assert gradient.device == parameter.device
-            assert gradient.stride() == parameter.stride()
-            assert gradient.is_leaf and not gradient.requires_grad
-        _finish(side)
-
-    require_same(scenario, tmp_path, mode)
 
 
 class _Reversible(torch.autograd.Function):

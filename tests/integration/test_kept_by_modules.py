@@ -13,7 +13,6 @@ from torch import nn
 import infinity
 from infinity.errors import ModelError
 from tests.exactness.lockstep import everything_on_nvme
-from tests.twins import Twins
 
 
 class Model(nn.Module):
@@ -171,29 +170,3 @@ def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
         found = weights(engine)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
-
-
-class Derived(Model):
-    """Keeps what it computes of its weight until that changes, by torch's count of writes."""
-
-    kept: tuple[int, torch.Tensor] | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        count = self.layer.weight._version
-        if self.kept is None or self.kept[0] != count:
-            self.kept = count, self.layer.weight.detach().abs().sum()
-        return super().forward(x) * self.kept[1]
-
-
-@pytest.mark.parametrize("update", ["step", "deferred", "in_backward"])
-def test_a_step_counts_as_a_write(update: str, tmp_path: Path) -> None:
-    def make(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-
-    with Twins(tmp_path, Derived(), make, infinity={"update": update}) as twins:
-        for step in range(4):
-            x = torch.full((2, 4), step + 1.0)
-            twins.step(lambda model, x=x: model(x).square().mean(), by_hand=True)
-        with torch.no_grad():
-            twins.change(lambda model, _: model.layer.weight.mul_(0.5))
-        assert torch.equal(twins.model(x), twins.plain(x))

@@ -16,7 +16,6 @@ from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageab
 from tests.exactness.lockstep import BF16, IN_MEMORY, PLAIN, SHAPES_BY_NAME, Lockstep, make_batch
 from tests.exactness.optimizers import parameter_groups
 from tests.internals import BY_NAME
-from tests.states import state_of
 from tests.twins import Twins
 
 Named = Mapping[str, nn.Parameter]
@@ -264,40 +263,6 @@ def test_torchs_muon(tmp_path: Path) -> None:
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
             twins.step(lambda model, x=x: model(x).square().mean())
         twins.require_equal()
-
-
-def test_many_micro_batches_go_through_a_unit_together(tmp_path: Path) -> None:
-    with _lockstep(
-        tmp_path,
-        _OPTIMIZERS["Lamb"],
-        "plain",
-        {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}},
-    ) as both:
-        for step in range(2):
-            both.batch_step(step)
-        both.require_equal()
-
-
-@pytest.mark.deep
-def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    make = _OPTIMIZERS["NovoGrad"]
-    with _lockstep(tmp_path / "drive", make, "plain", {}) as both:
-        both.engine_step(0)
-        both.engine.save_checkpoint(tmp_path / "saved")
-        both.engine_step(1)
-        expected = _states(both)
-    with _lockstep(tmp_path / "other drive", make, "plain", IN_MEMORY) as both:
-        both.engine.load_checkpoint(tmp_path / "saved")
-        both.engine_step(1)
-        assert _states(both) == expected
-
-
-def _states(side: Lockstep) -> dict[str, bytes]:
-    return {
-        f"{fqn} {name}": torch.as_tensor(value).numpy().tobytes()
-        for fqn, param in side.model.named_parameters()
-        for name, value in state_of(side.engine, param).items()
-    }
 
 
 @pytest.mark.parametrize(

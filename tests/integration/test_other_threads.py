@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import infinity
-from infinity.errors import EngineBusyError, EngineClosedError
+from infinity.errors import EngineBusyError
 from infinity.threads import engine_lock
 from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import Lockstep, make_batch, with_smallest_budget
 from tests.exactness.shapes.blocks import Block, Net, token_batch
-from tests.forked import require_in_child
 from tests.states import state_of
 
 _NAMES = ("blocks.0.up.weight", "blocks.2.down.weight", "head.weight", "embedding.weight")
@@ -250,37 +249,6 @@ def test_a_state_dict_of_two_steps_is_an_error(tmp_path: Path) -> None:
             collecting.result()
         handle.remove()
         assert pool.submit(both.model.state_dict).result().keys() == both.reference.model.state_dict().keys()
-        both.require_equal()
-
-
-@pytest.mark.parametrize("mode", ["in memory", "in backward"])
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_forked_child_is_told_whose_the_weights_are(is_open: bool, mode: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:
-        weight = both.model.head.weight
-
-        def is_refused() -> bool:
-            for read in (
-                weight.clone,
-                lambda: both.model(**both.batch(0)),
-                lambda: both.engine(**both.batch(0)),
-                lambda: both.engine.train_batch(iter([both.batch(0)])),
-                both.model.state_dict,
-                both.engine.flush,
-            ):
-                try:
-                    read()
-                except EngineClosedError:
-                    continue
-                return False
-            return True
-
-        if is_open:
-            with infinity.GatheredParameters([weight]):
-                require_in_child(is_refused)
-        else:
-            require_in_child(is_refused)
-        both.engine_step(0)
         both.require_equal()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,19 +180,6 @@ def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
         parameter.set_(torch.ones(3))
 
 
-@pytest.mark.deep
-def test_a_whole_model_can_be_copied_and_saved(both: Lockstep) -> None:
-    file = io.BytesIO()
-    torch.save(both.model, file)
-    file.seek(0)
-    batch = make_batch(3)
-    with torch.no_grad():
-        expected = both.reference.model(**batch)
-        for model in (copy.deepcopy(both.model), torch.load(file, weights_only=False)):
-            assert torch.equal(model(**batch), expected)
-            assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-
-
 def test_views_look_at_the_weights_that_closing_gives_back(tmp_path: Path) -> None:
     model = PLAIN.make("none")
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
@@ -215,23 +201,6 @@ def test_a_parameter_prints_between_backward_and_step(tmp_path: Path) -> None:
         text = repr(both.model.get_parameter(_NAME))
         assert text.startswith("Parameter containing:") and "size=(104, 24)" in text and "engine.step()" in text
         both.engine.step()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("changes", [{}, BF16])
-def test_gathered_parameters_show_the_true_weights(changes: dict[str, Any], tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        for step in range(2):
-            both.engine_step(step)
-            expected = dict(both.reference.model.named_parameters())
-            with infinity.GatheredParameters(both.model.parameters()):
-                for fqn, param in both.model.named_parameters():
-                    assert torch.equal(param, expected[fqn]), fqn
-        one = both.model.blocks[1].up.weight
-        with infinity.GatheredParameters(one), infinity.GatheredParameters([one], modifier_rank=None):
-            assert torch.equal(one, expected["blocks.1.up.weight"])
-        both.engine_step(2)
-        both.require_equal()
 
 
 def test_an_exception_in_a_gathered_block_leaves_training_possible(tmp_path: Path) -> None:

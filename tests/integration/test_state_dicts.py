@@ -162,20 +162,6 @@ def test_optimizer_state_dict_has_torchs_layout_and_is_lazy(tmp_path: Path) -> N
             assert all(torch.equal(torch.as_tensor(gathered[key]), entries[key]) for key in entries)
 
 
-def test_optimizer_state_dict_goes_through_pickle_into_plain_torch(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    with Lockstep.start(drive) as both:
-        both.engine_step(0)
-        torch.save(both.optimizer.state_dict(), tmp_path / "optimizer.pt")
-        loaded = torch.load(tmp_path / "optimizer.pt", weights_only=False)
-        plain = torch.optim.AdamW([nn.Parameter(main.detach().clone()) for main in both.reference.main.values()])
-        plain.load_state_dict(loaded)
-        expected = both.reference.optimizer.state_dict()["state"]
-        for index, entries in plain.state_dict()["state"].items():
-            assert all(torch.equal(entries[key], expected[index][key]) for key in expected[index])
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("changes", [{}, BF16])
 def test_optimizer_state_is_loaded_from_plain_torch(changes: dict[str, Any], tmp_path: Path) -> None:

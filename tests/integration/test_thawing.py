@@ -12,10 +12,8 @@ from torch import nn
 
 import infinity
 from infinity.errors import BudgetTooSmallError, ModelError, StepError
-from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.exactness.user_edits import MODES, Named, take_step
-from tests.twins import Side, require_same
 
 _NAMES = [fqn for fqn, _ in PLAIN.make("none").named_parameters()]
 _FROZEN = _NAMES[:-3]
@@ -173,49 +171,6 @@ def test_not_in_the_midst_of_things(moment: str, tmp_path: Path) -> None:
             handle.remove()
         optimizer.add_param_group(group)
         _train(engine, 2)
-
-
-class _Chain(nn.Sequential):
-    """Of layers of which the first two are frozen."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(8, 8) for _ in range(5)))
-        for layer in list(self)[:2]:
-            layer.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).square().mean()
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("mode", ["roomy", "resident"])
-def test_a_model_whose_layers_have_changed(mode: str, at_once: bool, tmp_path: Path) -> None:
-    """A new layer stays an ordinary one; a frozen one may have gone."""
-
-    def scenario(side: Side) -> None:
-        for number in range(2):
-            side.backward(side.loss(number))
-            side.engine_step()
-        model: Any = side.model
-        del model[1]
-        torch.manual_seed(4)
-        model.append(nn.Linear(8, 8))
-        groups = [list(model[-1].parameters()), list(model[0].requires_grad_(True).parameters())]
-        for group in [[*groups[0], *groups[1]]] if at_once else groups:
-            side.optimizer.add_param_group({"params": group, "lr": 2e-2})
-        kept = {name: value.clone() for name, value in model.state_dict().items()}
-        for number in range(2, 4):
-            side.backward(side.loss(number))
-            side.engine_step()
-        side.note(*model.state_dict().values())
-        model.load_state_dict(kept)
-        side.backward(side.loss(4))
-        side.engine_step()
-
-    case = Case("chain", lambda checkpointing: _Chain(), lambda draw: {"x": draw.floats(2, 8)}, False)
-    make = lambda named: _adamw([param for param in named.values() if param.requires_grad])  # noqa: E731
-    require_same(scenario, tmp_path, mode, case=case, optimizer=make)
 
 
 def test_a_durable_run_wants_it_in_a_group_from_the_start(tmp_path: Path) -> None:

@@ -248,38 +248,3 @@ def test_what_needs_the_whole_weight_is_refused_by_name(tmp_path: Path) -> None:
             assert nn.functional.linear(x, weight).shape == (2, _VOCABULARY)
             with pytest.raises(IndexError):
                 engine.module.embed(torch.tensor([_VOCABULARY]))
-
-
-@pytest.mark.deep
-def test_a_tiled_weight_that_comes_into_the_groups_later_is_trained(tmp_path: Path) -> None:
-    def model() -> nn.Module:
-        made = _Model(is_tied=False)
-        made.head.requires_grad_(False)
-        return made
-
-    def train(changes: dict[str, Any]) -> tuple[list[Tensor], Any]:
-        made = model()
-        weight = made.head.weight
-        with _engine(tmp_path, changes, made) as engine:
-            losses = _train(engine, stop=1)
-            made.head.requires_grad_(True)
-            engine.optimizer.add_param_group({"params": [weight, made.head.bias], "lr": 1e-2})
-            return losses + _train(engine, 1, 3), engine.module.state_dict()
-
-    (whole, expected), (tiled, found) = train({}), train(_TILED)
-    torch.testing.assert_close(tiled, whole, rtol=1e-3, atol=1e-4)
-    assert not torch.equal(expected["head.weight"], model().state_dict()["head.weight"])
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.deep
-def test_vertical_steps(tmp_path: Path) -> None:
-    own = {"gradient_accumulation_steps": 2}
-    found = []
-    for schedule in ("ordinary", "vertical"):
-        with _engine(tmp_path, {**own, "infinity": {"tile_above": "32KiB", "schedule": schedule}}) as engine:
-            data = iter([_tokens(number) for number in range(4)])
-            found.append(torch.stack([engine.train_batch(data) for _ in range(2)]))
-            assert engine.report.schedule == schedule
-    assert torch.equal(*found)

@@ -154,25 +154,6 @@ def test_participants_beside_a_gpu_answer_one_by_one_and_who_is_missing_is_said(
     assert [each.name for each in nvme_dir.iterdir()] == ["answers.jsonl"]
 
 
-@pytest.mark.deep
-def test_calls_are_counted_and_come_out_the_same_twice() -> None:
-    """What the main thread calls depends on the step alone, but for waits that a busy machine adds."""
-    found = []
-    for _ in range(2):
-        answer = subprocess.run(
-            [sys.executable, "tools/count_calls.py", "--blocks", "3", "--json"],
-            cwd=_ROOT,
-            capture_output=True,
-            check=True,
-        )
-        found.append(json.loads(answer.stdout))
-    first, second = found
-    assert first["units"] == second["units"] == 5
-    assert first["transfers"] == second["transfers"] > first["units"]
-    main = [each["calls"]["main thread"] for each in found]
-    assert abs(main[0] - main[1]) < 0.05 * main[0], main
-
-
 def test_lines_of_code_are_counted_without_docstrings_comments_and_blanks(
     tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:

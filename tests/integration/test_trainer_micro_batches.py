@@ -268,15 +268,3 @@ def test_what_would_differ_goes_one_after_the_other(train: Any, base: Any, make:
     assert_same(found, expected)
     for report in found[2]:
         assert (report.schedule, reason in report.schedule_reason) == ("ordinary", True), report.schedule_reason
-
-
-@pytest.mark.deep
-def test_an_error_of_the_loss(train: Any) -> None:
-    class Failing(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 1:
-                raise ZeroDivisionError("its own")
-            return super().compute_loss(*args, **kwargs)
-
-    with pytest.raises(ZeroDivisionError, match="its own"):
-        train(Failing, _llama(), "auto")

@@ -290,34 +290,6 @@ def test_a_buffer_that_is_written_to_later_is_noticed(tmp_path: Path) -> None:
         both.require_equal()
 
 
-_DRAWS: list[float] = []
-
-
-class DrawsInBlock(Block):
-    """Drops itself by Python's and NumPy's generators, as libraries for data do it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        _DRAWS.append(random.random() + np.random.rand())
-        return super().forward(x) if _DRAWS[-1] < 1.3 else x
-
-
-def test_what_blocks_draw_from_python_and_numpy_is_drawn_again(tmp_path: Path) -> None:
-    random.seed(5)
-    np.random.seed(6)
-    with Lockstep.start(tmp_path, case=Case("draws", _net(Net, DrawsInBlock), token_batch), changes=_VERTICAL) as both:
-        for step in range(3):
-            _DRAWS.clear()
-            both.engine.train_batch(iter([both.batch(step, index) for index in range(3)]))
-            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
-            forward, again = _DRAWS[:9], _DRAWS[9:]
-            assert len(set(forward)) == 9
-            assert sorted(again) == sorted(draw for draw in forward if draw < 1.3), (
-                "as those that were not dropped drew"
-            )
-            following = random.random()
-            assert following not in _DRAWS
-
-
 class ChangesHisMind(Net):
     """Suitable until the third step, in which a block computes something else the second time."""
 
@@ -528,58 +500,4 @@ def test_a_hook_for_an_accumulated_gradient(tmp_path: Path) -> None:
         assert "hook for its accumulated gradient" in both.engine.report.schedule_reason
         handle.remove()
         _train(both, "vertical", num_steps=1, first=2)
-        both.require_equal()
-
-
-class WritesMaskLater(Net):
-    """Writes to what an earlier block was given, when a token says so."""
-
-    writes = False
-
-    def body(self, x: Tensor) -> Tensor:
-        mask = torch.linspace(0, 1, x.shape[-1]).expand_as(x).clone()
-        for index, block in enumerate(self.blocks):
-            x = block(x, mask)
-            if index == 1 and self.writes:
-                mask.mul_(-3.0)
-        return x
-
-
-class MaskedBlock(Block):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x * 2 + mask)
-
-
-@pytest.mark.parametrize("spills", [False, True])
-def test_an_input_that_has_left_memory_is_written_to(spills: bool, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, case=_case(WritesMaskLater, MaskedBlock), changes=_VERTICAL) as both:
-        if spills:
-            object.__setattr__(both.engine._vertical._on, "activation_bytes", 0)
-        _train(both, "vertical", num_steps=2)
-        WritesMaskLater.writes = True
-        try:
-            _train(both, "ordinary", num_steps=2, first=2)
-        finally:
-            WritesMaskLater.writes = False
-        both.require_equal()
-        assert "written to after the block has used it" in both.engine.report.schedule_reason
-
-
-class Conjugated(Net):
-    def body(self, x: Tensor) -> Tensor:
-        values = torch.complex(x, x.flip(-1))
-        for block in self.blocks:
-            values = block(values).conj()
-        return values.real + values.imag
-
-
-class ComplexBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.complex(super().forward(x.real), super().forward(x.imag))
-
-
-def test_a_conjugated_input_beyond_the_budget(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, case=_case(Conjugated, ComplexBlock), changes=_VERTICAL) as both:
-        object.__setattr__(both.engine._vertical._on, "activation_bytes", 0)
-        _train(both, "vertical")
         both.require_equal()

@@ -164,30 +164,6 @@ def test_arguments_and_results_of_all_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-def test_evaluation_between_steps_and_a_changed_number_of_threads(tmp_path: Path) -> None:
-    num_threads = torch.get_num_threads()
-    try:
-        with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
-            for step in range(4):
-                torch.set_num_threads(1 + step % 2)
-                both.batch_step(step)
-                assert both.engine.report.schedule == "vertical"
-                both.model.eval()
-                both.reference.model.eval()
-                with torch.no_grad():
-                    both.note(
-                        f"evaluation {step}",
-                        both.reference.forward(both.batch(step + 30)),
-                        both.engine(**both.batch(step + 30)),
-                    )
-                both.model.train()
-                both.reference.model.train()
-            both.require_equal()
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-@pytest.mark.deep
 def test_both_orders_in_turn(tmp_path: Path) -> None:
     """The engine's own loop and train_batch, on one engine."""
     with Lockstep.start(tmp_path, changes={**_VERTICAL, "gradient_clipping": 0.1}) as both:
