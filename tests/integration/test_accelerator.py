@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, StepError
 from infinity.integrations.accelerate import InfinityAccelerator
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import PLAIN, everything_on_nvme
 from tests.stand_in.overflowing import OVERFLOWING, overflowing
 from tests.twins import on_nvme
 
@@ -284,32 +284,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     first, second = network(), network()
     with pytest.raises(ModelError, match=r"several models.*nn\.ModuleList"):
         accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))
-
-
-@pytest.fixture
-def both(tmp_path: Path) -> Any:
-    with Lockstep.start(tmp_path) as pair:
-        for step in range(2):
-            pair.engine_step(step)
-        yield pair
-        pair.engine_step(2)
-        pair.require_equal()
-
-
-def test_accelerate_wraps_what_initialize_returned(both: Lockstep) -> None:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    try:
-        wrapped = accelerator.prepare_optimizer(both.optimizer, device_placement=True)
-        assert wrapped.state is both.optimizer.state
-        both.plain_backward(5)
-        both.reference.step()
-        wrapped.step()
-        wrapped.zero_grad()
-    finally:
-        accelerator.free_memory()
-        type(accelerator.state)._reset_state(reset_partial_state=True)
 
 
 def test_accelerates_wrapper_is_refused_by_name(tmp_path: Path) -> None:

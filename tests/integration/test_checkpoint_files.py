@@ -131,18 +131,6 @@ def test_a_flipped_bit_anywhere_is_found(saved: Path) -> None:
 
 
 @pytest.mark.deep
-def test_a_name_that_no_file_system_has_is_no_tag(saved: Path) -> None:
-    (saved.parent / "latest").write_text("x" * 4000)
-    with _engine(saved.parents[1] / "drive") as engine:
-        with pytest.raises(CheckpointError, match="which is no checkpoint beside it"):
-            engine.load_checkpoint(saved.parent)
-        with pytest.raises(ValueError, match="must be the name of a directory"):
-            engine.save_checkpoint(saved.parent, tag="x" * 240)
-        engine.save_checkpoint(saved.parent, tag="x" * 229)
-        assert engine.load_checkpoint(saved.parent, tag="x" * 229)[0] is not None
-
-
-@pytest.mark.deep
 def test_a_damaged_checkpoint_is_refused_and_training_does_not_go_on_with_a_part_of_it(saved: Path) -> None:
     path = max((path for path in saved.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     whole = path.read_bytes()

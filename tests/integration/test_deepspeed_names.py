@@ -505,36 +505,29 @@ def test_exchanges_of_one_process_with_itself() -> None:
 
 
 def test_local_parts_are_the_whole(tmp_path: Path) -> None:
-    from infinity.deepspeed.utils import (
-        safe_get_full_fp32_param,
-        safe_get_full_grad,
-        safe_get_local_fp32_param,
-        safe_get_local_grad,
-        safe_get_local_optimizer_state,
-        safe_set_local_fp32_param,
-        safe_set_local_grad,
-        safe_set_local_optimizer_state,
-        safe_update_full_grad_vectorized,
-    )
+    from infinity.deepspeed import utils
 
     config = everything_on_nvme(tmp_path, {"infinity": {"update": "step"}})
-    engine, *_ = deepspeed.initialize(model=PLAIN.make("none"), config=config)
-    weight = engine.module.head.weight
-    _step(engine)
-    safe_set_local_fp32_param(weight, torch.full((weight.numel(),), 0.5))
-    assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.5))
-    assert torch.equal(safe_get_local_fp32_param(weight), torch.full((weight.numel(),), 0.5))
-    safe_set_local_optimizer_state(weight, torch.full(weight.shape, 0.25), "exp_avg")
-    assert torch.equal(safe_get_local_optimizer_state(weight, "exp_avg"), torch.full((weight.numel(),), 0.25))
-    engine.backward(loss_of(engine(**make_batch(1))))
-    before = safe_get_full_grad(weight)
-    safe_update_full_grad_vectorized([weight], lambda gradient, parameter: gradient * (parameter is weight) * 2)
-    assert torch.equal(safe_get_local_grad(weight), 2 * before.flatten())
-    safe_set_local_grad(weight, torch.zeros(weight.numel()))
-    assert not safe_get_full_grad(weight).any()
-    with pytest.raises(ValueError, match="elements"):
-        safe_set_local_grad(weight, torch.zeros(1))
-    engine.close()
+    with deepspeed.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
+        weight = engine.module.head.weight
+        halves, quarters = (torch.full((weight.numel(),), value) for value in (0.5, 0.25))
+        _step(engine)
+        utils.safe_set_local_fp32_param(weight, halves)
+        assert torch.equal(utils.safe_get_full_fp32_param(weight), halves.view(weight.shape))
+        assert torch.equal(utils.safe_get_local_fp32_param(weight), halves)
+        utils.safe_set_local_optimizer_state(weight, quarters.view(weight.shape), "exp_avg")
+        assert torch.equal(utils.safe_get_local_optimizer_state(weight, "exp_avg"), quarters)
+        engine.backward(loss_of(engine(**make_batch(1))))
+        before = utils.safe_get_full_grad(weight)
+        utils.safe_update_full_grad_vectorized(
+            [weight], lambda gradient, parameter: gradient * (parameter is weight) * 2
+        )
+        assert torch.equal(utils.safe_get_local_grad(weight), 2 * before.flatten())
+        utils.safe_set_local_grad(weight, torch.zeros(weight.numel()))
+        assert not utils.safe_get_full_grad(weight).any()
+        with pytest.raises(ValueError, match="elements"):
+            utils.safe_set_local_grad(weight, torch.zeros(1))
+        engine.step()
 
 
 def test_small_functions() -> None:
@@ -595,12 +588,14 @@ def test_fp32_weights_of_a_checkpoint(engine: Any, tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
     model = load_state_dict_from_zero_checkpoint(PLAIN.make("none"), tmp_path / "saved")
     assert torch.equal(model.head.weight, expected["head.weight"])
-    for size, is_safe in (("5GB", False), ("1KB", False), (None, True)):
-        out = tmp_path / f"out{size}{is_safe}"
+    for size, is_safe in (("1KB", False), (None, True)):
+        out = tmp_path / f"out{is_safe}"
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", out, size, is_safe)
-        again: dict[str, torch.Tensor] = {}
-        for path in sorted(out.glob("*.safetensors" if is_safe else "*.bin")):
-            again |= load_file(path) if is_safe else torch.load(path)
+        files = [
+            load_file(path) if is_safe else torch.load(path)
+            for path in sorted(out.glob("*.safetensors" if is_safe else "*.bin"))
+        ]
+        again = {name: value for file in files for name, value in file.items()}
         assert again.keys() == found.keys() and all(torch.equal(again[name], found[name]) for name in found)
     with pytest.raises(ConfigError, match="exclude_frozen"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)

@@ -17,6 +17,7 @@ from torch import nn
 import infinity
 from infinity.errors import ModelError
 from tests.exactness.lockstep import Lockstep, everything_on_nvme
+from tests.twins import Twins
 from tests.waiting import wait_until
 
 
@@ -131,20 +132,16 @@ def test_a_second_engine_on_the_same_model_is_refused(both: Lockstep, tmp_path: 
 
 def test_an_engine_on_a_submodule(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), _Talker())
-    twin = copy.deepcopy(model)
-    engine, optimizer, *_ = infinity.initialize(
-        model=model[1], config=everything_on_nvme(tmp_path), optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.1)
-    )
-    others = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    twin_optimizers = [torch.optim.AdamW(twin[1].parameters(), lr=0.1), torch.optim.SGD(twin[0].parameters(), lr=0.1)]
-    with engine:
+    layers, talker = [nn.Linear(4, 4)], _Talker()
+    layers.append(copy.deepcopy(layers[0]))
+    with Twins(tmp_path, talker, lambda each: torch.optim.AdamW(each.parameters(), lr=0.1)) as twins:
+        others = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+        wholes = [nn.Sequential(layer, model) for layer, (model, _) in zip(layers, twins.sides, strict=True)]
         for step in range(3):
-            x = torch.full((2, 4), float(step + 1))
-            model(x).backward()
-            twin(x).backward()
-            for each in (optimizer, others, *twin_optimizers):
-                each.step()
-                each.zero_grad()
-        found = model.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in twin.state_dict().items())
+            for whole, other, (_, optimizer) in zip(wholes, others, twins.sides, strict=True):
+                whole(torch.full((2, 4), float(step + 1))).backward()
+                for each in (optimizer, other):
+                    each.step()
+                    each.zero_grad()
+        found, expected = (whole.state_dict() for whole in wholes)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -416,26 +416,6 @@ def test_gradients_made_inside_the_model(kind: str, loop: str, mode: str, tmp_pa
     require_same(scenario, tmp_path, mode, case=Case(kind, build, token_batch, has_checkpointing=False))
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("mode", ["smallest", "roomy"])
-def test_gradients_from_before_are_added_to(mode: str, tmp_path: Path) -> None:
-    def build(checkpointing: str) -> nn.Module:
-        model = Net(checkpointing)
-        for number, parameter in enumerate(model.parameters()):
-            if number % 3:
-                parameter.grad = torch.full(parameter.shape, 0.01 * number)
-        return model
-
-    def scenario(side: Side) -> None:
-        side.note_gradients()
-        side.loss(0).backward()
-        side.note_gradients()
-        _finish(side)
-        side.step(1)
-
-    require_same(scenario, tmp_path, mode, case=Case("graded", build, token_batch, has_checkpointing=False))
-
-
 @pytest.mark.deep
 def test_hooks_see_whole_sums_in_train_batch(tmp_path: Path) -> None:
     def scenario(side: Side) -> None:

@@ -298,33 +298,6 @@ def test_a_checkpoint_after_fit(package: str, tmp_path: Path, caplog: pytest.Log
             trainer_for(pytorch, tmp_path, kind).fit(module_for(pytorch), data(), ckpt_path=path)
 
 
-@pytest.mark.deep
-def test_averaged_weights(package: str, tmp_path: Path) -> None:
-    """A checkpoint has both; a test takes the averaged ones, and a training goes on with both."""
-    pytorch, strategy = parts(package)
-    if not hasattr(pytorch.callbacks, "EMAWeightAveraging"):
-        pytest.skip("Lightning 2.5 has no WeightAveraging")
-    found = []
-    for name in ("plain", "ours"):
-
-        def run(epochs: int, resumes: str | None = None, *, name: str = name) -> tuple[Any, Any, str]:
-            saver = pytorch.callbacks.ModelCheckpoint(tmp_path / name, save_last=True)
-            average = pytorch.callbacks.EMAWeightAveraging(decay=0.8)
-            pytorch.seed_everything(3)
-            module = module_for(pytorch)
-            kind = "auto" if name == "plain" else strategy(config=on_nvme(tmp_path / "nvme"))
-            options = {"enable_checkpointing": True, "callbacks": [saver, average], "max_epochs": epochs}
-            trainer = trainer_for(pytorch, tmp_path, kind, **options)
-            trainer.fit(module, data(), data(2), ckpt_path=resumes)
-            return module, trainer, saver.last_model_path
-
-        _, trainer, path = run(1)
-        [tested] = trainer.test(module_for(pytorch), data(2), ckpt_path=path, verbose=False)
-        found.append((run(2, path)[0], tested))
-    assert found[0][1] == found[1][1]
-    assert_same(found[0][0], found[1][0])
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("what", ["fp32", "durable", "fp16"])
 @pytest.mark.parametrize("skips", [(2, 5), (4, 5)], ids=["micro-batches", "a step"])
@@ -404,17 +377,6 @@ def test_a_checkpoint_on_an_exception(where: str, package: str, tmp_path: Path) 
     found = of_both(package, tmp_path, run)
     assert found[0].losses
     assert_same(*found)
-
-
-def test_no_optimizer(tmp_path: Path) -> None:
-    """``fit`` then only calls the module."""
-    pytorch, strategy = parts(_FOUND[0])
-    module = module_for(pytorch, skips=[1])
-    module.configure_optimizers = lambda: None
-    before = {name: value.clone() for name, value in module.first.state_dict().items()}
-    trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1).fit(module, data(4))
-    assert len(module.losses) == 3
-    assert all(torch.equal(value, before[name]) for name, value in module.first.state_dict().items())
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

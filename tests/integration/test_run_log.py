@@ -131,14 +131,6 @@ def test_a_run_that_is_resumed_from_a_checkpoint_shows_all_of_its_steps(only_wei
     assert read_run(tmp_path / "run").steps == ([] if only_weights else first) + again
 
 
-def test_a_run_that_begins_anew_in_the_same_log_replaces_the_one_before(tmp_path: Path) -> None:
-    with training(tmp_path) as engine:
-        train(engine, 3)
-    with training(tmp_path) as engine:
-        again = train(engine, 2)
-    assert read_run(tmp_path / "run").steps == again
-
-
 def test_skipped_steps_and_losses_that_are_not_finite_are_marked(tmp_path: Path) -> None:
     changes = {"bf16": {"enabled": True, "check_grad_overflow": True}}
     with training(tmp_path, changes) as engine:

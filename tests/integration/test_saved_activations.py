@@ -135,17 +135,6 @@ def test_vertical_steps_keep_what_they_keep_anyway(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
-def test_a_loss_that_is_never_differentiated_gives_its_space_back(tmp_path: Path) -> None:
-    changes = {"infinity": {"activations": "nvme", "host_memory_budget": "1MiB"}}
-    with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, changes))[0] as engine:
-        for number in range(4):
-            loss = engine(**_batch(number)).loss
-            del loss
-        gc.collect()
-        engine.backward(engine(**_batch(9)).loss)
-        engine.step()
-
-
 @pytest.mark.root
 @pytest.mark.deep
 def test_long_sequences_take_less_memory(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import infinity
 from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN
-from tests.exactness.shapes.blocks import Block, Net, token_batch
 from tests.twins import Side, Twins, config_for, require_same
 
 in_modes = pytest.mark.parametrize("mode", ["smallest", "resident"])
@@ -93,30 +92,6 @@ def test_data_that_is_assigned_between_forward_and_backward(
             side.optimizer.zero_grad()
 
     require_same(scenario, tmp_path, mode)
-
-
-class _Between(Block):
-    """A block that is used twice, and assigns its weights in between."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        for parameter in self.parameters():
-            _halve(parameter)
-        return super().forward(x)
-
-
-@in_modes
-def test_data_that_is_assigned_between_two_uses_in_a_forward(mode: str, tmp_path: Path) -> None:
-    case = Case("between", lambda checkpointing: Net(checkpointing, make_block=_Between), token_batch)
-
-    def scenario(side: Side) -> None:
-        for number in range(2):
-            side.loss(number).backward()
-            side.note_gradients()
-            side.optimizer.step()
-            side.optimizer.zero_grad()
-
-    require_same(scenario, tmp_path, mode, case=case)
 
 
 @pytest.mark.parametrize("is_gathered", [True, False])

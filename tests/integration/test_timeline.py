@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from infinity.errors import ConfigError
 from tests.exactness.case import Case, loss_of
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
-from tests.separate_host import SeparateHostDevice
 from tests.waiting import wait_until
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")
@@ -167,24 +165,6 @@ def test_rows_name_units_phases_and_extents(tmp_path: Path) -> None:
     for unit in forward:
         assert any(event["name"] == f"update of {unit}" for event in rows["optimizer"])
         assert any(event["name"] == f"optimizer state of {unit}" for event in rows["writes"])
-
-
-def test_copies_have_their_row_where_there_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("infinity.entry")
-    monkeypatch.setattr(module, "device_for", lambda torch_device: SeparateHostDevice(torch_device))
-    _attempted(_require_copies, tmp_path)
-
-
-def _require_copies(directory: Path) -> None:
-    reports = _train(_config(directory))
-    rows = _rows(directory / "trace.json")
-    assert {event["name"] for event in rows["copies"]} == {"upload", "download"}
-    assert all(event["args"]["bytes"] > 0 for event in rows["copies"])
-    for report, step in zip(reports, rows["steps"], strict=True):
-        if not report.copy_busy_seconds > 0:
-            raise _Torn("no copy of the step was over when its report was made")
-        assert "copies" in report.describe()
-        _require_close(_within(rows["copies"], step), report.copy_busy_seconds, "copies")
 
 
 def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:

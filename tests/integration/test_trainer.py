@@ -183,25 +183,12 @@ def test_a_durable_run_and_the_trainers_steps(tmp_path: Path) -> None:
     evaluating.engine.close()
 
 
-class Plain(nn.Module):
-    """A model that is none of transformers'."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
-
-    def forward(self, input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
-        scores = self.head(self.embedding(input_ids[:, :-1]))
-        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), input_ids[:, 1:].flatten())}
-
-
 def test_a_save_that_fails_leaves_the_weights_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [tmp_path / "plain", tmp_path / "ours"]
     for folder, config in zip(folders, (None, on_nvme(tmp_path / "nvme")), strict=True):
-        trainer = trained(tmp_path, config, Plain(), prediction_loss_only=True)
+        trainer = trained(tmp_path, config, models.llama())
         trainer.save_model(str(folder))
     assert {path.name for path in folders[1].iterdir()} == {path.name for path in folders[0].iterdir()}
     assert_same_weights(*(folder / "model.safetensors" for folder in folders))

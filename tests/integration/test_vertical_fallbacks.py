@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infinity.errors import BudgetTooSmallError, StepError
-from tests.exactness.case import Case, loss_of
+from tests.exactness.case import Case
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import VOCABULARY, WIDTH, Block, Net, token_batch
 
@@ -359,21 +359,6 @@ def test_what_lies_between_blocks_may_be_differentiated_in_forward(tmp_path: Pat
             both.batch_step(step)
             assert both.engine.report.schedule == "vertical"
         both.require_equal()
-
-
-def test_a_step_begun_by_hand_is_finished_in_order(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
-        both.engine_step(0)
-        assert both.engine.report.schedule_reason == ""
-        batches = [both.batch(1, index) for index in range(3)]
-        for batch in batches:
-            both.reference.backward(both.reference.forward(batch))
-        both.reference.step()
-        both.engine.backward(loss_of(both.engine(**batches[0])))
-        both.engine.step()
-        both.engine.train_batch(iter([*batches[1:], both.batch(2, 0)]))
-        assert both.engine.global_steps == 2
-        assert "begun with engine.backward" in both.engine.report.schedule_reason
 
 
 def test_loss_function_and_batches_of_any_kind(tmp_path: Path) -> None:

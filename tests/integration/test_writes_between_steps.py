@@ -16,6 +16,7 @@ import infinity
 from infinity.errors import AccessError, ModelError
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
 from tests.exactness.written import MODES, train
+from tests.twins import Twins
 
 
 def _each(change: Callable[[nn.Parameter], Any]) -> Callable[[nn.Module], None]:
@@ -227,27 +228,25 @@ def test_a_write_in_inference_mode_counts(mode: str, tmp_path: Path) -> None:
 
 def test_an_assigned_tensor_follows_the_weight(tmp_path: Path) -> None:
     """Assigned once more, it has in torch what the weight has become (Lightning's ModelPruning does so); unless written to."""
-    found = []
-    for is_plain in (True, False):
-        model = PLAIN.make("none")
-        parameter = model.get_parameter("blocks.0.up.weight")
-        kept = torch.linspace(-0.5, 0.5, parameter.numel()).reshape(parameter.shape)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine: Any = model
-        if not is_plain:
-            config = everything_on_nvme(tmp_path, {"optimizer": None, "gradient_clipping": 0})
-            engine, optimizer, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    kept: dict[nn.Module, torch.Tensor] = {}
+
+    def assign(model: Any, _: torch.optim.Optimizer) -> None:
+        weight = model.blocks[0].up.weight
+        kept.setdefault(model, torch.linspace(-0.5, 0.5, weight.numel()).reshape(weight.shape))
+        weight.data = kept[model].data
+
+    with Twins(tmp_path, PLAIN.make("none"), make) as twins:
         for step in range(4):
             if step == 3:
-                kept.data.zero_()  # which torch does not count
-            parameter.data = kept.data
-            engine(**make_batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append({name: value.detach().clone() for name, value in model.named_parameters()})
-        if not is_plain:
-            engine.close()
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+                for values in kept.values():
+                    values.data.zero_()  # which torch does not count
+            twins.change(assign)
+            twins.step(lambda model, step=step: model(**make_batch(step)), by_hand=True)
+        twins.require_equal()
 
 
 @pytest.mark.parametrize("is_gathered", [False, True])
