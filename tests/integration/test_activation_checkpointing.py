@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import infinity
 from tests.exactness import families
-from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import find_blocks
 from tests.twins import Twins
 
@@ -135,15 +132,6 @@ def test_a_vertical_step_computes_units_twice_only(tmp_path: Path) -> None:
             engine.train_batch(data)
         assert engine.report.schedule == "vertical"
         assert _CALLS == {"forward": 2 * 2 * 2 * _NUM_BLOCKS}
-
-
-def test_a_copy_of_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
-    model = _model()
-    config = everything_on_nvme(tmp_path, {"infinity": _ON})
-    with infinity.initialize(model=model, config=config)[0] as engine, infinity.GatheredParameters(model.parameters()):
-        alone = copy.deepcopy(engine.module)
-    alone(_tokens(0)).backward()
-    assert _CALLS == {"forward": _NUM_BLOCKS}
 
 
 @pytest.mark.deep(but=1)

@@ -313,8 +313,6 @@ def test_the_base_of_adapters_has_no_room_for_states_though_it_is_in_a_group(tmp
 @pytest.mark.parametrize("mode", ["in backward", "deferred"])
 def test_the_norm_goes_in_the_order_of_the_model(mode: str, tmp_path: Path) -> None:
     """Groups of two kinds put the gradients into another order, whose norm has other last bits."""
-    changes = {"optimizer": None, **MODES[mode]}
-    torch.manual_seed(0)
     shapes = [(11, 3), (7,), (64, 5), (3,), (300,), (9, 9), (1000,)] * 8
 
     class Many(nn.Module):
@@ -325,21 +323,18 @@ def test_the_norm_goes_in_the_order_of_the_model(mode: str, tmp_path: Path) -> N
         def forward(self) -> torch.Tensor:
             return torch.stack([(w.sin() * 10 ** (i % 5)).sum() for i, w in enumerate(self.weights)]).sum()
 
-    model, twin = Many(), Many()
-    twin.load_state_dict(model.state_dict())
-    optimizer = _adamw(dict(model.named_parameters()))
-    config = everything_on_nvme(tmp_path, changes)
-    engine, *_ = infinity.initialize(model=model, config=config, optimizer=optimizer)
-    plain = _adamw(dict(twin.named_parameters()))
-    with engine:
+    torch.manual_seed(0)
+    norms: list[torch.Tensor] = []
+    with Twins(tmp_path, Many(), lambda model: _adamw(dict(model.named_parameters())), **MODES[mode]) as twins:
+
+        def clip(*_: Any) -> None:
+            max_norm = 0.1 if mode == "deferred" else 1e30
+            norms.append(torch.nn.utils.clip_grad_norm_(twins.plain.parameters(), max_norm))
+
+        twins.expected.register_step_pre_hook(clip)
         for _ in range(4):
-            plain.zero_grad()
-            twin().backward()
-            norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1 if mode == "deferred" else 1e30)
-            plain.step()
-            engine.backward(engine())
-            engine.step()
-            assert engine.get_global_grad_norm() == float(norm)
+            twins.step(lambda model: model())
+            assert twins.engine.get_global_grad_norm() == float(norms[-1])
 
 
 @pytest.mark.deep(but=1)

@@ -26,7 +26,6 @@ from torch import nn
 
 import infinity
 from infinity.errors import CheckpointError, StorageError
-from swapper import StallError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.forked import require_in_child
 from tests.internals import BlockFile, Checkpoint, arrays, main, tags, writing
@@ -406,14 +405,6 @@ def test_a_directory_that_lets_nobody_look_is_in_nobodys_way() -> None:
             return tags(directory) == ["two"]
 
         require_in_child(saves)
-
-
-def test_what_the_drives_of_the_states_say_is_told_as_it_is(tmp_path: Path) -> None:
-    """Some of it is an OSError as well, and the checkpoint's directory is not to blame."""
-    stalled = StallError("read", "states of 'first'", "a drive", 0, 4096, None, "no answer")
-    with pytest.raises(StallError), writing(tmp_path, "one", [], is_latest=True):
-        raise stalled
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.deep

@@ -435,18 +435,3 @@ def test_train_batch_trains_in_training_mode(tmp_path: Path) -> None:
         assert (
             model.training and engine.eval_batch(torch.ones(1, 8), loss_fn=lambda output, _: output.sum()).item() != 0
         )
-
-
-def test_zero_grad_between_micro_batches_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with _start(tmp_path, "step", gradient_accumulation_steps=2) as both:
-        engine = both.engine
-        for index in range(4):
-            if index % 2 == 0:
-                engine.zero_grad()
-                assert "drops the gradients" not in caplog.text
-            engine.backward(loss_of(engine(**both.batch(0, index % 2))))
-            engine.step()
-        engine.backward(loss_of(engine(**both.batch(0, 0))))
-        engine.step()
-        engine.zero_grad()
-    assert "drops the gradients of those so far (1), and the step divides by all 2" in caplog.text

@@ -76,17 +76,6 @@ def gradients_in_one_vector_of_the_users(side: Side) -> None:
 
 
 @_scenario
-def centralisation(side: Side) -> None:
-    for number in range(2):
-        side.loss(number).backward()
-        for parameter in side.parameters:
-            if parameter.dim() > 1:
-                parameter.grad = parameter.grad - parameter.grad.mean(dim=1, keepdim=True)
-            parameter.grad *= 2
-        _finish(side)
-
-
-@_scenario
 def freezing_by_none(side: Side) -> None:
     for number in range(3):
         side.loss(number).backward()

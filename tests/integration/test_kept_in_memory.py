@@ -61,14 +61,6 @@ def test_what_fits_touches_no_drive(mode: str, tmp_path: Path, monkeypatch: pyte
     assert engine.plan.states_bytes["nvme"] == 0
 
 
-def test_an_open_budget_keeps_a_small_model_in_memory(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path, _changes("in_backward", host_memory_budget="auto"))
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-    with engine:
-        assert "stay in reserve" in str(engine.plan)
-        assert engine.plan.states_bytes["nvme"] == 0
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["in_backward", "deferred", "ga3"])
 def test_states_in_memory_save_what_the_plan_says(mode: str, tmp_path: Path) -> None:

@@ -227,16 +227,6 @@ def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
-def test_it_is_the_configs_lamb(tmp_path: Path) -> None:
-    section = {"type": "Lamb", "params": {"lr": 0.02, "max_coeff": 0.3, "min_coeff": 0.1, "amsgrad": False}}
-    make = _of(FusedLamb, lr=0.02, max_coeff=0.3, min_coeff=0.1)
-    changes = {"optimizer": section, "infinity": {"page_bytes": None}}
-    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
-        for step in range(2):
-            both.engine_step(step)
-        both.require_equal()
-
-
 def test_it_is_the_configs_muon(tmp_path: Path) -> None:
     section = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "weight_decay": 0.1, "ns_method": "gram"}}
     changes = {"optimizer": section, "infinity": {"page_bytes": None}}

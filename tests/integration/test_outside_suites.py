@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
-from tests.outside_suites import deepspeed, table
-from tests.outside_suites.run import SUITES, main, unpack
+from tests.outside_suites import table
+from tests.outside_suites.run import SUITES, main
 
 _COPY = "INFINITY_DEEPSPEED_COPY"
 _FEW = (
@@ -32,10 +31,3 @@ def test_each_file_has_rows_in_the_table_and_each_row_a_known_reason(name: str) 
     assert {each.status for each in rows.values()} <= {"passed", "failed", "refused", "skipped"}
     assert {each.reason for each in rows.values() if each.status == "refused"} <= suite.reasons
     assert all(each.reason for each in rows.values() if each.status != "passed")
-
-
-def test_without_the_pinned_revision_the_error_says_what_to_pass(tmp_path: Path) -> None:
-    clone = tmp_path / "clone"
-    (clone / ".git").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="pass --copy with a clone"):
-        unpack(deepspeed.SUITE, clone, tmp_path)

@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import AccessError, BudgetTooSmallError, InfinityError, ModelError, OtherNumbersWarning
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme, make_batch
 
 _NAME = "blocks.1.up.weight"
 
@@ -178,18 +178,6 @@ def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
         pytest.raises(ModelError, match=r"'blocks\.1\.up\.weight' cannot be given the shape"),
     ):
         parameter.set_(torch.ones(3))
-
-
-def test_views_look_at_the_weights_that_closing_gives_back(tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    parameter = model.get_parameter(_NAME)
-    views = [parameter.data, parameter.detach()[2:5].t()]
-    engine.close(restore_weights=True)
-    assert torch.equal(views[0], parameter) and torch.equal(views[1], parameter[2:5].t())
-    with torch.no_grad():
-        parameter.mul_(2)
-    assert torch.equal(views[0], parameter) and torch.equal(views[1], parameter[2:5].t())
 
 
 def test_a_parameter_prints_between_backward_and_step(tmp_path: Path) -> None:

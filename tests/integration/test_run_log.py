@@ -55,19 +55,6 @@ def train(engine: Any, num_steps: int) -> list[infinity.StepReport]:
     return reports
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("calls", ["engine", "model"])
-def test_samples_are_those_of_the_data(calls: str, tmp_path: Path) -> None:
-    with training(tmp_path, {"train_micro_batch_size_per_gpu": 4}) as engine:
-        tokens = torch.zeros(7, 6, dtype=torch.int64)
-        engine.backward((engine if calls == "engine" else engine.module)(tokens))
-        engine.step()
-        expected = (
-            7 if calls == "engine" else 4
-        )  # of a call that the engine does not see, only the config's number is known
-        assert engine.report.num_samples == expected and read_run(tmp_path / "run").steps == [engine.report]
-
-
 def test_the_log_holds_what_the_engine_says(tmp_path: Path) -> None:
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
     with training(tmp_path, {"scheduler": scheduler, "gradient_accumulation_steps": 2}) as engine:

@@ -113,13 +113,6 @@ def test_without_drives_it_is_refused_by_name(tmp_path: Path) -> None:
         infinity.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path, changes))
 
 
-def test_the_plan_says_what_is_reserved(tmp_path: Path) -> None:
-    changes = {"infinity": {"activations": "nvme"}}
-    with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, changes))[0] as engine:
-        assert engine.plan.placement.activation_bytes > 0
-        assert "activations" in str(engine.plan)
-
-
 @pytest.mark.deep
 def test_vertical_steps_keep_what_they_keep_anyway(tmp_path: Path) -> None:
     found = []

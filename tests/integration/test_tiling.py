@@ -60,17 +60,6 @@ def test_names_and_sizes_are_those_of_deepspeed() -> None:
     }
 
 
-def test_parts_in_and_out() -> None:
-    linear, x = _linear(), _input()
-    tiled = TiledLinear(
-        *(48, 80), in_splits=2, out_splits=2, input_is_already_split=True, combine_out_splits=False, init_linear=linear
-    )
-    first, second = tiled(x.split(24, dim=-1))
-    torch.testing.assert_close(torch.cat([first, second], dim=-1), linear(x))
-    with pytest.raises(ModelError, match="3 parts"):
-        tiled(x.split(16, dim=-1))
-
-
 @pytest.mark.parametrize("arguments", [{"in_splits": 0}, {"in_splits": 9}, {"out_splits": 0}, {"out_splits": 5}])
 def test_impossible_splits(arguments: dict[str, int]) -> None:
     with pytest.raises(ModelError, match="splits"):

@@ -415,23 +415,6 @@ def test_an_iterator_that_fills_the_same_memory_again(how: str, tmp_path: Path) 
         both.require_equal()
 
 
-class EarlySkip(Net):
-    """Three terms meet in ``x``: those of the skip come last, though it is used behind the blocks."""
-
-    def body(self, x: Tensor) -> Tensor:
-        skip = x * torch.sigmoid(x)
-        early = x.tanh() * x
-        for block in self.blocks:
-            x = block(x)
-        return (x + skip) * early.exp()
-
-
-def test_what_is_computed_before_blocks_and_used_behind_them(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, case=_case(EarlySkip), changes=_VERTICAL) as both:
-        _train(both, "vertical")
-        both.require_equal()
-
-
 class Fails(Block):
     """Fails where a class attribute says so."""
 
