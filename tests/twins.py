@@ -85,7 +85,7 @@ class Twins:
         self.model: Any = model
         config = everything_on_nvme(directory, {"optimizer": None, **changes})
         if is_tight:
-            config["infinity"].pop("page_bytes")
+            config["infinity"].pop("page_bytes", None)
             config["infinity"]["host_memory_budget"] = least_budget(model, config, optimizer=make(model))
         self.engine, self.optimizer, *_ = initialize(model=model, optimizer=make(model), config=config)
         self.expected = make(self.plain)
