@@ -145,6 +145,8 @@ def test_it_is_seen_wherever_libraries_look() -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
         from deepspeed.zero import GatheredParameters
         assert all(getattr(deepspeed, name) is sys.modules[f"deepspeed.{name}"] for name in ("checkpointing", "comm", "zero"))
+        import torch  # TRL's fused losses ask what they have saved of a weight, which is no parameter
+        assert torch.ones(1).ds_status == ZeroParamStatus.AVAILABLE
         assert dist.get_world_size() == 1 and GatheredParameters is infinity.GatheredParameters
         import infinity.as_deepspeed  # again
         infinity.as_deepspeed.install()

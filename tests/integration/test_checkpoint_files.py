@@ -30,6 +30,7 @@ from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.forked import require_in_child
 from tests.internals import BlockFile, Checkpoint, arrays, main, tags, writing
 from tests.internals import manifest as manifests
+from tests.internals import saved as saved_files
 from tests.killed import left_by_a_killed_save
 from tests.states import state_of
 
@@ -274,11 +275,21 @@ class _Foreign:
 @pytest.mark.deep
 def test_what_is_no_plain_data_is_refused_by_its_place_before_anything_is_replaced(saved: Path) -> None:
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
-    with (
-        _engine(saved.parents[1] / "drive") as engine,
-        pytest.raises(CheckpointError, match=r"\['client_state'\]\['it'\]\[1\] is a \S+\._Foreign.*state_dict\(\)"),
-    ):
-        engine.save_checkpoint(saved.parent, tag=saved.name, client_state={"it": [1, _Foreign()]})
+    itself: list[Any] = []
+    itself.append(itself)
+    refused: list[tuple[Any, type[Exception], str]] = [
+        (
+            {"it": [1, _Foreign()]},
+            CheckpointError,
+            r"\['client_state'\]\['it'\]\[1\] is a \S+\._Foreign.*state_dict\(\)",
+        ),
+        ({"it": itself}, CheckpointError, "its values cannot be written: .* For an object, give its state_dict"),
+        ([1], TypeError, "client_state must be a dict, not list"),
+    ]
+    with _engine(saved.parents[1] / "drive") as engine:
+        for state, error, message in refused:
+            with pytest.raises(error, match=message):
+                engine.save_checkpoint(saved.parent, tag=saved.name, client_state=state)
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
@@ -327,8 +338,12 @@ def test_a_disk_that_fills_up_leaves_the_previous_checkpoint(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, *args)
 
-    monkeypatch.setattr(BlockFile, "write", full)
     with _engine(saved.parents[1] / "drive") as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(saved_files, "free_bytes", lambda directory: 1000)
+            with pytest.raises(StorageError, match=r"has 1000 bytes free, and the checkpoint takes \d+ bytes"):
+                engine.save_checkpoint(saved.parent, tag=tag)
+        monkeypatch.setattr(BlockFile, "write", full)
         with pytest.raises(StorageError, match="No space left on device"):
             engine.save_checkpoint(saved.parent, tag=tag)
         names = [sorted(p.relative_to(top) for p in top.rglob("*")) for top in (saved.parent, backup)]
@@ -416,6 +431,13 @@ def test_links_and_files_in_the_way(saved: Path) -> None:
     (there / "link").symlink_to(there.parent / "elsewhere", target_is_directory=True)
     with _engine(saved.parents[1] / "drive") as engine:
         engine.load_checkpoint(there, tag="link")
+        for tag in ("", "..", "a/b", "latest", " ends in blanks", "\ud800", "x" * 240):
+            with pytest.raises(ValueError, match="tag"):
+                engine.save_checkpoint(there, tag=tag)
+        for text in ("two", "../saved/one", "x" * 4000):
+            (there / "latest").write_text(text)
+            with pytest.raises(CheckpointError, match=r"latest|no checkpoint beside it"):
+                engine.load_checkpoint(there)
         for tag in ("file", "nowhere"):
             with pytest.raises(StorageError, match=f"'{tag}' in it is no directory"):
                 engine.save_checkpoint(there, tag=tag)

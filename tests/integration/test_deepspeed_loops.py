@@ -427,6 +427,16 @@ def test_the_users_default_dtype_and_device_change_nothing(
         both.require_equal()
 
 
+def test_zero_grad_between_micro_batches_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with _start(tmp_path, "step", gradient_accumulation_steps=2) as both:
+        for index in (0, 1, 0):
+            both.engine.backward(loss_of(both.engine(**both.batch(0, index))))
+            both.engine.step()
+        assert "drops the gradients" not in caplog.text
+        both.engine.zero_grad()
+    assert "drops the gradients of those so far (1), and the step divides by all 2" in caplog.text
+
+
 def test_train_batch_trains_in_training_mode(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(1.0))
     with initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:

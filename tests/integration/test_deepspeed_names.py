@@ -120,33 +120,6 @@ def test_parameters_answer_as_those_of_stage_3(engine: Any) -> None:
         assert weight.ds_status == ZeroParamStatus.AVAILABLE
 
 
-class _Fused(torch.autograd.Function):
-    """As TRL's fused losses: what it has saved of a weight is no parameter, but has its values."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        hidden, weight = ctx.saved_tensors
-        assert weight.ds_status.name == "AVAILABLE"
-        return gradient @ weight, gradient.T @ hidden
-
-
-def test_a_backward_that_asks_for_a_weights_status(tmp_path: Path) -> None:
-    class Head(nn.Linear):
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = _Fused.apply(hidden, self.weight)
-            return out
-
-    model = nn.Sequential(nn.Linear(8, 64), Head(64, 8, bias=False))
-    with deepspeed.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
-        engine.backward(engine(torch.ones(2, 8)).sum())
-        engine.step()
-
-
 def test_calls_that_move_states_move_nothing(engine: Any) -> None:
     from infinity.deepspeed.runtime.zero import offload_config  # type: ignore[import-not-found]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -358,6 +360,34 @@ def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCap
         found = pytest.raises(ChecksumMismatchError, match=r"states")
         with found, training(tmp_path / "drive", changes, Model(1)) as engine:
             everything(engine)
+
+
+@pytest.mark.deep
+def test_a_commit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive is full: the step is told, no later one is committed, and the run goes on from the one before."""
+    with training(tmp_path / "drive", BF16, Model()) as engine:
+        train(engine, 3)
+        engine.flush()
+
+        def refuse(fd: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", refuse)
+        train(engine, 4)
+        with pytest.raises(StepError, match=r"step 4 could not be committed.*No space left"):
+            train(engine, 5)
+        monkeypatch.undo()
+        engine.reset()
+        with pytest.raises(StepError, match=r"step 4 could not be committed"):
+            train(engine, 5)
+    with training(tmp_path / "drive", BF16, Model(1)) as engine:
+        assert engine.global_steps == 3
+        shutil.rmtree(tmp_path / "drive" / "durable")
+        train(engine, 4)
+        with pytest.raises(
+            StepError, match=r"No such file.*Mount the drive again, or restore the directory, and start"
+        ):
+            engine.flush()
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

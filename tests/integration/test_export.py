@@ -187,9 +187,9 @@ def test_weights_that_transformers_ties_are_written_once(tmp_path: Path) -> None
     assert torch.equal(loaded.eval()(input_ids=tokens).logits, logits)
 
 
-def _adapted(model: Any, **options: Any) -> Any:
+def _adapted(model: Any, *, mixed: bool = False, **options: Any) -> Any:
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, **options))
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, **options), mixed=mixed)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -255,17 +255,18 @@ def test_kinds_of_adapters(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_peft_model_that_trains_more_than_adapters_is_refused(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = _adapted(_llama(is_tied=False))
-    model.get_input_embeddings().weight.requires_grad_(True)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with (
-        engine,
-        pytest.raises(ModelError, match=r"embed_tokens.weight' is trained, but belongs to no adapter"),
-    ):
-        engine.save_16bit_model(tmp_path / "out")
+@pytest.mark.parametrize("what", ["trained", "mixed"])
+def test_a_peft_model_that_has_more_than_adapters_of_one_kind_is_refused(what: str, tmp_path: Path) -> None:
+    model = _adapted(_llama(is_tied=False), mixed=what == "mixed")
+    model.get_input_embeddings().weight.requires_grad_(what == "trained")
+    message = {
+        "trained": "embed_tokens.weight' is trained, but belongs to no adapter",
+        "mixed": "of several kinds.*state_dict",
+    }
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
+        for save in (engine.save_16bit_model, engine.save_pretrained):
+            with pytest.raises(ModelError, match=message[what]):
+                save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -126,6 +126,37 @@ def test_a_durable_run_of_a_model_with_other_buffers_is_refused(other: dict[str,
         _engine(Model(**other), tmp_path / "drive", {"durable": True})
 
 
+def test_a_scheduler_of_another_kind_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def chained(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 2)])
+
+    passed: dict[str, Any] = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    with _engine(Model(), tmp_path / "drive", {"durable": True}, **passed) as engine:
+        _steps(engine, 1, 2, 3)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = engine.module.layer.weight.clone()
+    told, model = r"is a StepLR, and this one a ChainedScheduler.*", Model()
+    with pytest.raises(ValueError, match=told + r"name another infinity\.durable_path"):
+        _engine(model, tmp_path / "drive", {"durable": True}, lr_scheduler=chained)
+    assert "has failed after the model got the weights of the durable run" in caplog.text
+    assert torch.equal(model.layer.weight, expected)
+    with _engine(Model(), tmp_path / "drive", lr_scheduler=chained) as engine:
+        before = engine.module.layer.weight.clone()
+        with pytest.raises(ValueError, match=told + "load_lr_scheduler_states=False"):
+            engine.load_checkpoint(tmp_path / "saved")
+        assert torch.equal(engine.module.layer.weight.clone(), before) and engine.global_steps == 0
+        engine.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
+        assert engine.global_steps == 3
+
+
+def test_what_a_durable_run_cannot_keep_is_told(tmp_path: Path) -> None:
+    engine = _engine(Model(), tmp_path / "drive", {"durable": True})
+    engine.optimizer.param_groups[0]["hook"] = lambda: None
+    with pytest.raises(ModelError, match="Let them hold numbers, texts, tensors"):
+        _steps(engine, 1)
+    engine.close(restore_weights=False)
+
+
 def test_buffers_of_all_kinds_are_saved_and_loaded(tmp_path: Path) -> None:
     def buffers(value: int) -> dict[str, torch.Tensor]:
         return {

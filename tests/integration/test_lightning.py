@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import ConfigError, ModelError, StepError
+from infinity.errors import ConfigError, ModelError, StepError, StorageError
 from tests.twins import on_nvme
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -400,6 +400,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for key, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
         with pytest.raises(ConfigError, match=rf"names the {key} {name}.*Take '{key}' out of the config"):
             fit({key: {"type": name}})
+    with pytest.raises(ConfigError, match="64-true"):
+        options = {"precision": "64-true", "max_epochs": 1}
+        trainer_for(pytorch, tmp_path, "infinity_stage_3", **options).fit(module_for(pytorch), data())
+    (tmp_path / "saved.ckpt").mkdir()
+    (tmp_path / "saved.ckpt" / "file").write_text("mine")
+    saver = pytorch.Callback()
+    saver.on_train_batch_end = lambda trainer, *_: trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    with pytest.raises(StorageError, match="is no checkpoint, and is not replaced"):
+        fit({}, callbacks=[saver])
+    assert (tmp_path / "saved.ckpt" / "file").read_text() == "mine"
     module = module_for(pytorch, is_manual=True)
     module.configure_optimizers = lambda: [torch.optim.SGD([each]) for each in module.parameters()]
     with pytest.raises(ModelError, match="7 optimizers"):

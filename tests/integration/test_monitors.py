@@ -14,6 +14,7 @@ from torch import nn
 
 import infinity
 import infinity.deepspeed
+from infinity.deepspeed.monitor.monitor import MonitorMaster
 from infinity.errors import ConfigError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.ranks import run_ranks
@@ -129,6 +130,21 @@ def test_a_directory_that_cannot_be_made_is_told_before_training(tmp_path: Path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"'csv_monitor\.enabled'.*cannot be written"):
         _train(tmp_path, {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}})
+
+
+def test_what_cannot_be_written_ends_no_training_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    profiled = {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "file" / "step.txt")}
+    _losses(_profiled(tmp_path, flops_profiler=profiled))
+    assert "flops_profiler.output_file" in caplog.text
+    block = {"enabled": True, "output_path": str(tmp_path)}
+    monitors = MonitorMaster(infinity.load_config({"train_batch_size": 1, "csv_monitor": block}).monitors)
+    (tmp_path / "DeepSpeedJobName").rmdir()
+    for step in range(3):
+        monitors.write_events([("a", 1.0, step)])
+    assert caplog.text.count("csv_monitor gets no more values") == 1 and not monitors.enabled
 
 
 def test_comet_is_refused_by_name() -> None:

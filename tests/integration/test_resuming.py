@@ -143,6 +143,17 @@ def test_a_plain_optimizer_keeps_main_weights_and_trains_on(tmp_path: Path) -> N
             assert torch.equal(state_of(engine, parameter)["weight"], expected[fqn]), fqn
 
 
+def test_a_main_weight_of_another_shape_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    with _training(tmp_path, "remainder", Model()) as (engine, optimizer):
+        _step(engine, 3)
+        saved = _saved(engine, optimizer, tmp_path / "saved.pt")["optimizer"]
+        before = weights_and_states(engine)
+        saved["state"][1]["main_weight"] = torch.ones(3)
+        with pytest.raises(ValueError, match=r"main weight of parameter 'first.bias' with shape"):
+            optimizer.load_state_dict(saved)
+        require_equal(weights_and_states(engine), before)
+
+
 @pytest.mark.deep(but=4)
 @pytest.mark.parametrize("mode", [mode for mode in _MODES if mode != "int8 states"])  # which rounds what is set
 def test_single_main_weights_and_states_are_read_and_set(mode: str, tmp_path: Path) -> None:

@@ -224,18 +224,6 @@ def test_main_weights_are_the_parameters_as_they_came(main_weights: str, dtype: 
     assert model[0].weight.dtype == torch.bfloat16
 
 
-def test_half_of_the_main_weight_is_not_stored_twice(tmp_path: Path) -> None:
-    sizes = {}
-    for main_weights in ("remainder", "fp32"):
-        changes = _changes(tmp_path, "nvme", "nvme", main_weights)
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
-        with engine:
-            plan = engine.plan
-            sizes[main_weights] = plan.states_bytes["nvme"]
-    saved = sizes["fp32"] - sizes["remainder"]
-    assert 2 * plan.num_trainable <= saved <= 3 * plan.num_trainable
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("step", [torch.tensor(float("nan")), "x"], ids=["nan", "text"])
 def test_a_state_dict_that_does_not_fit_changes_nothing(step: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinity.errors import BudgetTooSmallError, StepError
+from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import VOCABULARY, WIDTH, Block, Net, token_batch
@@ -288,40 +288,6 @@ def test_a_buffer_that_is_written_to_later_is_noticed(tmp_path: Path) -> None:
             assert (both.engine.report.schedule == "ordinary") == (step >= 2)
             assert step != 2 or "changes the buffer" in both.engine.report.schedule_reason
         both.require_equal()
-
-
-class ChangesHisMind(Net):
-    """Suitable until the third step, in which a block computes something else the second time."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=Fickle)
-
-
-class Fickle(Block):
-    step = 0
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).calls += 1
-        y = super().forward(x)
-        if type(self).step == 2 and type(self).calls > 12:
-            return y.detach()
-        return y
-
-
-def test_too_late_to_begin_anew_is_an_error_and_a_reset_helps(tmp_path: Path) -> None:
-    Fickle.step = 0
-    with Lockstep.start(tmp_path, case=Case("fickle", _net(ChangesHisMind), token_batch), changes=_VERTICAL) as both:
-        for step in range(2):
-            Fickle.step, Fickle.calls = step, 0
-            both.engine.train_batch(iter([both.batch(step, index) for index in range(3)]))
-            assert both.engine.report.schedule == "vertical"
-        Fickle.step, Fickle.calls = 2, 0
-        with pytest.raises((StepError, RuntimeError)):
-            both.engine.train_batch(iter([both.batch(2, index) for index in range(3)]))
-        Fickle.step = 3
-        both.engine.reset()
-        both.engine.train_batch(iter([both.batch(3, index) for index in range(3)]))
 
 
 def test_what_the_config_and_the_loop_decide(tmp_path: Path) -> None:

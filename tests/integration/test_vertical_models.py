@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from tests.exactness.case import Case
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import Block, Net, token_batch
-from tests.states import state_of
 
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
@@ -112,55 +111,6 @@ def test_a_result_that_goes_several_ways(tmp_path: Path) -> None:
     case = Case("fans out", lambda _: FansOut(), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         _train(both)
-
-
-class ManyKinds(Net):
-    """Integer, boolean, constant and empty results; a parameter handed in; one tensor in two places; a result unused."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=KindBlock)
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 3))
-
-    def body(self, x: Tensor) -> Tensor:
-        total = x.new_zeros(())
-        for index, block in enumerate(self.blocks):
-            state = block((x, x), self.gain, index=index, positions=torch.arange(x.shape[1]))
-            assert state["mask"].dtype is torch.bool and state["count"] == 1 and state["nothing"] is None
-            assert state["first"] is state["pair"][0]
-            x = state["pair"][0] * state["mask"].to(x.dtype)
-            total = total + state["pair"][1].sum() + state["empty"].sum()
-        return x + total
-
-
-class KindBlock(Block):
-    def forward(self, pair: tuple[Tensor, Tensor], gain: Tensor, *, index: int, positions: Tensor) -> dict[str, Any]:
-        assert pair[0] is pair[1]
-        y = super().forward(pair[0]) * gain[index]
-        constant = torch.ones((), dtype=y.dtype) * positions.max()
-        return {
-            "first": y,
-            "pair": [y, constant],
-            "mask": positions[:, None] >= 0,
-            "count": 1,
-            "nothing": None,
-            "empty": y[:0],
-            "unused": y.exp(),
-            "self": type(self),
-        }
-
-
-@pytest.mark.deep
-def test_arguments_and_results_of_all_kinds(tmp_path: Path) -> None:
-    case = Case("kinds", lambda _: ManyKinds(), token_batch)
-    changes = {**_VERTICAL, "gradient_clipping": 0.0}
-    with Lockstep.start(tmp_path, case=case, changes=changes) as both:
-        for step in range(3):
-            both.batch_step(step)
-            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
-        # The gain is used at three places, so it is summed in another order.
-        for fqn, parameter in both.model.named_parameters():
-            weight = state_of(both.engine, parameter)["weight"]
-            assert torch.allclose(weight, both.reference.main[fqn], rtol=1e-4, atol=1e-5), fqn
 
 
 @pytest.mark.deep

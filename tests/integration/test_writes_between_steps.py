@@ -83,20 +83,6 @@ def _vector(model: nn.Module) -> None:
         nn.utils.vector_to_parameters(vector * 0.75, model.blocks[1].parameters())
 
 
-@torch.no_grad()
-def _out(model: nn.Module) -> None:
-    weight = model.get_parameter("blocks.1.up.weight")
-    torch.mul(weight.detach(), 0.5, out=weight)
-    torch.ops.aten.add_.Scalar(weight, 0.25)
-
-
-@torch.no_grad()
-def _renorm(model: nn.Module) -> None:
-    weight = model.get_parameter("embedding.weight")
-    weight.copy_(nn.functional.normalize(weight, dim=-1))
-    torch.embedding_renorm_(weight.detach(), torch.tensor([1, 2, 3]), 0.5, 2.0)
-
-
 _WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "data mul_": _each(lambda p: p.data.mul_(0.75)),
     "clamp one": _clamp_one,
@@ -107,8 +93,6 @@ _WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "assign": _assign,
     "swap by copy": _swap_by_copy,
     "vector": _vector,
-    "out": _out,
-    "renorm": _renorm,
 }
 
 
@@ -206,22 +190,6 @@ def test_a_view_that_is_kept_shows_the_weight_as_it_is(mode: str, tmp_path: Path
         if step == 3:
             view[0] = 7.0
         return torch.cat([view.flatten(), weight.detach()[2]])
-
-    train(PLAIN, mode, tmp_path, between=between)
-
-
-@torch.inference_mode()
-def _in_inference_mode(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.mul_(0.75)
-        parameter.data.add_(0.0625)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("mode", ["in backward", "deferred", "bf16 resident", "vertical"])
-def test_a_write_in_inference_mode_counts(mode: str, tmp_path: Path) -> None:
-    def between(model: nn.Module, step: int) -> None:
-        _in_inference_mode(model)
 
     train(PLAIN, mode, tmp_path, between=between)
 
