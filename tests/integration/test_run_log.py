@@ -92,18 +92,6 @@ def test_a_durable_run_that_is_rolled_back_and_started_again(tmp_path: Path) -> 
     assert words == [("rollback", 4, "went back to step 2"), ("restart", 3, "started again from step 3")]
 
 
-def test_a_checkpoint_takes_the_run_to_its_step(tmp_path: Path) -> None:
-    with training(tmp_path) as engine:
-        train(engine, 2)
-        engine.save_checkpoint(tmp_path / "saved")
-        train(engine, 2)
-        engine.load_checkpoint(tmp_path / "saved")
-        train(engine, 1)
-    run = read_run(tmp_path / "run")
-    assert [step.step for step in run.steps] == [1, 2, 3]
-    assert [(mark.kind, mark.step) for mark in run.marks] == [("save", 2), ("load", 4)]
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("only_weights", [False, True])
 def test_a_run_that_is_resumed_from_a_checkpoint_shows_all_of_its_steps(only_weights: bool, tmp_path: Path) -> None:
