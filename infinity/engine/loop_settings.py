@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from infinity.config import InfinityConfig, MonitorsSection
+from infinity.config.resolved import InfinityConfig, MonitorsSection
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.world import world
 from infinity.engine.module_facade import ModuleFacade

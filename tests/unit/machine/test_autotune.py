@@ -20,7 +20,8 @@ import infinity
 import infinity.machine.autotune as autotune_module
 import infinity.machine.bandwidth_cache as measured_module
 import infinity.machine.drive_profile as profile_module
-from infinity.config import InfinityConfig, IOSection, load_config
+from infinity.config import InfinityConfig, load_config
+from infinity.config.resolved import IOSection
 from infinity.machine.autotune import tune_io
 from infinity.machine.bandwidth_cache import BandwidthCache, cache_key, cache_path, load, measured_bandwidth, store
 from infinity.machine.drive_profile import AT_START, candidates, choose
