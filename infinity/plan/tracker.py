@@ -10,14 +10,11 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
-from infinity.plan.placement import Placement
 from infinity.plan.plan import Plan, Workload
 from infinity.plan.sizes import Request, UnitSize
-from infinity.plan.volumes import Retention, resting_bytes
 from infinity.telemetry import StepReport
 
 _WARM_UP = 2
@@ -114,26 +111,3 @@ def _steady(reports: Collection[StepReport]) -> list[StepReport]:
 def _busy_seconds(report: StepReport) -> float:
     """What the training thread did not wait, the GPU, the optimizer's thread: each works beside the others."""
     return max(report.compute_seconds, report.compute_busy_seconds, report.optimizer_seconds)
-
-
-def first_plan(units: Sequence[UnitSize], request: Request, placement: Placement, **known: Any) -> Plan:
-    """The plan as it is known before anything has run, without predictions; ``known``: what else a `Plan` has."""
-    retention: Retention | None = known["retention"]
-    return Plan(
-        units=tuple((unit.name, unit.weight_bytes) for unit in units),
-        param_tier=request.param_tier,
-        optimizer_tier=request.optimizer_tier,
-        update=request.update,
-        shares_host_memory=request.shares_host_memory,
-        resting_bytes=resting_bytes(units, request, placement),
-        host_budget_bytes=request.budget_bytes,
-        minimum_budget_bytes=placement.minimum_bytes,
-        placement=placement,
-        activations_beyond="more is an error" if request.activations == "cpu" else "the rest spilled to NVMe",
-        num_micro_batches=request.num_micro_batches,
-        predicted_read_bytes_per_step=0,
-        predicted_write_bytes_per_step=0,
-        durable_bytes=0 if retention is None else retention.num_bytes,
-        update_workers=request.update_workers,
-        **known,
-    )
