@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from infinity.config.batch import resolve_batch_sizes
-from infinity.config.precision import dtype_named, resolve_autocast, resolve_precision, scales_loss
+from infinity.config.precision import DTYPES, resolve_autocast, resolve_precision, scales_loss
 from infinity.config.ranks import check_ranks
 from infinity.config.resolved import (
     AutotuneMode,
@@ -73,7 +73,7 @@ def resolve(
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "compute_dtype": compute_dtype,
-        "buffer_dtype": None if buffer_type is None else dtype_named(buffer_type),
+        "buffer_dtype": None if buffer_type is None else DTYPES[buffer_type],
         "loss_scaling": loss_scaling,
         "checks_overflow": _checks_overflow(root),
         "optimizer": _resolve_optimizer(book),
@@ -90,10 +90,10 @@ def resolve(
         "monitors": _resolve_monitors(root),
         "flops_profiler": _resolve_flops_profiler(root.flops_profiler),
         "zero_stage": zero_stage(root),
-        "autocast_dtype": resolve_autocast(root, compute_dtype),
+        "autocast_dtype": resolve_autocast(root),
         "shard_size": zero.mics_shard_size if zero.mics_shard_size > 0 else None,
         "weight_group_size": zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
-        "communication_dtype": dtype_named(root.communication_data_type),
+        "communication_dtype": DTYPES[root.communication_data_type],
         "casts_inputs": (root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
     }
     book.note_other_autos()

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from infinity.config import load_config
-from infinity.config.schema.block import Block, Keys, NoEffect, Refused
-from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.vocabulary import child_block
+from infinity.config.schema.block import Keys, NoEffect, Refused
+from infinity.config.schema.vocabulary import blocks
 from infinity.errors import ConfigError
 
 BASE: dict[str, Any] = {"train_batch_size": 1}
+_FIELDS = [(path + name, field) for path, block in blocks() for name, field in block.model_fields.items()]
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("amp", {"amp": {"enabled": True, "opt_level": "O1"}}),
@@ -79,9 +79,7 @@ def test_refused_when_switched_on(key: str, config: dict[str, Any]) -> None:
 
 
 def test_every_refusal_is_tested() -> None:
-    refusals = {
-        path for path, field in _fields(RootBlock, "") if any(isinstance(rule, Refused) for rule in field.metadata)
-    }
+    refusals = {path for path, field in _FIELDS if any(isinstance(rule, Refused) for rule in field.metadata)}
     # These two are one annotation, and the check against the compute dtype is made elsewhere.
     tested = {key for key, _ in REFUSED} - {"data_types.param_dtype"}
     assert refusals - tested == {"tensor_parallel.tp_size"}
@@ -233,15 +231,6 @@ def test_deepspeeds_zero_keys_are_known(key: str) -> None:
 
 
 def test_no_key_is_both_refused_and_noted() -> None:
-    for path, field in _fields(RootBlock, ""):
+    for path, field in _FIELDS:
         assert sum(isinstance(rule, NoEffect | Refused) for rule in field.metadata) <= 1, path
         assert sum(isinstance(rule, Keys) for rule in field.metadata) <= 1, path
-
-
-def _fields(block: type[Block], path: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, field in block.model_fields.items():
-        found.append((path + name, field))
-        if (child := child_block(field)) is not None:
-            found.extend(_fields(child, f"{path}{name}."))
-    return found
