@@ -6,6 +6,7 @@ The model may be on the meta device: only its shapes are looked at.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -96,19 +97,17 @@ class PlanInputs:
         names = {unit.index: _state_names(unit, template, updater) for unit in units}
         budget = config.infinity.host_memory_budget
 
-        def asked(config: InfinityConfig) -> Request:
-            return Request.of(
-                config,
-                model,
-                units,
-                budget_bytes=budget if budget is not None else share.budget_bytes,
-                shares_host_memory=shares_host_memory,
-                device_free_bytes=device_free_bytes,
-                runs_in_parallel=updater.is_for_threads,
-                updates_whole_parameters=updater.mixes_elements,
-                is_alone=is_alone,
-            )
-
+        ask = functools.partial(
+            Request.of,
+            model=model,
+            units=units,
+            budget_bytes=budget if budget is not None else share.budget_bytes,
+            shares_host_memory=shares_host_memory,
+            device_free_bytes=device_free_bytes,
+            runs_in_parallel=updater.is_for_threads,
+            updates_whole_parameters=updater.mixes_elements,
+            is_alone=is_alone,
+        )
         found = cls(
             config=config,
             units=units,
@@ -119,7 +118,7 @@ class PlanInputs:
             },
             spans=[shares.span(unit) for unit in units],
             sizes=[_size_of(unit, len(names[unit.index]), shares, divides_weights=divides_weights) for unit in units],
-            request=asked(config),
+            request=ask(config),
             guess=guessed_order(len(units), is_trained=bool(template.param_groups)),
             budget_source="from the config" if budget is not None else str(share),
         )
@@ -127,7 +126,7 @@ class PlanInputs:
             return found
         # Where nothing waits for a drive, updates beside the model only take its cores: they are faster after it.
         in_step = dataclasses.replace(config, infinity=dataclasses.replace(config.infinity, update="step"))
-        after = dataclasses.replace(found, config=in_step, request=asked(in_step))
+        after = dataclasses.replace(found, config=in_step, request=ask(in_step))
         return after if after.stays_in_memory() else found
 
     def stays_in_memory(self) -> bool:

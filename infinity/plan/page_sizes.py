@@ -44,6 +44,8 @@ class PageSizes:
         self._widest = widest
         self._share = max(request.update_workers / 2, 1)
         """Beyond two, each worker needs as much again."""
+        self._fewest_pages = FEWEST_PAGES - 1 + request.update_workers
+        self._most_pages = int(_MOST_PAGES * self._share)
         self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # of a model that is only evaluated: none
         self._largest_chunk = min(_LARGEST_CHUNK, self._largest_numel)
         if request.updates_whole_parameters:
@@ -61,14 +63,6 @@ class PageSizes:
         more = [times * enough for times in _TIMES if times * enough <= self._request.budget_bytes // _MOST_SHARE]
         most_pages = self._fewest_pages if keeps_all_records else self._most_pages
         return {min(each, most_pages * self._bytes_for(self._largest_chunk)) for each in (enough, *more)}
-
-    @property
-    def _fewest_pages(self) -> int:
-        return FEWEST_PAGES - 1 + self._request.update_workers
-
-    @property
-    def _most_pages(self) -> int:
-        return int(_MOST_PAGES * self._share)
 
     def cut(self, area_bytes: int, *, keeps_all_records: bool) -> tuple[int, int, int]:
         """Elements per chunk, bytes per page, number of pages in ``area_bytes``; if that is 0, of the smallest.
