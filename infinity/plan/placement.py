@@ -456,11 +456,6 @@ class _Planner:
             return min(narrow, numel * request.scratch_itemsize)
         return numel * request.scratch_itemsize
 
-    def _least_on_the_way(self) -> int:
-        """Bytes without which no share is updated in backward, beyond those of one unit."""
-        is_early = self._is_divided and self._request.updates_in_backward
-        return self._largest_numel * self._request.scratch_itemsize if is_early else 0
-
     def _wished_landing(self) -> int:
         """Bytes for gradients that arrive: as backward makes them, or sums of several micro-batches."""
         request = self._request
@@ -487,7 +482,9 @@ class _Planner:
         wished["landing"] = self._wished_landing() - needs.landing
         granted = min((request.budget_bytes - option.cost_bytes) // 2, sum(wished.values()))
         first = {"pages": min(wished["pages"], granted // 2, GOOD_PAGE_BYTES)}
-        first["gradients"] = min(wished["gradients"], granted - first["pages"], self._least_on_the_way())
+        if self._is_divided and request.updates_in_backward:  # with less, no share is updated in backward
+            least = self._largest_numel * request.scratch_itemsize
+            first["gradients"] = min(wished["gradients"], granted - first["pages"], least)
         rest = {name: wish - first.get(name, 0) for name, wish in wished.items()}
         left, total = granted - sum(first.values()), sum(rest.values())
         given = {name: first.get(name, 0) + (left * wish // total if total else 0) for name, wish in rest.items()}

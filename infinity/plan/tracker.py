@@ -79,7 +79,7 @@ class PlanTracker:
         if self._num_steps <= _WARM_UP:
             return
         self._reports.append(report)
-        steady = [_without(self._pause(report), report) for report in _steady(self._reports)]
+        steady = [self._without_pause(report) for report in _steady(self._reports)]
         moved = sum(report.read_bytes + report.write_bytes for report in steady)
         drive_seconds = sum(report.drive_busy_seconds for report in steady)
         longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in steady]
@@ -91,16 +91,15 @@ class PlanTracker:
             overlap_factor=statistics.median(factors) if factors else 1.0,
         )
 
-    def _pause(self, report: StepReport) -> float:
-        """How much longer than the script needs anyhow it took before this step. Few steps may all have come after a pause."""
+    def _without_pause(self, report: StepReport) -> StepReport:
+        """Without what the script took before it beyond what it needs anyhow. Few steps may all have come after a pause."""
         usual = self._least_pause
         if len(self._reports) >= _ENOUGH:
             usual = statistics.median(report.other_seconds for report in _steady(self._reports))
-        return max(0.0, report.other_seconds - usual)
-
-
-def _without(pause: float, report: StepReport) -> StepReport:
-    return dataclasses.replace(report, seconds=report.seconds - pause, compute_seconds=report.compute_seconds - pause)
+        pause = max(0.0, report.other_seconds - usual)
+        return dataclasses.replace(
+            report, seconds=report.seconds - pause, compute_seconds=report.compute_seconds - pause
+        )
 
 
 def _steady(reports: Collection[StepReport]) -> list[StepReport]:
