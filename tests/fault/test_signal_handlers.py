@@ -25,8 +25,8 @@ from infinity.units.unit import Unit
 from infinity.updates import stream as update_module
 from infinity.updates.stepper import Stepper
 from swapper import ReentryError, Swapper, SwapperConfig, SwapperError
+from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.transfer_queue import TransferQueue
-from swapper.scheduling.waiting import WaitingRoom
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
 from tests.manual_backend import ManualBackend
 from tests.waiting import wait_until
@@ -264,13 +264,13 @@ def test_a_handler_that_comes_while_the_main_thread_only_waits_can_read_and_writ
     waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep: list[bool] = []
-    sleep = WaitingRoom._sleep
+    sleep = IOScheduler._sleep
 
-    def noted(self: WaitingRoom, *args: Any) -> bool:
+    def noted(self: IOScheduler, *args: Any) -> bool:
         asleep.append(True)
         return sleep(self, *args)
 
-    monkeypatch.setattr(WaitingRoom, "_sleep", noted)
+    monkeypatch.setattr(IOScheduler, "_sleep", noted)
     backend = ManualBackend(1 << 20)
     with Swapper(backend, SwapperConfig(deadline_seconds=60.0)) as opened:
         extent, other = opened.allocate(4096, "x"), opened.allocate(4096, "other")

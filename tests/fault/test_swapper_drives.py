@@ -181,7 +181,11 @@ class _HangsOn:
     @property
     def num_hung(self) -> int:
         transfers = [transfer for queue in self._scheduler.queues for transfer in list(queue.inflight)]
-        return sum(self._volume.column_of(transfer.offset) == self._column for transfer in transfers)
+        firsts = [
+            transfer.offset + min(transfer.batch.left.copy() if transfer.batch else (), default=0)
+            for transfer in transfers
+        ]
+        return sum(self._volume.column_of(first) == self._column for first in firsts)
 
     def schedulers(self) -> list[Any]:
         return [self._scheduler]

@@ -76,25 +76,6 @@ def _line(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
 # -- by name -------------------------------------------------------------------------------------------------------------
 
 
-def test_threads_by_name(open_one: _Opener, caplog: pytest.LogCaptureFixture) -> None:
-    backend = open_one(backend="threads", num_threads=3)
-    assert isinstance(backend, ThreadsBackend) and backend.num_threads == 3
-    assert not caplog.records
-
-
-@needs_uring
-def test_uring_by_name_is_not_compared_with_anything(open_one: _Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_module, "measure_gain", None)
-    backend = open_one(backend="uring", max_inflight=7)
-    assert isinstance(backend, UringBackend) and backend.concurrency == 7
-    assert isinstance(open_one(backend="uring", max_inflight=100_000), UringBackend)
-    data = random_bytes(5 * ALIGNMENT + 3, 1)
-    copy = np.zeros_like(data)
-    write(backend, 100, data)
-    read(backend, 100, copy)
-    assert np.array_equal(data, copy)
-
-
 @needs_uring
 @pytest.mark.parametrize(("code", "cure"), [(errno.EPERM, "kernel.io_uring_disabled"), (errno.ENOSYS, "5.11 or newer")])
 def test_uring_by_name_is_an_error_with_a_cure_where_it_is_forbidden(

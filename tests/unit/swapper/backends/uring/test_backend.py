@@ -154,18 +154,6 @@ def test_short_transfers_and_errors_are_passed_on_as_they_are(backend: UringBack
     assert nowhere.error is not None and nowhere.error.errno == errno.EFAULT
 
 
-@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN, errno.EIO])
-def test_a_backend_does_not_retry(backend: UringBackend, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    reap = Ring.reap
-    monkeypatch.setattr(
-        Ring, "reap", lambda ring: [(token, -code if token else result) for token, result in reap(ring)]
-    )
-    completion = start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
-    completion.wait()
-    assert completion.error is not None and completion.error.errno == code
-    assert completion.num_calls == 1
-
-
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EBUSY])
 def test_a_kernel_short_of_resources_is_asked_again(
     backend: UringBackend, monkeypatch: pytest.MonkeyPatch, code: int
@@ -239,16 +227,6 @@ def test_a_ring_that_breaks_refuses_instead_of_hanging(
     assert ring_loop_module._abandoned == [backend._loop]
     ring_loop_module._abandoned.clear()
     backend.volume.close()
-
-
-def test_a_callback_that_raises_harms_no_other_request(backend: UringBackend, caplog: pytest.LogCaptureFixture) -> None:
-    def explode(*_: object) -> None:
-        raise SystemExit("not here")
-
-    page = aligned_bytes(ALIGNMENT)
-    backend.submit(IORequest(_READ, 0, page.data, page.ctypes.data, explode))
-    write(backend, 0, random_bytes(ALIGNMENT, 0))
-    assert "completing a transfer raised" in caplog.text
 
 
 def test_memory_in_flight_is_kept_and_then_let_go(tmp_path: Path) -> None:
