@@ -2,14 +2,17 @@
 
     python tools/swapper_cost.py --directory /dev/shm
     python tools/swapper_cost.py --directory /dev/shm --backend uring --bytes 4096
+    python tools/swapper_cost.py --directory /dev/shm --bytes 4096 --together 64
 
 Both do the same in turns: reads and writes of one size, a few at a time, the next one as soon as one is over. Once they go
-straight to the backend, once through a swapper. A line gives the medians of all rounds.
+straight to the backend, once through a swapper. A line gives the medians of all rounds. ``--together``: so many requests are
+one operation of the swapper; the backend has them one by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import queue
 import statistics
 import sys
@@ -45,8 +48,11 @@ def cpu_seconds(start: Start, num_requests: int, num_buffers: int) -> float:
     return time.process_time() - began
 
 
-def measure(directory: str, backend: Any, num_bytes: int, num_buffers: int, num_requests: int, rounds: int) -> None:
-    config = SwapperConfig(backend=backend)
+def measure(
+    directory: str, backend: Any, request_bytes: int, together: int, num_buffers: int, num_requests: int, rounds: int
+) -> None:
+    config = SwapperConfig(backend=backend, request_bytes=request_bytes)
+    num_bytes = request_bytes * together
     with Swapper.open(directory, num_bytes * num_buffers, config) as opened:
         memory = AlignedRegion(num_bytes * num_buffers)
         forget = opened.register_memory(memory)
@@ -60,8 +66,10 @@ def measure(directory: str, backend: Any, num_bytes: int, num_buffers: int, num_
             submit = opened.backend.submit
 
             def start(index: int, then: Callable[[], None]) -> None:
-                offset, address = index * num_bytes, addresses[index]
-                submit(IORequest(direction, offset, buffers[index].data, address, lambda *_: then()))
+                first, address, left = index * num_bytes, addresses[index], itertools.count(1 - together)
+                for low in range(0, num_bytes, request_bytes):
+                    view = buffers[index][low : low + request_bytes].data
+                    submit(IORequest(direction, first + low, view, address + low, lambda *_: next(left) or then()))
 
             return start
 
@@ -78,12 +86,12 @@ def measure(directory: str, backend: Any, num_bytes: int, num_buffers: int, num_
             found: dict[str, list[float]] = {"alone": [], "through": []}
             for number in range(rounds + 1):
                 for name, way in (("alone", alone), ("through", through)):
-                    seconds = cpu_seconds(way(direction), num_requests, num_buffers)
+                    seconds = cpu_seconds(way(direction), num_requests // together, num_buffers)
                     if number:  # the first round warms up
-                        found[name].append(seconds / num_requests * 1e6)
+                        found[name].append(seconds / (num_requests // together * together) * 1e6)
             one, other = (statistics.median(found[name]) for name in ("alone", "through"))
             print(
-                f"{backend:8} {direction.name.lower():5} {num_bytes:8} bytes: backend alone {one:7.1f} us, "
+                f"{backend:8} {direction.name.lower():5} {together} x {request_bytes:8} bytes: backend alone {one:7.1f} us, "
                 f"swapper {other:7.1f} us, {other / one:.2f} times"
             )
         forget()
@@ -119,13 +127,15 @@ def main() -> None:
     parser.add_argument("--directory", default=tempfile.gettempdir())
     parser.add_argument("--backend", default="threads", choices=["threads", "uring", "aiofiles"])
     parser.add_argument("--bytes", type=int, nargs="+", default=[4096, 1 << 20])
+    parser.add_argument("--together", type=int, default=1)
     parser.add_argument("--inflight", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     count_calls(options.directory, options.backend)
     for num_bytes in options.bytes:
         num_requests = 4000 if num_bytes < 1 << 16 else 400
-        measure(options.directory, options.backend, num_bytes, options.inflight, num_requests, options.rounds)
+        shape = (num_bytes, options.together, options.inflight, num_requests)
+        measure(options.directory, options.backend, *shape, options.rounds)
 
 
 if __name__ == "__main__":
