@@ -14,8 +14,9 @@ from swapper.uncopyable import closed_unless_made
 from swapper.volumes.volume import Piece, Volume
 
 _MOST_REQUESTS = 64
-"""In one transfer: 64 MiB of 1 MiB each, which a drive of 600 MB/s takes 110 ms for. So long may one that is waited for be held
-up by what is ahead of it."""
+_MOST_BYTES = 64 << 20
+"""In one transfer of several requests, which a drive of 600 MB/s takes 110 ms for. About so long may one that is waited for be
+held up by what is ahead of it."""
 
 
 class ThreadsBackend(VolumeBackend):
@@ -35,7 +36,7 @@ class ThreadsBackend(VolumeBackend):
         self.boundary_bytes = 0
         self.num_threads = num_threads
         self._request_bytes = request_bytes or volume.capacity_bytes
-        self.run_bytes = _MOST_REQUESTS * (request_bytes or 0)
+        self.run_bytes = max(request_bytes or 0, min(_MOST_REQUESTS * (request_bytes or 0), _MOST_BYTES))
         """See `swapper.backend.IOBackend`."""
         num_files = len(volume.files)
         # Stripes come in turn, drives take unequal times: without some in hand, one would wait for the turn of another.

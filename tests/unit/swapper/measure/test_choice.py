@@ -159,29 +159,15 @@ def test_a_small_volume_gets_threads_without_any_trial(
 
 
 @needs_uring
-def test_uring_is_taken_if_it_works_and_wins(open_one: _Opener, caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(open_one(), UringBackend)
-    assert _line(caplog).message == f"io_uring is used: {_WON[1]}"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("swapper-io")], "the loser stays"
-
-
-@needs_uring
-def test_threads_are_taken_if_uring_does_not_win(
-    open_one: _Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(choice_module, "measure_gain", lambda *_: _LOST)
-    backend = open_one()
-    assert isinstance(backend, ThreadsBackend)
-    assert _line(caplog).message == f"worker threads are used and not io_uring: {_LOST[1]}"
-    assert not [thread for thread in threading.enumerate() if thread.name == "swapper-ring"], "the loser stays"
-    data = random_bytes(ALIGNMENT, 1)
-    write(backend, 0, data)  # its files are open
-
-
-@needs_uring
-@pytest.mark.parametrize("result", [_WON, _LOST])
-def test_a_comparison_is_made_once_per_process_drive_and_setting(
-    open_one: _Opener, monkeypatch: pytest.MonkeyPatch, result: tuple[bool, str]
+@pytest.mark.parametrize(
+    ("result", "words"), [(_WON, "io_uring is used"), (_LOST, "worker threads are used and not io_uring")]
+)
+def test_a_comparison_decides_and_is_made_once_per_process_drive_and_setting(
+    open_one: _Opener,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    result: tuple[bool, str],
+    words: str,
 ) -> None:
     compared: list[SwapperConfig] = []
 
@@ -190,6 +176,11 @@ def test_a_comparison_is_made_once_per_process_drive_and_setting(
         return result
 
     monkeypatch.setattr(choice_module, "measure_gain", count)
+    data = random_bytes(ALIGNMENT, 1)
+    write(open_one(), 0, data)  # its files are open
+    assert _line(caplog).message == f"{words}: {result[1]}"
+    loser = "swapper-io" if result[0] else "swapper-ring"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(loser)], "the loser stays"
     kinds = {type(open_one()) for _ in range(3)}
     assert len(compared) == 1 and kinds == {UringBackend if result[0] else ThreadsBackend}
     open_one(request_bytes=4 * _MIB)

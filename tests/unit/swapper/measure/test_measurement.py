@@ -251,24 +251,6 @@ def test_another_process_can_open_the_file(drive: DriveTest, tmp_path: Path) -> 
     assert not os.path.samestat(os.stat(path), os.stat(tmp_path))
 
 
-@pytest.mark.deep
-def test_several_directories_are_striped_by_the_request(tmp_path: Path, watched: list[_Watched]) -> None:
-    directories = [tmp_path / name for name in "abc"]
-    for directory in directories:
-        directory.mkdir()
-    with DriveTest(directories, FILE_BYTES) as test:
-        assert len(set(test.paths)) == 3
-        test.prepare()
-        test.verify(SMALL)
-        for request_bytes in (64 << 10, 12288, 512 << 10):
-            setting = IOSetting("threads", request_bytes, 3, 3)
-            test.measure(setting, Workload.MIXED, 0.05, verify=True)
-            assert max(num_bytes for *_, num_bytes in watched[-1].requests) == request_bytes
-            test.verify(SMALL)
-        for path in test.paths:
-            assert os.stat(path).st_blocks * 512 >= FILE_BYTES
-
-
 def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
