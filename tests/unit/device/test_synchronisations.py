@@ -38,6 +38,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "self._device.synchronize(self._last)": "at the end",
     },
     "device/host_memory.py": {
+        "bool(getattr(torch.cuda.get_device_properties(torch_device), 'is_integrated', 0))": _NO_TENSOR,
         "int(share * free)": _NO_TENSOR,
         "int(psutil.virtual_memory().available)": _NO_TENSOR,
         "int(limit)": _NO_TENSOR,
