@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import bars
 from bench.case import peers
 from bench.machine import describe_machine
 from bench.measured.models import MODEL_SIZES, Workload
@@ -144,27 +145,20 @@ def scale_table(results: list[Largest], limit_bytes: int) -> Table:
 
 def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
     """Bars: parameters, seconds of a step and peak of each way. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    panels: list[tuple[str, Callable[[Try], float]]] = [
-        ("million parameters", lambda best: (best.num_parameters or 0) / 1e6),
-        ("seconds per step", lambda best: best.seconds_per_step or 0.0),
-        ("peak host memory, GB", lambda best: (best.peak_bytes or 0) / 1e9),
-    ]
-    figure = Figure(figsize=(13, 1.2 + 0.6 * len(results)), layout="tight")
-    all_axes = figure.subplots(1, 3, sharey=True)
-    for axes, (title, value) in zip(all_axes, panels, strict=True):
-        values = [0.0 if each.best is None else value(each.best) for each in results]
-        told = [f"{found:,.0f}" if found >= 100 else f"{found:.3g}" for found in values]
-        if axes is all_axes[0]:  # nothing larger was asked for, or none trained
-            told = [f"{text} or more" if each.next is None else text for each, text in zip(results, told, strict=True)]
-        axes.bar_label(axes.barh([each.name for each in results], values), told, padding=3)
-        axes.set_title(title)
-        axes.margins(x=0.35)
-        axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0].invert_yaxis()
-    figure.suptitle(f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory")
-    figure.savefig(path, dpi=130)
+    panels = {
+        "million parameters": [(each.best.num_parameters or 0) / 1e6 if each.best else 0.0 for each in results],
+        "seconds per step": [each.best.seconds_per_step or 0.0 if each.best else 0.0 for each in results],
+        "peak host memory, GB": [(each.best.peak_bytes or 0) / 1e9 if each.best else 0.0 for each in results],
+    }
+    bars.draw(
+        path,
+        f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory",
+        [each.name if each.next else f"{each.name} (or larger)" for each in results],
+        {
+            title: [(value, f"{value:,.0f}" if value >= 100 else f"{value:.3g}") for value in values]
+            for title, values in panels.items()
+        },
+    )
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 
     python tools/bench_step.py --nvme-path /mnt/nvme --throttle 300,600,1200,none
     python tools/bench_step.py --throttle 600 --peer deepspeed --peer-python DS/bin/python
+    python tools/bench_step.py --throttle 600 --against durable=true --against verify_checksums=true
     python tools/bench_step.py --throttle none --memory-limit 1.5GB --checkpointing non-reentrant --micro-batches 1,3
 
 Lists (1,2,3) are combined: every combination is a case. Each program runs in a process of its own, and all programs of a case
@@ -90,6 +91,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--budget", type=several(_budget, "384MB,2GB"), default=("384MB",), help="of host memory (default: 384MB)")
     add("--set", type=_setting, action="append", default=[], metavar="KEY=VALUE", help="of our block `infinity`")
+    add(
+        "--against",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="ours again, in turns, with it",
+    )
     add("--memory-limit", type=size, metavar="SIZE", help="of ours, by a control group, e.g. 1.5GB")
     add(
         "--throttle",
@@ -138,6 +147,10 @@ def make_cases(asked: argparse.Namespace) -> Iterator[Case]:
                 if asked.timeline is not None:
                     ours["timeline"] = str(numbered(asked.timeline.absolute(), next(numbers)))
                 specs.append(ParticipantSpec("ours", "ours", ours, memory_limit_bytes=asked.memory_limit))
+                for key, value in asked.against:
+                    other = {"budget": budget, "infinity": dict(asked.set) | {key: value}}
+                    name = f"{key}={value}".replace("/", "_")  # of a directory and a control group as well
+                    specs.append(ParticipantSpec(name, "ours", other, memory_limit_bytes=asked.memory_limit))
             if asked.peer:
                 specs += peers(asked.peer_build_dir, asked.peer_python)
             specs += alone

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 _PATIENCE_SECONDS = 120.0
@@ -68,12 +67,3 @@ def run(*options: str, wrap: Wrap | None = None, environment: Mapping[str, str] 
 def bytes_per_second(job: Mapping[str, Any]) -> float:
     """Both directions together."""
     return float(job["read"]["bw_bytes"]) + float(job["write"]["bw_bytes"])
-
-
-def same_moment(directory: Path, num_bytes: int, *directions: str) -> float:
-    """Bytes per second of direct, sequential I/O, 1 MiB blocks, 16 under way; of several directions at once, the slower."""
-    options = ["--bs=1M", f"--size={num_bytes}", "--direct=1", "--ioengine=libaio", "--iodepth=16", "--end_fsync=1"]
-    for direction in directions:
-        options += [f"--name={direction}", f"--filename={directory / direction}", f"--rw={direction}"]
-    jobs = run(*options)
-    return min(float(job[direction]["bw_bytes"]) for job, direction in zip(jobs, directions, strict=True))

@@ -24,6 +24,7 @@ if __name__ == "__main__":
     # While the libraries are loaded there is nothing to report yet: Ctrl-C just ends it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 try:
+    import bars
     import click
     import fio
 
@@ -216,18 +217,12 @@ def print_comparison(asked: command.Asked, compared: dict[str, Any]) -> None:
 
 def draw(found: DriveProfile, path: Path) -> None:
     """A bar for each setting and workload. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    names = [setting.describe() for setting in found.settings]
-    figure = Figure(figsize=(13, 1.5 + 0.3 * len(names)), layout="constrained")
-    for axes, workload in zip(figure.subplots(1, len(WORKLOADS), sharey=True), WORKLOADS, strict=True):
+    panels = {}
+    for workload in WORKLOADS:
         rates = [(found.rate(setting, workload) or 0.0) / 1e9 for setting in found.settings]
-        axes.bar_label(axes.barh(range(len(names)), rates), [f"{rate:.2f}" for rate in rates], padding=3)
-        axes.set(title=f"{workload.value}, GB/s", yticks=range(len(names)), yticklabels=names)
-        axes.margins(x=0.2)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(", ".join(str(each.path) for each in found.directories))
-    figure.savefig(path, dpi=130)
+        panels[f"{workload.value}, GB/s"] = [(rate, f"{rate:.2f}") for rate in rates]
+    title = ", ".join(str(each.path) for each in found.directories)
+    bars.draw(path, title, [setting.describe() for setting in found.settings], panels)
 
 
 def profile_io(**options: Any) -> int:

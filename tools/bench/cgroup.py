@@ -279,23 +279,6 @@ class Cgroup:
         self.close()
 
 
-@contextlib.contextmanager
-def throttled(directory: Path, megabytes_per_second: int) -> Iterator[None]:
-    """Reads and writes of this process and its new children are held to so many MB/s each; 0: they are not.
-
-    Raises:
-        RuntimeError: the directory lies on no block device.
-        OSError: groups cannot be made here.
-    """
-    if not megabytes_per_second:
-        yield
-        return
-    with Cgroup("throttled", ("blkio",)) as group:
-        group.throttle(directory, megabytes_per_second * 1_000_000)
-        with group.joined():
-            yield
-
-
 def _parents(controllers: tuple[str, ...]) -> dict[str, Path]:
     """For each controller the group below which its new one goes: for all of version 2 the same."""
     hierarchies = {controller: _find_hierarchy(controller) for controller in controllers}
