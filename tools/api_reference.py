@@ -60,14 +60,23 @@ Guides: [tools/examples](../tools/examples/README.md).
 """
 
 
-def _shown(value: Any) -> str:
+class _Written(str):
+    """A text that stands for itself in a signature, without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _default(value: Any) -> Any:
+    if value is inspect.Parameter.empty:
+        return value
     if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
-    return f"{value.__name__}" if inspect.isclass(value) or inspect.isfunction(value) else repr(value)
+        return _Written(f"{type(value).__name__}.{value.name}")
+    return _Written(value.__name__) if inspect.isclass(value) or inspect.isfunction(value) else value
 
 
-def _annotated(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+def _annotation(value: Any) -> Any:
+    return _Written(value) if isinstance(value, str) else value
 
 
 def signature(name: str, value: Any) -> str:
@@ -76,19 +85,13 @@ def signature(name: str, value: Any) -> str:
         found = inspect.signature(value)
     except (TypeError, ValueError):
         return name
-    parts, kinds = [], inspect.Parameter
-    seen = [parameter for parameter in found.parameters.values() if parameter.name != "self"]
-    for place, parameter in enumerate(seen):
-        earlier = [other.kind for other in seen[:place]]
-        if parameter.kind is kinds.KEYWORD_ONLY and not {kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL} & set(earlier):
-            parts.append("*")
-        stars = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        kind = "" if parameter.annotation is kinds.empty else f": {_annotated(parameter.annotation)}"
-        default = "" if parameter.default is kinds.empty else f"{' = ' if kind else '='}{_shown(parameter.default)}"
-        parts.append(f"{stars}{parameter.name}{kind}{default}")
-    gives = found.return_annotation
-    result = "" if inspect.isclass(value) or gives is inspect.Signature.empty else f" -> {_annotated(gives)}"
-    return f"{name}({', '.join(parts)}){result}"
+    parameters = [
+        each.replace(annotation=_annotation(each.annotation), default=_default(each.default))
+        for each in found.parameters.values()
+        if each.name != "self"
+    ]
+    gives = found.empty if inspect.isclass(value) else _annotation(found.return_annotation)
+    return f"{name}{found.replace(parameters=parameters, return_annotation=gives)}"
 
 
 def text_of(value: Any) -> str:

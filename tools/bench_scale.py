@@ -44,12 +44,21 @@ class Try:
     """One model, trained or not."""
 
     num_layers: int
-    num_parameters: int | None = None
-    seconds_per_step: float | None = None
-    peak_bytes: int | None = None
+    num_parameters: int = 0
+    seconds_per_step: float = 0.0
+    peak_bytes: int = 0
     """Of the control group: with the libraries, and with building the model."""
     problem: str | None = None
     """Why it did not train, in a line."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What is printed and drawn."""
+        return {
+            "million parameters": self.num_parameters / 1e6,
+            "seconds per step": self.seconds_per_step,
+            "peak host memory, GB": self.peak_bytes / 1e9,
+        }
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,8 @@ class Largest:
     """What came out for one way."""
 
     name: str
-    best: Try | None
+    best: Try
+    """Without layers if none trained."""
     next: Try | None
     """The smallest that did not train; None if all that were asked for did."""
 
@@ -86,79 +96,53 @@ def attempt(spec: ParticipantSpec, workload: Workload, directory: Path, num_step
             participant.run_turn(1, counts=False)
             turn = participant.run_turn(num_steps, counts=True)
             num_parameters = turn["description"]["num_parameters"]
-            return Try(layers, num_parameters, turn["total_seconds"] / num_steps, participant.peak_bytes)
+            return Try(layers, num_parameters, turn["total_seconds"] / num_steps, participant.peak_bytes or 0)
     except ParticipantFailed as error:
         return Try(layers, problem=textwrap.shorten(str(error).splitlines()[0], _LINE_CHARACTERS))
 
 
-def largest(name: str, most_layers: int, attempt_with: Callable[[int], Try], tell: Callable[[Try], None]) -> Largest:
+def largest(name: str, most_layers: int, attempt_with: Callable[[int], Try]) -> Largest:
     """Double the layers until a model does not train, then halve the distance until neighbours are found.
 
     Args:
         name: of the way.
         most_layers: no model is larger.
         attempt_with: trains a model with so many layers.
-        tell: is told of each try.
     """
-    best: Try | None = None
-    failed: Try | None = None
-    layers = 1
+    best, failed, layers = Try(0), None, 1
     while True:
         made = attempt_with(layers)
-        tell(made)
         if made.problem is None:
             best = made
         else:
             failed = made
-        low = 0 if best is None else best.num_layers
-        if failed is None:
-            if low >= most_layers:
-                return Largest(name, best, None)
-            layers = min(2 * low, most_layers)
-        elif failed.num_layers - low <= 1:
+        if best.num_layers == (most_layers if failed is None else failed.num_layers - 1):
             return Largest(name, best, failed)
-        else:
-            layers = (low + failed.num_layers) // 2
+        layers = min(2 * layers, most_layers) if failed is None else (best.num_layers + failed.num_layers) // 2
+
+
+def _told(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def scale_table(results: list[Largest], limit_bytes: int) -> Table:
     """One row per way. Why a model did not train is told when it is tried."""
     made = Table(title=f"the largest model in {limit_bytes / 2**30:.2f} GiB", title_justify="left")
-    for heading in ("", "layers", "parameters", "step", "peak", "layers that did not train"):
+    for heading in ("", "layers", *Try(0).figures, "layers that did not train"):
         made.add_column(heading, justify="left" if heading == "" else "right")
-    for result in results:
-        best, failed = result.best, result.next
-        told = "" if failed is None else str(failed.num_layers)
-        if best is None:
-            made.add_row(result.name, "none", "", "", "", told)
-            continue
-        made.add_row(
-            result.name,
-            str(best.num_layers),
-            f"{(best.num_parameters or 0) / 1e6:,.0f}M",
-            f"{best.seconds_per_step or 0:.2f} s",
-            f"{(best.peak_bytes or 0) / 1e9:.2f} GB",
-            told,
-        )
+    for each in results:
+        figures = map(_told, each.best.figures.values())
+        failed = str(each.next.num_layers) if each.next else ""
+        made.add_row(each.name, str(each.best.num_layers or "none"), *figures, failed)
     return made
 
 
 def draw(results: list[Largest], limit_bytes: int, path: Path) -> None:
     """Bars: parameters, seconds of a step and peak of each way. Needs matplotlib."""
-    panels = {
-        "million parameters": [(each.best.num_parameters or 0) / 1e6 if each.best else 0.0 for each in results],
-        "seconds per step": [each.best.seconds_per_step or 0.0 if each.best else 0.0 for each in results],
-        "peak host memory, GB": [(each.best.peak_bytes or 0) / 1e9 if each.best else 0.0 for each in results],
-    }
-    bars.draw(
-        path,
-        f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory",
-        [each.name if each.next else f"{each.name} (or larger)" for each in results],
-        {
-            title: [(value, f"{value:,.0f}" if value >= 100 else f"{value:.3g}") for value in values]
-            for title, values in panels.items()
-        },
-    )
+    title = f"The largest model that trains in {limit_bytes / 2**30:.2f} GiB of host memory"
+    names = [each.name if each.next else f"{each.name} (or larger)" for each in results]
+    values = {name: [each.best.figures[name] for each in results] for name in Try(0).figures}
+    bars.draw(path, title, names, {name: [(each, _told(each)) for each in row] for name, row in values.items()})
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -187,22 +171,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = []
     with tempfile.TemporaryDirectory(prefix="bench_scale_", dir=asked.nvme_path) as directory:
 
-        def try_layers(spec: ParticipantSpec, layers: int) -> Try:
+        def try_layers(way: str, spec: ParticipantSpec, layers: int) -> Try:
             workload = Workload(asked.model, layers, asked.dtype, seq_len=asked.seq_len, checkpointing="non-reentrant")
-            return attempt(spec, workload, Path(directory), asked.steps)
+            made = attempt(spec, workload, Path(directory), asked.steps)
+            told = made.problem or ", ".join(f"{name}: {_told(value)}" for name, value in made.figures.items())
+            console.print(f"{way}, {layers} layers: {told}", markup=False, soft_wrap=True)
+            return made
 
         for spec in specs:
             # Compilers need more memory than a model with one layer: once without the limit, what it compiles is there.
-            if (problem := try_layers(spec, 1).problem) is not None:
-                sys.exit(f"--peer does not train a model with one layer, without a limit: {problem}.")
+            if try_layers("without the limit", spec, 1).problem is not None:
+                sys.exit("--peer does not train a model with one layer, without a limit.")
         for way, spec in ways(asked.limit, specs).items():
-
-            def tell(made: Try, way: str = way) -> None:
-                peak = f"peak {(made.peak_bytes or 0) / 1e9:.2f} GB"
-                what = made.problem or f"{made.seconds_per_step:.2f} s per step, {peak}"
-                console.print(f"{way}, {made.num_layers} layers: {what}", markup=False, soft_wrap=True)
-
-            results.append(largest(way, asked.most_layers, functools.partial(try_layers, spec), tell))
+            results.append(largest(way, asked.most_layers, functools.partial(try_layers, way, spec)))
     console.print(scale_table(results, asked.limit))
     if asked.json_file is not None:
         machine, tried = describe_machine(asked.nvme_path), [asdict(each) for each in results]

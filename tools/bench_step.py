@@ -59,12 +59,6 @@ def _budget(text: str) -> str:
     return text
 
 
-def _checkpointing(text: str) -> str:
-    if text not in _CHECKPOINTING:
-        raise ValueError
-    return text
-
-
 def _setting(text: str) -> tuple[str, str]:
     key, has_value, value = text.partition("=")
     if not key or not has_value:
@@ -85,7 +79,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--clip", type=several(_norm, "0,1"), default=(0.0,), help="norms, e.g. 0,1; 0, the default, is off")
     add(
         "--checkpointing",
-        type=several(_checkpointing, ",".join(_CHECKPOINTING)),
+        type=several(lambda text: _CHECKPOINTING[_CHECKPOINTING.index(text)], ",".join(_CHECKPOINTING)),
         default=("none",),
         help=f"of the model's blocks: {', '.join(_CHECKPOINTING)} (default: none)",
     )
@@ -106,12 +100,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=(600, None),
         help="MB/s each way, e.g. 300,none (default: 600,none)",
     )
-    add("--without-ours", action="store_true", help="measure only the others")
     add("--without-compute-alone", action="store_true", help="leave out plain torch in memory: no bound then")
     add("--turns", type=int, default=5, help="of each, that count (default: 5)")
     add("--steps-per-turn", type=int, default=2, help="a turn ends with a flush (default: 2)")
     add("--warmup-steps", type=int, default=3, help="first writes into reserved space are slower (default: 3)")
-    add("--timeline", type=Path, help="trace of ours for ui.perfetto.dev; with several cases FILE-2, ...")
+    add("--timeline", type=Path, help="trace of ours for ui.perfetto.dev, of the last case")
     add_common(parser)
     given = parser.parse_args(arguments)
     given.json_file = given.json_file or Path("bench_step.json")
@@ -120,9 +113,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         blkio=(any(given.throttle), "--throttle", "pass --throttle none"),
         memory=(given.memory_limit is not None, "--memory-limit", "leave it out"),
     )
-    if problem is None and given.timeline is not None and not given.timeline.absolute().parent.is_dir():
-        folder = given.timeline.absolute().parent
-        problem = f"--timeline {given.timeline}: there is no directory {folder}; create it first"
     if problem is not None:
         parser.error(problem)
     return given
@@ -130,32 +120,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def make_cases(asked: argparse.Namespace) -> Iterator[Case]:
     """Every workload at every speed of the drive, with compute alone in turns beside it; with peers once, before."""
-    numbers = itertools.count(1)
     settings = itertools.product(asked.layers, asked.checkpointing, asked.clip, asked.micro_batches)
     for layers, checkpointing, clip, micro_batches in settings:
         workload = Workload(
             asked.model, layers, asked.dtype, asked.batch_size, asked.seq_len, micro_batches, clip, checkpointing
         )
         alone = [] if asked.without_compute_alone else _compute_alone(workload)
-        if alone and (asked.peer or asked.without_ours):  # with peers, all at once would take too much memory
+        if alone and asked.peer:  # with peers, all at once would take too much memory
             yield Case(workload, None, tuple(alone))
             alone = []
         for limit, budget in itertools.product(asked.throttle, asked.budget):
-            specs = []
-            if not asked.without_ours:
-                ours: dict[str, Any] = {"budget": budget, "infinity": dict(asked.set)}
-                if asked.timeline is not None:
-                    ours["timeline"] = str(numbered(asked.timeline.absolute(), next(numbers)))
-                specs.append(ParticipantSpec("ours", "ours", ours, memory_limit_bytes=asked.memory_limit))
-                for key, value in asked.against:
-                    other = {"budget": budget, "infinity": dict(asked.set) | {key: value}}
-                    name = f"{key}={value}".replace("/", "_")  # of a directory and a control group as well
-                    specs.append(ParticipantSpec(name, "ours", other, memory_limit_bytes=asked.memory_limit))
+            ours: dict[str, Any] = {"budget": budget, "infinity": dict(asked.set)}
+            if asked.timeline is not None:
+                ours["timeline"] = str(asked.timeline.absolute())
+            specs = [ParticipantSpec("ours", "ours", ours, memory_limit_bytes=asked.memory_limit)]
+            for key, value in asked.against:
+                other = {"budget": budget, "infinity": dict(asked.set) | {key: value}}
+                name = f"{key}={value}".replace("/", "_")  # of a directory and a control group as well
+                specs.append(ParticipantSpec(name, "ours", other, memory_limit_bytes=asked.memory_limit))
             if asked.peer:
                 specs += peers(asked.peer_build_dir, asked.peer_python)
-            specs += alone
-            if specs:
-                yield Case(workload, limit, tuple(specs))
+            yield Case(workload, limit, (*specs, *alone))
 
 
 def _compute_alone(workload: Workload) -> list[ParticipantSpec]:
@@ -164,11 +149,6 @@ def _compute_alone(workload: Workload) -> list[ParticipantSpec]:
     if workload.num_micro_batches > 1 and workload.checkpointing == "none":
         alone.append(ParticipantSpec(RECOMPUTING, "in_memory", {"checkpointing": "non-reentrant"}))
     return alone
-
-
-def numbered(path: Path, number: int) -> Path:
-    """`trace.json`, `trace-2.json`, `trace-3.json`, ..."""
-    return path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def _remove_stale(directory: Path) -> None:

@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 README = _ROOT / "infinity" / "deepspeed" / "README.md"
 LIST = Path(__file__).with_suffix(".txt")
 MARKS = (
-    "<!-- printed by tools/deepspeed_names.py: change infinity/deepspeed/contents/refused.py, not this -->",
+    "<!-- printed by tools/deepspeed_names.py: change infinity/deepspeed/contents/refused.toml, not this -->",
     "<!-- end of what is printed -->",
 )
 _MODULES = """

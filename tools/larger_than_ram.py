@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from bench.cgroup import Cgroup, why_unavailable
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from train import SIZES, build_model, console, read_text, resident_bytes
 from transformers import LlamaForCausalLM
@@ -90,34 +89,22 @@ class Notes:
 
 
 @contextmanager
-def part(notes: Notes, what: str, total: float | None = None) -> Iterator[Any]:
-    """A bar with the time left, and a note of how long it took; gives a function that moves the bar."""
-    columns = TextColumn(f"{what:<34}"), BarColumn(None), TimeElapsedColumn(), TimeRemainingColumn()
+def part(notes: Notes, what: str) -> Iterator[None]:
+    """Show what is being done, and note how long it took."""
     began = time.perf_counter()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda amount: bar.advance(task, amount)
+    with console.status(what):
+        yield
     seconds = time.perf_counter() - began
     notes.write(kind="part", what=what, seconds=seconds, peak=resident_bytes("VmHWM"))
     console.print(f"  {what:<34}{seconds:8.1f} s   resident now {resident_bytes('VmRSS') / 1e6:7,.0f} MB")
 
 
-def build(notes: Notes, arguments: argparse.Namespace) -> LlamaForCausalLM:
-    """The model, its weights on the drive as they are made."""
+def built(notes: Notes, arguments: argparse.Namespace) -> infinity.Engine:
+    """An engine; its model's weights are on the drive as they are made."""
     torch.manual_seed(0)
-    with part(notes, "build (infinity.Init)", count_parameters(arguments.layers)) as advance:
-        hook = torch.nn.modules.module.register_module_parameter_registration_hook(
-            lambda module, name, parameter: advance(parameter.numel()) if parameter is not None else None
-        )
-        try:
-            with infinity.Init(config_dict_or_path=engine_config(arguments)):
-                return make_model(arguments.layers)
-        finally:
-            hook.remove()
-
-
-def initialized(model: torch.nn.Module, config: dict[str, Any], notes: Notes) -> infinity.Engine:
-    """An engine with the model."""
+    config = engine_config(arguments)
+    with part(notes, "build (infinity.Init)"), infinity.Init(config_dict_or_path=config):
+        model = make_model(arguments.layers)
     with part(notes, "initialize"):
         return infinity.initialize(model=model, config=config)[0]
 
@@ -141,32 +128,24 @@ def run_step(engine: infinity.Engine, notes: Notes, text: torch.Tensor, step: in
         loss = engine(**batch_of(text, step)).loss
         engine.backward(loss)
         engine.step()
-        report = engine.report
-    notes.write(
-        kind="step", step=step, loss=float(loss.detach()).hex(), norm=float(engine.get_global_grad_norm()).hex()
-    )
-    notes.write(kind="bytes", read=report.read_bytes, written=report.write_bytes)
+    norm = float(engine.get_global_grad_norm())
+    notes.write(kind="step", step=step, loss=float(loss.detach()).hex(), norm=norm.hex())
 
 
 def checksum(engine: infinity.Engine, notes: Notes) -> None:
     """One number for all weights, each read from where it rests."""
     found = 0
-    total = sum(parameter.numel() for parameter in engine.module.parameters())
-    with part(notes, "checksum of all weights", total) as advance, torch.no_grad():
+    with part(notes, "checksum of all weights"), torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             found = zlib.crc32(name.encode(), found)
             found = zlib.crc32(parameter.clone().reshape(-1).view(torch.uint8).numpy(), found)
-            advance(parameter.numel())
     notes.write(kind="checksum", value=f"{found:08x}")
 
 
 def first_process(arguments: argparse.Namespace, notes: Notes) -> None:
     """Builds, trains, saves, and goes on until it is killed."""
     text = pieces(arguments)
-    engine = initialized(build(notes, arguments), engine_config(arguments), notes)
-    if arguments.verbose:
-        console.print(str(engine.plan), soft_wrap=True)
-    with engine:
+    with built(notes, arguments) as engine:
         for step in range(STEPS_BEFORE):
             run_step(engine, notes, text, step)
         with part(notes, "save_checkpoint"):
@@ -181,8 +160,7 @@ def first_process(arguments: argparse.Namespace, notes: Notes) -> None:
 def second_process(arguments: argparse.Namespace, notes: Notes) -> None:
     """Resumes from the checkpoint, and exports."""
     text = pieces(arguments)
-    engine = initialized(build(notes, arguments), engine_config(arguments), notes)
-    with engine:
+    with built(notes, arguments) as engine:
         with part(notes, "load_checkpoint"):
             path, _ = engine.load_checkpoint(arguments.directory / "checkpoints")
         if path is None or engine.global_steps != STEPS_BEFORE:
@@ -202,8 +180,7 @@ def third_process(arguments: argparse.Namespace, notes: Notes) -> None:
     config = engine_config(arguments, is_trained=False)
     with part(notes, "load_pretrained"):
         model = infinity.load_pretrained(LlamaForCausalLM, arguments.directory / "exported", config=config)
-    engine = initialized(model, config, notes)
-    with engine:
+    with infinity.initialize(model=model, config=config)[0] as engine:
         checksum(engine, notes)
         evaluate(engine, notes, text)
         engine.close(restore_weights=False)
@@ -247,7 +224,6 @@ def start(arguments: argparse.Namespace, name: str, group: Cgroup) -> subprocess
     own = [__file__, "--process", name, "--directory", str(arguments.directory), "--layers", str(arguments.layers)]
     own += ["--seq-len", str(arguments.seq_len)]
     own += ["--nvme-path", str(arguments.nvme_path), "--host-memory-budget", arguments.host_memory_budget]
-    own += ["--verbose"] if arguments.verbose else []
     return subprocess.Popen(group.command(sys.executable, *own))
 
 
@@ -290,19 +266,20 @@ def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
         peaks.add_row(name, f"{peak / 1e6:,.0f} MB")
         is_right &= peak <= arguments.limit
     trained, resumed, loaded = notes["train"], notes["resume"], notes["load"]
+    before = {facts["step"]: facts for facts in trained.of("step")}
     pairs = [
-        (f"step {facts['step'] + 1}: {what}", before[what], facts[what])
+        (f"step {facts['step'] + 1}: {what}", before[facts["step"]][what], facts[what])
         for facts in resumed.of("step")
-        for before in trained.of("step")
-        if before["step"] == facts["step"]
         for what in ("loss", "norm")
     ]
-    for what, kind, before, after in (
-        ("checksum of the weights", "checksum", trained, resumed),
-        ("exported and loaded: weights", "checksum", resumed, loaded),
-        ("exported and loaded: a loss", "loss", resumed, loaded),
-    ):
-        pairs.append((what, before.of(kind)[0]["value"], after.of(kind)[0]["value"]))
+    pairs += [
+        (what, first.of(kind)[0]["value"], then.of(kind)[0]["value"])
+        for what, kind, first, then in (
+            ("checksum of the weights", "checksum", trained, resumed),
+            ("exported and loaded: weights", "checksum", resumed, loaded),
+            ("exported and loaded: a loss", "loss", resumed, loaded),
+        )
+    ]
     for what, first, then in pairs:
         table.add_row(what, first, then, "equal" if first == then else "DIFFERENT")
         is_right &= first == then
@@ -321,7 +298,6 @@ def main() -> int:
     add("--limit", type=int, default=2_000_000_000, help="bytes of memory for all (default: 2 GB)")
     add("--host-memory-budget", default="1GB", help="the engine's part of it (default: 1GB)")
     add("--nvme-path", type=Path, default=Path("nvme"), help="directory on the drive (default: ./nvme)")
-    add("--verbose", action="store_true", help="print the plan")
     add("--process", choices=PROCESSES, help=argparse.SUPPRESS)
     add("--directory", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.cli.output import print_json
 from infinity.console import Console
 from swapper import SwapperError
 
@@ -95,22 +94,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seq-len", type=int, help="bytes per sequence")
     add("--gradient-accumulation-steps", type=int, help="micro-batches per optimizer step")
     add("--lr", type=float, help="learning rate, after warm-up")
-    add("--warmup-steps", type=int, help="steps in which it rises; 0 is off (default: a tenth of all)")
     add("--clip", type=float, help="largest global norm of the gradients, 0 is off")
     kinds = ["none", "reentrant", "non-reentrant"]
     add("--checkpointing", choices=kinds, default="non-reentrant", help="of activations (default: non-reentrant)")
     add("--config", type=Path, help="DeepSpeed-style JSON (default: that of configs/zero3_nvme.json)")
     add("--nvme-path", help="directory on the drive that holds the states (default: as in the config)")
     add("--host-memory-budget", help='hard ceiling of the engine\'s host memory, e.g. "2GB"')
-    add(
-        "--plot",
-        type=Path,
-        default=Path("train.png"),
-        help="where the loss curve and the breakdown go (default: train.png)",
-    )
-    add("--state-dtype", choices=["fp32", "bf16", "int8"], help="infinity.state_dtype: smaller optimizer states")
+    add("--plot", type=Path, default=Path("train.png"), help="of loss and times, a picture (default: train.png)")
     add("--seed", type=int, default=0)
-    add("--json", action="store_true", help="print one JSON object at the end, and all else to stderr")
     found = parser.parse_args(arguments)
     for name in ("steps", "batch_size", "seq_len", "gradient_accumulation_steps"):
         value = getattr(found, name)
@@ -140,10 +131,8 @@ def read_text(path: Path | None, max_bytes: int = 8_000_000) -> torch.Tensor:
     else:
         data = bytearray()
         for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
-            if not {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(source.parts):
-                data += source.read_bytes()
-            if len(data) > max_bytes:
-                break
+            is_other = {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(source.parts)
+            data += b"" if is_other or len(data) > max_bytes else source.read_bytes()
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -207,7 +196,6 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
         "gradient_clipping": arguments.clip,
         "optimizer.params.lr": arguments.lr,
         "infinity.host_memory_budget": arguments.host_memory_budget,
-        "infinity.state_dtype": arguments.state_dtype,
         "zero_optimization.offload_param.nvme_path": arguments.nvme_path,
         "zero_optimization.offload_optimizer.nvme_path": arguments.nvme_path,
     }
@@ -222,11 +210,10 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
     return infinity.load_config("zero3_nvme", overrides=suitable | chosen)
 
 
-def warm_up(optimizer: torch.optim.Optimizer, num_steps: int, arguments: argparse.Namespace) -> LambdaLR:
+def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
     """The learning rate rises in a straight line, and then stays."""
-    wanted = arguments.warmup_steps
-    num_warm = math.ceil(WARMUP_SHARE * num_steps) if wanted is None else max(wanted, 0)
-    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(num_warm, 1)))
+    num_warm = math.ceil(WARMUP_SHARE * num_steps)
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / num_warm))
 
 
 # ---------------------------------------------------------------------------------------------------- training loop
@@ -383,18 +370,16 @@ BREAKDOWN = (
 )
 
 
-def draw(history: History, memory: Memory, plan: infinity.Plan, path: Path) -> None:
-    """The loss curve, where the time of each step went, and the memory that it took."""
+def draw(history: History, path: Path) -> None:
+    """The loss curve, and where the time of each step went."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         console.print("No picture: matplotlib is not installed (pip install 'infinity-offload[plot]').")
         return
     steps = range(1, len(history.losses) + 1)
-    figure = Figure(figsize=(9, 9), layout="tight")
-    above, below, bars = figure.subplots(3, 1, height_ratios=(3, 2, 1.6))
-    below.sharex(above)
-    above.tick_params(labelbottom=False)
+    figure = Figure(figsize=(9, 7), layout="tight")
+    above, below = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
     above.plot(steps, history.losses, color="#1f4e79", linewidth=1.8)
     above.set(ylabel="loss (nats per byte)", title="Loss")
     parts = [[getattr(report, name) for report in history.reports] for _, name in BREAKDOWN]
@@ -404,8 +389,7 @@ def draw(history: History, memory: Memory, plan: infinity.Plan, path: Path) -> N
     below.stackplot(steps, *parts, rest, labels=labels, colors=["#4c9f70", "#e0a030", "#c8553d", "#c9c9c9"], step="mid")
     below.set(ylabel="seconds per step", xlabel="step", title="Where the time of a step goes", ylim=(0, None))
     below.legend(loc="upper right", ncols=4, fontsize="small")
-    draw_memory(bars, memory, plan)
-    for axes in (above, below, bars):
+    for axes in (above, below):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     try:
@@ -413,67 +397,24 @@ def draw(history: History, memory: Memory, plan: infinity.Plan, path: Path) -> N
     except OSError as error:  # what was measured is told all the same
         console.print(f"No picture: {path}: {error.strerror or error}.", soft_wrap=True)
         return
-    console.print(f"Loss curve, time and memory: {path}")
-
-
-def draw_memory(axes: Any, memory: Memory, plan: infinity.Plan) -> None:
-    """A bar for the engine, with its budget and the model's states beside it, and bars for what comes on top."""
-    parts = {
-        "weights and\noptimizer state": (sum(plan.states_bytes.values()), "#c9c9c9"),
-        "engine's buffers": (memory.engine, "#1f4e79"),
-        "Python, torch,\nlibraries": (memory.libraries, "#9db4c8"),
-        "activations\nand the rest": (memory.rest, "#9db4c8"),
-    }
-    sizes = [num_bytes / 1e6 for num_bytes, _ in parts.values()]
-    drawn = axes.barh(list(parts), sizes, color=[color for _, color in parts.values()])
-    budget = plan.host_budget_bytes / 1e6
-    labels = [f"{size:,.0f}" for size in sizes]
-    labels[0] += f", of them {plan.states_bytes['nvme'] / 1e6:,.0f} on NVMe"
-    labels[1] = f"  {labels[1]} of a budget of {budget:,.0f}"  # right of the line that marks it
-    axes.bar_label(drawn, labels, padding=4, fontsize="small")
-    axes.plot([budget, budget], [0.5, 1.5], color="#c8553d", linewidth=1.8)
-    axes.invert_yaxis()
-    axes.margins(x=0.3)
-    axes.set(xlabel="MB", title="The model's states, and the most host memory while training")
-
-
-def as_json(engine: infinity.Engine, history: History, memory: Memory, problem: str | None) -> dict[str, Any]:
-    """The plan in short, and the report of each step."""
-    plan = engine.plan
-    return {
-        "num_parameters": plan.num_parameters,
-        "states_bytes": plan.states_bytes,
-        "host_budget_bytes": plan.host_budget_bytes,
-        "host_peak_bytes": memory.process,
-        "engine_peak_bytes": memory.engine,
-        "predicted_read_bytes_per_step": plan.predicted_read_bytes_per_step,
-        "predicted_write_bytes_per_step": plan.predicted_write_bytes_per_step,
-        "tokens_per_step": history.tokens_per_step,
-        "problem": problem,
-        "steps": [asdict(report) for report in history.reports],
-    }
+    console.print(f"Loss curve and times: {path}")
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """Sets up, trains, prints. Returns the exit code: 0, 1 if training failed or ended early, 130 if Ctrl-C ended it."""
     arguments = parse_arguments(sys.argv[1:] if given is None else given)
-    result: dict[str, Any] = {}
     try:
-        with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-            return run(arguments, result)
+        return run(arguments)
     except (infinity.InfinityError, SwapperError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    finally:
-        if result:
-            print_json(result)
 
 
-def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
-    """See `main`; ``result`` takes what there is in the end."""
+def run(arguments: argparse.Namespace) -> int:
+    """See `main`."""
     size = SIZES[arguments.model]
     seq_len = arguments.seq_len or size.seq_len
     torch.manual_seed(arguments.seed)
@@ -484,7 +425,7 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
     samples_per_step = (config.train_micro_batch_size_per_gpu or 1) * config.gradient_accumulation_steps
     dataset = RandomWindows(text, seq_len, arguments.steps * samples_per_step, arguments.seed)
     model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
-    schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps, arguments)
+    schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps)
     engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=dataset, lr_scheduler=schedule)
     with engine:
         console.print(str(engine.plan), soft_wrap=True)
@@ -496,9 +437,7 @@ def run(arguments: argparse.Namespace, result: dict[str, Any]) -> int:
             engine_bytes = max(report.buffers_peak_bytes for report in history.reports)
             memory = Memory(resident_bytes("VmHWM"), baseline_bytes, engine_bytes)
             console.print(results_table(engine, history, memory))
-            if arguments.json:
-                result |= as_json(engine, history, memory, problem)
-            draw(history, memory, engine.plan, arguments.plot)
+            draw(history, arguments.plot)
         if problem:
             told = f"Ended after {len(history.reports)} of {arguments.steps} steps: {problem}"
             console.print(told, markup=False, soft_wrap=True)

@@ -170,20 +170,3 @@ def _needed(param: nn.Parameter) -> Any:
     if keeper is None:
         raise ModelError("no engine holds this parameter, so nobody knows its optimizer state: look at optimizer.state")
     return keeper
-
-
-__all__ = [
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-]

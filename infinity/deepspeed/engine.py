@@ -15,7 +15,7 @@ from infinity.config import InfinityConfig
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
-from infinity.deepspeed.profiler.profiled_step import ProfiledStep
+from infinity.deepspeed.profiler.flops_profiler import ProfiledStep
 from infinity.distributed.agreement import together
 from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,6 @@ from infinity.config import ConfigSource
 from infinity.deepspeed.contents.constants import VERSION
 from infinity.deepspeed.contents.messages import log_dist
 from infinity.deepspeed.engine import DeepSpeedEngine
-from infinity.deepspeed.process_counts import check_accelerate
 from infinity.distributed.process_groups import init_distributed, num_processes
 from infinity.distributed.world import world
 from infinity.entry import engine_of
@@ -108,3 +108,23 @@ def _is_same_source(one: Any, other: Any) -> bool:
 def _shown(source: Any) -> str:
     is_path = isinstance(source, str | Path) and not str(source).lstrip().startswith("{")
     return f"'{source}'" if is_path else f"a {type(source).__name__}"
+
+
+def check_accelerate(num: int) -> None:
+    """Refuse ``num`` processes where accelerate trains with "DeepSpeed" and counts others.
+
+    It does so on machines without a GPU, where it takes each process under DeepSpeed for the only one: every rank would get
+    the same data.
+
+    Raises:
+        ConfigError: the numbers, and what to take instead.
+    """
+    state: dict[str, Any] = getattr(
+        getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None), "_shared_state", {}
+    )
+    if state.get("deepspeed_plugins") and state.get("num_processes", num) != num:
+        raise ConfigError(
+            f"accelerate counts {state['num_processes']} process(es), and {num} train together, so each would get the same data: "
+            "without a GPU, accelerate knows several processes only where DeepSpeed is switched off. Take "
+            "infinity.integrations (InfinityTrainer with use_cpu=True, InfinityAccelerator with cpu=True), or one process"
+        )

@@ -77,67 +77,71 @@ class ZeroStageEnum(IntEnum):
     max_stage = 3
 
 
-def _those_of(module: Any) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in module.__all__}
+def _of(module: Any, names: str = "") -> dict[str, Any]:
+    """Those names of a module; without any, all public functions and classes that it defines."""
+    found = vars(module)
+    own = (name for name, value in found.items() if getattr(value, "__module__", None) == module.__name__)
+    return {name: found[name] for name in names.split() or own if names or not name.startswith("_")}
 
 
-_ZERO = _those_of(zero)
-_CHECKPOINTING = {
-    name: value for name, value in vars(checkpointing).items() if callable(value) and not name.startswith("_")
-}
-_INIT_INTERNALS = {
+_CHECKPOINTING, _LEAVES, _TENSORS = _of(checkpointing), _of(leaf_modules), _of(full_tensors)
+_COMM = _of(comm) | _of(
+    comm,
+    "P2POp ReduceOp batch_isend_irecv destroy_process_group get_local_rank get_world_group init_distributed irecv "
+    "is_initialized isend new_group",
+)
+_MESSAGES = _of(messages) | _of(messages, "log_levels logger")
+_RECURSIVE = _of(small_functions, "recursive_getattr recursive_setattr")
+_ZERO = _of(zero) | _of(
+    zero,
+    "GatheredParameters Init MiCS_Init TiledLinear TiledLinearReturnBias ZeroParamStatus set_z3_leaf_modules",
+)
+_INIT = _ZERO | {
     # transformers puts a function of its own around the first while it builds a model.
     "zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn,
     "_orig_torch_arange": torch.arange,
     "get_accelerator": get_accelerator,
 }
-_OFFLOADS = {"OffloadDeviceEnum": OffloadDeviceEnum, "OffloadStateTypeEnum": OffloadStateTypeEnum}
-_OPTIMIZERS = {"DeepSpeedOptimizer": PagedOptimizer, "ZeROOptimizer": PagedOptimizer}
+_PROFILER = _of(
+    flops_profiler,
+    "FlopsProfiler bytes_to_string duration_to_string flops_to_string get_model_profile macs_to_string number_to_string "
+    "params_to_string",
+)
 _GLOBALS = {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500}
+_CONFIG = {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ConfigError}
 
 _MODULES: dict[str, dict[str, Any]] = {
     "accelerator": {"get_accelerator": get_accelerator},
     "accelerator.real_accelerator": {"get_accelerator": get_accelerator},
     "checkpoint": {},
-    "checkpoint.utils": {"clone_tensors_for_torch_save": small_functions.clone_tensors_for_torch_save},
+    "checkpoint.utils": _of(small_functions, "clone_tensors_for_torch_save"),
     "checkpointing": _CHECKPOINTING,
-    "comm": _those_of(comm),
-    "comm.comm": _those_of(comm),
+    "comm": _COMM,
+    "comm.comm": _COMM,
     "compression": {},
-    "compression.helper": {
-        "recursive_getattr": small_functions.recursive_getattr,
-        "recursive_setattr": small_functions.recursive_setattr,
-    },
+    "compression.helper": _RECURSIVE,
     "constants": _GLOBALS,
     "launcher": {},
     "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
     "moe": {},
-    "moe.utils": {
-        "has_moe_layers": small_functions.has_moe_layers,
-        "is_moe_param": small_functions.is_moe_param,
-        "split_params_into_different_moe_groups_for_optimizer": (
-            small_functions.split_params_into_different_moe_groups_for_optimizer
-        ),
-    },
+    "moe.utils": _of(
+        small_functions, "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
+    ),
     "monitor": {},
     "monitor.monitor": {"MonitorMaster": MonitorMaster},
     "ops": {},
-    "ops.adagrad": {"DeepSpeedCPUAdagrad": optimizers.DeepSpeedCPUAdagrad},
-    "ops.adam": {"DeepSpeedCPUAdam": optimizers.DeepSpeedCPUAdam, "FusedAdam": optimizers.FusedAdam},
-    "ops.lamb": {"FusedLamb": optimizers.FusedLamb},
-    "ops.lion": {"DeepSpeedCPULion": optimizers.DeepSpeedCPULion, "FusedLion": optimizers.FusedLion},
+    "ops.adagrad": _of(optimizers, "DeepSpeedCPUAdagrad"),
+    "ops.adam": _of(optimizers, "DeepSpeedCPUAdam FusedAdam"),
+    "ops.lamb": _of(optimizers, "FusedLamb"),
+    "ops.lion": _of(optimizers, "DeepSpeedCPULion FusedLion"),
     "profiling": {},
-    "profiling.flops_profiler": flops_profiler.NAMES,
-    "profiling.flops_profiler.profiler": flops_profiler.NAMES,
+    "profiling.flops_profiler": _PROFILER,
+    "profiling.flops_profiler.profiler": _PROFILER,
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.base_optimizer": _OPTIMIZERS,
-    "runtime.config": {
-        "DeepSpeedConfig": DeepSpeedConfig,
-        "DeepSpeedConfigError": ConfigError,
-        **constants.OPTIMIZERS,
-    },
+    "runtime.base_optimizer": {"DeepSpeedOptimizer": PagedOptimizer, "ZeROOptimizer": PagedOptimizer},
+    "runtime.config": _CONFIG | constants.OPTIMIZERS,
     "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
     "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
     "runtime.lr_schedules": {
@@ -145,60 +149,58 @@ _MODULES: dict[str, dict[str, Any]] = {
         "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES),
         **constants.LR_SCHEDULES,
     },
-    "runtime.utils": {
-        "clip_grad_norm_": small_functions.clip_grad_norm_,
-        "copy_to_device": small_functions.copy_to_device,
-        "ensure_directory_exists": small_functions.ensure_directory_exists,
-        "get_global_norm": small_functions.get_global_norm,
-        "move_to_device": small_functions.move_to_device,
-        "see_memory_usage": messages.see_memory_usage,
-        "set_random_seed": small_functions.set_random_seed,
-    },
+    "runtime.utils": _of(
+        small_functions,
+        "clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm move_to_device see_memory_usage "
+        "set_random_seed",
+    ),
     "runtime.zero": _ZERO,
     "runtime.zero.config": {"ZeroStageEnum": ZeroStageEnum},
-    "runtime.zero.offload_config": _OFFLOADS,
-    "runtime.zero.partition_parameters": {**_ZERO, **_INIT_INTERNALS},
-    "runtime.zero.stage3": {name: value for name, value in _those_of(memory_needs).items() if "zero3" in name},
-    "runtime.zero.stage_1_and_2": {name: value for name, value in _those_of(memory_needs).items() if "zero2" in name},
-    "runtime.zero.tiling": _those_of(tiling),
-    "runtime.zero.utils": {"is_zero_param": small_functions.is_zero_param},
+    "runtime.zero.offload_config": {
+        "OffloadDeviceEnum": OffloadDeviceEnum,
+        "OffloadStateTypeEnum": OffloadStateTypeEnum,
+    },
+    "runtime.zero.partition_parameters": _INIT,
+    "runtime.zero.stage3": {name: value for name, value in _of(memory_needs).items() if "zero3" in name},
+    "runtime.zero.stage_1_and_2": {name: value for name, value in _of(memory_needs).items() if "zero2" in name},
+    "runtime.zero.tiling": _of(tiling),
+    "runtime.zero.utils": _of(small_functions, "is_zero_param"),
     "utils": {
-        **_those_of(messages),
-        **_those_of(full_tensors),
-        **_those_of(leaf_modules),
+        **_MESSAGES,
+        **_TENSORS,
+        **_LEAVES,
         **groups.PUBLIC,
-        "OnDevice": small_functions.OnDevice,
+        **_RECURSIVE,
+        **_of(small_functions, "OnDevice instrument_w_nvtx"),
         "RepeatingLoader": RepeatingLoader,
-        "instrument_w_nvtx": small_functions.instrument_w_nvtx,
-        "recursive_getattr": small_functions.recursive_getattr,
-        "recursive_setattr": small_functions.recursive_setattr,
     },
     "utils.groups": groups.PUBLIC,
-    "utils.init_on_device": {"OnDevice": small_functions.OnDevice},
-    "utils.logging": _those_of(messages),
-    "utils.nvtx": {"instrument_w_nvtx": small_functions.instrument_w_nvtx},
-    "utils.tensor_fragment": _those_of(full_tensors),
+    "utils.init_on_device": _of(small_functions, "OnDevice"),
+    "utils.logging": _MESSAGES,
+    "utils.nvtx": _of(small_functions, "instrument_w_nvtx"),
+    "utils.tensor_fragment": _TENSORS,
     "utils.timer": {"SynchronizedWallClockTimer": Timers},
-    "utils.z3_leaf_module": _those_of(leaf_modules),
-    "utils.zero_to_fp32": _those_of(fp32_weights),
+    "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": _of(
+        fp32_weights,
+        "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint get_model_state_file "
+        "get_optim_files load_state_dict_from_zero_checkpoint",
+    ),
     "zero": _ZERO,
-    "zero.partition_parameters": {**_ZERO, **_INIT_INTERNALS},
+    "zero.partition_parameters": _INIT,
 }
 
 _OF_THE_PACKAGE: dict[str, Any] = {
     **_GLOBALS,
-    "DeepSpeedConfig": DeepSpeedConfig,
-    "DeepSpeedConfigError": ConfigError,
+    **_CONFIG,
+    **_of(small_functions, "OnDevice add_config_arguments"),
+    **_of(messages, "log_dist logger"),
     "DeepSpeedEngine": DeepSpeedEngine,
     "DeepSpeedOptimizer": PagedOptimizer,
-    "OnDevice": small_functions.OnDevice,
-    "add_config_arguments": small_functions.add_config_arguments,
     "dist": comm,
     "get_accelerator": get_accelerator,
     "init_distributed": init_distributed,
     "initialize": initialize,
-    "log_dist": messages.log_dist,
-    "logger": messages.logger,
 }
 """What DeepSpeed's package itself has, besides the modules of the table."""
 

@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="other projects' own tests against this engine")
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("files", nargs="*", help="below the repository's folder tests; default: all of the suite")
+    parser.add_argument("files", nargs="*", help="below the repository's folder tests; default: all of the table")
     parser.add_argument("--copy", type=Path, help="a clone that has the pinned revision, or its files")
     parser.add_argument("--processes", type=int, default=2, help="how many files at a time")
     parser.add_argument("--update", action="store_true", help="write results.tsv anew")
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unpack(suite, options.copy, folder)
         outcomes = run(suite, folder, files, options.processes)
     print(table.summary(outcomes.values()))
-    text = suite.results.read_text() if suite.results.exists() else ""
+    text = suite.results.read_text()
     if options.update:
         suite.results.write_text(table.merge(text, table.write(outcomes), files))
         return 0

@@ -43,7 +43,6 @@ class Suite(NamedTuple):
         name: of the folder here with the pytest plugin and the table.
         source: a repository that git clones.
         revision: a commit of it.
-        files: those that concern what this engine does; paths below the repository's folder ``tests``.
         of_messages: a pattern in an error, and why the test is refused.
         of_tests: a pattern in a test's name, and why it is refused where it fails.
         needs: packages that have to be installed besides, or some files cannot be imported.
@@ -52,7 +51,6 @@ class Suite(NamedTuple):
     name: str
     source: str
     revision: str
-    files: tuple[str, ...]
     of_messages: tuple[tuple[str, str], ...]
     of_tests: tuple[tuple[str, str], ...]
     needs: tuple[str, ...] = ()
@@ -66,6 +64,12 @@ class Suite(NamedTuple):
     def results(self) -> Path:
         """The table."""
         return Path(__file__).parent / self.name / "results.tsv"
+
+    @property
+    def files(self) -> list[str]:
+        """Those that concern what this engine does, below the repository's folder ``tests``: each that the table has."""
+        tests = (line.split("\t")[4] for line in self.results.read_text().splitlines()[1:])
+        return list(dict.fromkeys(test.partition("::")[0] for test in tests))
 
     def judge(self, test: str, outcome: str, message: str) -> Outcome:
         """What pytest's ``outcome`` of a test with this error message means."""

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,20 +27,8 @@ logger = logging.getLogger(__name__)
 _TRACKED = "model-parallel-rng"
 
 
-class _Configuration:
-    """What `configure` was told last."""
-
-    def __init__(self) -> None:
-        self.settings = ActivationCheckpointingBlock()
-        self.mpu: Any = None
-        self.is_made = False
-
-    def set(self, settings: ActivationCheckpointingBlock) -> None:
-        self.settings = settings
-        self.is_made = True
-
-
-_configuration = _Configuration()
+_configured = SimpleNamespace(settings=ActivationCheckpointingBlock(), mpu=None, is_made=False)
+"""What `configure` was told last."""
 
 
 class CudaRNGStatesTracker:
@@ -72,12 +61,9 @@ class CudaRNGStatesTracker:
             raise ValueError(f"seed {seed} already exists")
         if name in self.states_:
             raise ValueError(f"cuda rng state {name} already exists")
-        accelerator = get_accelerator()
-        before = accelerator.get_rng_state()
-        accelerator.manual_seed(seed)
         self.seeds_.add(seed)
-        self.states_[name] = accelerator.get_rng_state()
-        accelerator.set_rng_state(before)
+        with self._drawing(name):
+            get_accelerator().manual_seed(seed)
 
     @contextmanager
     def fork(self, name: str = _TRACKED) -> Iterator[None]:
@@ -88,9 +74,15 @@ class CudaRNGStatesTracker:
         """
         if name not in self.states_:
             raise KeyError(f"cuda rng state {name} is not added")
+        with self._drawing(name):
+            get_accelerator().set_rng_state(self.states_[name])
+            yield
+
+    @contextmanager
+    def _drawing(self, name: str) -> Iterator[None]:
+        """The generator's state at the end of the block is kept by name; then the generator has the one that it had before."""
         accelerator = get_accelerator()
         before = accelerator.get_rng_state()
-        accelerator.set_rng_state(self.states_[name])
         try:
             yield
         finally:
@@ -123,7 +115,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 
 def _part_seed(seed: int) -> int:
-    return seed + 2718 + tensor_rank(_configuration.mpu)
+    return seed + 2718 + tensor_rank(_configured.mpu)
 
 
 class _Run:
@@ -151,7 +143,7 @@ class _Run:
 @contextmanager
 def _watched(what: str) -> Iterator[None]:
     """``synchronize_checkpoint_boundary`` and ``profile``."""
-    settings = _configuration.settings
+    settings = _configured.settings
     if settings.synchronize_checkpoint_boundary:
         get_accelerator().synchronize()
     begin = time.perf_counter()
@@ -164,7 +156,7 @@ def _watched(what: str) -> Iterator[None]:
 
 def _keeping() -> AbstractContextManager[Any]:
     """Where inputs wait for backward: with ``cpu_checkpointing`` on a GPU, in pinned host memory."""
-    if _configuration.settings.cpu_checkpointing and get_accelerator().device_name() != "cpu":
+    if _configured.settings.cpu_checkpointing and get_accelerator().device_name() != "cpu":
         return torch.autograd.graph.save_on_cpu(pin_memory=True)
     return nullcontext()
 
@@ -249,40 +241,34 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    settings = _settings_in(deepspeed_config)
+    settings = ActivationCheckpointingBlock()
+    if deepspeed_config is not None:
+        settings = DeepSpeedConfig(deepspeed_config).activation_checkpointing_config
     settings = settings.model_copy(update={name: value for name, value in given.items() if value is not None})
     if settings.contiguous_memory_optimization and not settings.partition_activations:
         raise ConfigError("contiguous checkpointing needs partition_activations. Set both to true, or neither")
     if settings.contiguous_memory_optimization and settings.number_checkpoints is None:
         raise ConfigError("contiguous checkpointing needs the number of checkpoints. Give num_checkpoints")
-    _configuration.set(settings)
-    _configuration.mpu = mpu_
+    _configured.settings, _configured.mpu, _configured.is_made = settings, mpu_, True
 
 
-def _settings_in(config: Any) -> ActivationCheckpointingBlock:
-    if config is None:
-        return ActivationCheckpointingBlock()
-    found: ActivationCheckpointingBlock = DeepSpeedConfig(config).activation_checkpointing_config
-    return found
-
-
-def _changed(**changes: Any) -> ActivationCheckpointingBlock:
-    return _configuration.settings.model_copy(update=changes)
+def _change(**changes: Any) -> None:
+    _configured.settings, _configured.is_made = _configured.settings.model_copy(update=changes), True
 
 
 def is_configured() -> bool:
     """Whether `configure` was called."""
-    return _configuration.is_made
+    return bool(_configured.is_made)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Taken without effect: activations are not divided among processes."""
-    _configuration.set(_changed(partition_activations=partition_activation))
+    _change(partition_activations=partition_activation)
 
 
 def set_num_layers(nlayers: int) -> None:
     """Taken without effect: there are no contiguous buffers."""
-    _configuration.set(_changed(number_checkpoints=nlayers))
+    _change(number_checkpoints=nlayers)
 
 
 def reset() -> None:

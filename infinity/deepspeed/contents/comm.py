@@ -11,23 +11,24 @@ from typing import Any
 
 import torch
 
+from infinity.distributed.process_groups import P2POp as P2POp
+from infinity.distributed.process_groups import ReduceOp as ReduceOp
+from infinity.distributed.process_groups import batch_isend_irecv as batch_isend_irecv
 from infinity.distributed.process_groups import (
-    P2POp,
-    ReduceOp,
-    batch_isend_irecv,
     call_torch,
-    destroy_process_group,
     init_distributed,
-    irecv,
-    is_initialized,
-    isend,
     local_rank,
-    new_group,
     num_processes,
     process_rank,
     world_group,
 )
+from infinity.distributed.process_groups import destroy_process_group as destroy_process_group
+from infinity.distributed.process_groups import irecv as irecv
+from infinity.distributed.process_groups import is_initialized as is_initialized
+from infinity.distributed.process_groups import isend as isend
+from infinity.distributed.process_groups import new_group as new_group
 
+get_local_rank, get_world_group = local_rank, world_group
 _OF_THE_LOG = frozenset({"prof", "log_name", "debug"})
 
 
@@ -72,11 +73,6 @@ def get_rank(group: Any = None) -> int:
     return process_rank() if group is None else int(call_torch("get_rank", group))
 
 
-def get_local_rank() -> int:
-    """This process's number on its machine; 0 if there is one process."""
-    return local_rank()
-
-
 def get_world_size(group: Any = None) -> int:
     """How many processes are in the group; in that of all without one."""
     return num_processes() if group is None else int(call_torch("get_world_size", group))
@@ -84,17 +80,12 @@ def get_world_size(group: Any = None) -> int:
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
     """The numbers among all of the processes in the group."""
-    return list(call_torch("get_process_group_ranks", world_group() if group is None else group))
+    return list(call_torch("get_process_group_ranks", get_world_group() if group is None else group))
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     """The number among all of a process of the group."""
     return group_rank if group is None else int(call_torch("get_global_rank", group, group_rank))
-
-
-def get_world_group() -> Any:
-    """The group of all processes, as ``torch.distributed`` has it."""
-    return world_group()
 
 
 def is_available() -> bool:
@@ -125,45 +116,3 @@ def all_gather_coalesced(
     pairs = zip(output_tensors, input_tensors, strict=True)
     handles = [all_gather_into_tensor(output, tensor, group=group, async_op=async_op) for output, tensor in pairs]
     return (handles or [None])[-1]
-
-
-__all__ = [
-    "P2POp",
-    "ReduceOp",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "destroy_process_group",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "inference_all_reduce",
-    "init_distributed",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "monitored_barrier",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]

@@ -213,12 +213,3 @@ def _read(lazy: dict[str, LazyTensor]) -> dict[str, torch.Tensor]:
 
 def _num_bytes(tensor: LazyTensor) -> int:
     return tensor.shape.numel() * tensor.dtype.itemsize
-
-
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-]

@@ -103,15 +103,3 @@ def _mark_named(
     for module in found.values():
         set_z3_leaf_module(module, flag)
     return list(found.values()), missing
-
-
-__all__ = [
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
-]

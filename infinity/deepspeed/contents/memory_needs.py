@@ -5,7 +5,7 @@ They say nothing of this engine, for which `infinity plan` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -62,17 +62,9 @@ def estimate_zero2_model_states_mem_needs(
     return host, 2 * total_params + int(18 * total_params / num_gpus)
 
 
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print DeepSpeed's table for ZeRO-3.
-
-    Args:
-        model: a model, which may lie on the meta device.
-        num_gpus_per_node, num_nodes, additional_buffer_factor: of the cluster, and for buffers.
-    """
-    total, largest = _params_of(model)
-    _print(_zero3_table(total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor))
+def estimate_zero3_model_states_mem_needs_all_live(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """As `estimate_zero3_model_states_mem_needs_all_cold`, for a model, which may lie on the meta device."""
+    estimate_zero3_model_states_mem_needs_all_cold(*_params_of(model), *args, **kwargs)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -82,64 +74,54 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """As `estimate_zero3_model_states_mem_needs_all_live`, for a model of which only sizes are known.
+    """Print DeepSpeed's table for ZeRO-3.
 
     Args:
         total_params: number of all parameters.
         largest_layer_params: of the largest layer.
         num_gpus_per_node, num_nodes, additional_buffer_factor: of the cluster, and for buffers.
     """
-    _print(_zero3_table(total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor))
+    rows = []
+    for optimizer, params in (("cpu ", "cpu "), ("cpu ", "none"), ("none", "none")):
+        for zero_init in (True, False):
+            offloads = optimizer != "none", params != "none", zero_init, additional_buffer_factor
+            host, device, _ = estimate_zero3_model_states_mem_needs(
+                total_params, largest_layer_params, num_gpus_per_node, num_nodes, *offloads
+            )
+            options = f"offload_param={params}, offload_optimizer={optimizer}, zero_init={int(zero_init)}"
+            rows.append((host, device, options))
+    model = f"{int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer params"
+    _print(model, num_gpus_per_node, num_nodes, rows)
 
 
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
+def estimate_zero2_model_states_mem_needs_all_live(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """As `estimate_zero3_model_states_mem_needs_all_live`, with DeepSpeed's table for ZeRO-2."""
-    _print(_zero2_table(_params_of(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor))
+    estimate_zero2_model_states_mem_needs_all_cold(_params_of(model)[0], *args, **kwargs)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """As `estimate_zero3_model_states_mem_needs_all_cold`, with DeepSpeed's table for ZeRO-2."""
-    _print(_zero2_table(total_params, num_gpus_per_node, num_nodes, additional_buffer_factor))
-
-
-def _zero3_table(total: int, largest: int, num_gpus: int, num_nodes: int, factor: float) -> Iterator[str]:
-    yield from _head(
-        f"{int(total / 1e6)}M total params, {int(largest / 1e6)}M largest layer params", num_gpus, num_nodes
-    )
-    for optimizer, params in (("cpu ", "cpu "), ("cpu ", "none"), ("none", "none")):
-        for zero_init in (True, False):
-            host, device, _ = estimate_zero3_model_states_mem_needs(
-                total, largest, num_gpus, num_nodes, optimizer != "none", params != "none", zero_init, factor
-            )
-            options = f"offload_param={params}, offload_optimizer={optimizer}, zero_init={int(zero_init)}"
-            yield _row(host, device, options)
-
-
-def _zero2_table(total: int, num_gpus: int, num_nodes: int, factor: float) -> Iterator[str]:
-    yield from _head(f"{int(total / 1e6)}M total params", num_gpus, num_nodes)
+    rows = []
     for optimizer in ("cpu ", "none"):
-        host, device = estimate_zero2_model_states_mem_needs(total, num_gpus, num_nodes, optimizer != "none", factor)
-        yield _row(host, device, f"offload_optimizer={optimizer}")
+        host, device = estimate_zero2_model_states_mem_needs(
+            total_params, num_gpus_per_node, num_nodes, optimizer != "none", additional_buffer_factor
+        )
+        rows.append((host, device, f"offload_optimizer={optimizer}"))
+    _print(f"{int(total_params / 1e6)}M total params", num_gpus_per_node, num_nodes, rows)
 
 
-def _head(model: str, num_gpus: int, num_nodes: int) -> Iterator[str]:
+def _print(model: str, num_gpus: int, num_nodes: int, rows: list[tuple[int, int, str]]) -> None:
     nodes, gpus = "nodes" if num_nodes > 1 else "node", "GPUs" if num_gpus > 1 else "GPU"
-    yield "Estimated memory needed for params, optim states and gradients for a:"
-    yield f"HW: Setup with {num_nodes} {nodes}, {num_gpus} {gpus} per node."
-    yield f"SW: Model with {model}."
-    yield "  per CPU  |  per GPU |   Options"
-
-
-def _row(host_bytes: int, device_bytes: int, options: str) -> str:
-    return f" {host_bytes / _GIB:7.2f}GB | {device_bytes / _GIB:6.2f}GB | {options}"
-
-
-def _print(table: Iterator[str]) -> None:
-    lines = [*table, "This engine pages what does not fit: infinity plan says what a run takes."]
+    lines = [
+        "Estimated memory needed for params, optim states and gradients for a:",
+        f"HW: Setup with {num_nodes} {nodes}, {num_gpus} {gpus} per node.",
+        f"SW: Model with {model}.",
+        "  per CPU  |  per GPU |   Options",
+        *(f" {host / _GIB:7.2f}GB | {device / _GIB:6.2f}GB | {options}" for host, device, options in rows),
+        "This engine pages what does not fit: infinity plan says what a run takes.",
+    ]
     Console(soft_wrap=True, markup=False, highlight=False).print("\n".join(lines))
 
 
@@ -147,13 +129,3 @@ def _params_of(model: nn.Module) -> tuple[int, int]:
     """Number of all parameters, and of those of the module with most of its own."""
     layers = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
     return sum(p.numel() for p in model.parameters()), max(layers, default=0)
-
-
-__all__ = [
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-]

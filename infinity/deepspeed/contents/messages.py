@@ -6,11 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-import psutil
-
-from infinity.deepspeed.contents.accelerator import get_accelerator
 from infinity.distributed.process_groups import process_rank
 
 logger = logging.getLogger("infinity.script")
@@ -81,30 +77,3 @@ def should_log_le(max_log_level_str: str) -> bool:
         ValueError: there is no such level.
     """
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
-
-
-def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
-    """With ``force``, log what is used of the GPU's and the machine's memory, in GiB; of several processes the first does."""
-    if force and process_rank() == 0:
-        memory, accelerator = psutil.virtual_memory(), get_accelerator()
-        logger.info(
-            "%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB",
-            message,
-            accelerator.memory_allocated() / (1 << 30),
-            accelerator.max_memory_allocated() / (1 << 30),
-            (memory.total - memory.available) / (1 << 30),
-            memory.total / (1 << 30),
-        )
-
-
-__all__ = [
-    "get_current_level",
-    "get_log_level_from_string",
-    "log_dist",
-    "log_dist_once",
-    "log_levels",
-    "logger",
-    "set_log_level_from_string",
-    "should_log_le",
-    "warning_once",
-]

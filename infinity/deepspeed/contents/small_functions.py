@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
+from infinity.deepspeed.contents.accelerator import get_accelerator
+from infinity.deepspeed.contents.messages import logger
 from infinity.distributed.meshes import current_mesh
+from infinity.distributed.process_groups import process_rank
 from infinity.errors import ConfigError, ModelError
 
 _PART_SIZES = (
@@ -105,6 +109,20 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 def get_global_norm(norm_list: Sequence[float]) -> float:
     """The norm of several norms."""
     return math.sqrt(sum(norm**2.0 for norm in norm_list))
+
+
+def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:
+    """With ``force``, log what is used of the GPU's and the machine's memory, in GiB; of several processes the first does."""
+    if force and process_rank() == 0:
+        memory, accelerator = psutil.virtual_memory(), get_accelerator()
+        logger.info(
+            "%s: GPU %.2f (most so far %.2f), machine %.2f of %.2f GiB",
+            message,
+            accelerator.memory_allocated() / (1 << 30),
+            accelerator.max_memory_allocated() / (1 << 30),
+            (memory.total - memory.available) / (1 << 30),
+            memory.total / (1 << 30),
+        )
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:

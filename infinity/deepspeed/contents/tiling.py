@@ -155,6 +155,3 @@ class TiledLinearReturnBias(TiledLinear):
 
 def _sizes(borders: list[int]) -> list[int]:
     return [end - begin for begin, end in itertools.pairwise(borders)]
-
-
-__all__ = ["TiledLinear", "TiledLinearReturnBias"]

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from infinity.deepspeed.contents.leaf_modules import set_z3_leaf_modules
-from infinity.deepspeed.contents.tiling import TiledLinear, TiledLinearReturnBias
-from infinity.loading.init import Init
-from infinity.loop.gathered_parameters import GatheredParameters
-from infinity.units.parameter import ZeroParamStatus
+from infinity.deepspeed.contents.leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
+from infinity.deepspeed.contents.tiling import TiledLinear as TiledLinear
+from infinity.deepspeed.contents.tiling import TiledLinearReturnBias as TiledLinearReturnBias
+from infinity.loading.init import Init as Init
+from infinity.loop.gathered_parameters import GatheredParameters as GatheredParameters
+from infinity.units.parameter import ZeroParamStatus as ZeroParamStatus
 
 MiCS_Init = Init
 """Groups follow from the config's ``mics_shard_size``, and weights are divided in `infinity.initialize`."""
@@ -37,18 +38,3 @@ def unregister_external_parameter(module: Any, parameter: Any) -> None:
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """Inside the ``with`` block, ``model`` as it is: it generates with paged weights, and nothing is gathered for it."""
     yield model
-
-
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "MiCS_Init",
-    "TiledLinear",
-    "TiledLinearReturnBias",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "register_external_parameter",
-    "set_z3_leaf_modules",
-    "unregister_external_parameter",
-    "unwrap_model_for_generation",
-]

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.saved import TIED, writing
-from infinity.deepspeed.importer.contents import FoundTensor
 from infinity.deepspeed.importer.files import Files, find
 from infinity.deepspeed.importer.model_states import ModelStates
-from infinity.deepspeed.importer.optimizer_states import OptimizerStates, loss_scale_of
-from infinity.deepspeed.importer.pickles import check
-from infinity.deepspeed.importer.universal import UniversalStates
+from infinity.deepspeed.importer.optimizer_states import OptimizerStates, UniversalStates, loss_scale_of
+from infinity.deepspeed.importer.pickles import FoundTensor, check
 from infinity.errors import CheckpointError, InfinityError
 
 _PART_NUMEL = 1 << 20

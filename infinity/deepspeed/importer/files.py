@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.deepspeed.importer.contents import COPY_ALL, ONE_STATE_DICT
+from infinity.deepspeed.importer.pickles import COPY_ALL, ONE_STATE_DICT
 from infinity.errors import CheckpointError
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

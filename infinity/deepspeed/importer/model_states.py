@@ -10,37 +10,24 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.arrays import ArraySpec
-from infinity.deepspeed.importer.contents import OF_DEEPSPEED, OF_ONE_SAVE, ONE_STATE_DICT, FoundTensor
-from infinity.deepspeed.importer.pickles import read, without_records
+from infinity.deepspeed.importer.pickles import (
+    OF_DEEPSPEED,
+    OF_ONE_SAVE,
+    ONE_STATE_DICT,
+    FoundTensor,
+    read,
+    without_records,
+)
 from infinity.errors import CheckpointError
 from infinity.numerics.chunk_format import WEIGHT
 
 _OWN = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-        "ds_autoep_layers",
-        "autoep_layers",
-        "num_experts",
-    ]
+    """
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments
+    lr_scheduler data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples
+    dp_world_size mp_world_size checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info
+    ds_autoep_layers autoep_layers num_experts
+    """.split()  # noqa: SIM905 - read as a text
 )
 _NOT_TAKEN = {"data_sampler": "the state of curriculum learning", "random_ltd": "the state of random-LTD"}
 

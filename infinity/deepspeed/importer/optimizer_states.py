@@ -1,4 +1,4 @@
-"""Reads the optimizer's states of ZeRO stages 1 to 3: fp32 weights and moments, cut up over ranks.
+"""Reads the optimizer's states of ZeRO stages 1 to 3, fp32 weights and moments cut up over ranks, or of a universal checkpoint.
 
 [Note: how ZeRO cuts] In stages 1 and 2, the parameters of a group lie one after the other in one flat tensor, padded at its
 end and, in newer versions, behind each parameter. It is cut into equal parts, one of each rank, so a parameter may lie on
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.arrays import ArraySpec
-from infinity.deepspeed.importer.contents import COPY_ALL, OF_DEEPSPEED, OF_ONE_SAVE, ONLY_WEIGHTS, FoundTensor
 from infinity.deepspeed.importer.model_states import ModelStates
-from infinity.deepspeed.importer.pickles import read
+from infinity.deepspeed.importer.pickles import COPY_ALL, OF_DEEPSPEED, OF_ONE_SAVE, ONLY_WEIGHTS, FoundTensor, read
 from infinity.errors import CheckpointError
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.torch_internals.pickles import Record
@@ -29,6 +28,9 @@ _MECHANICS = frozenset(["params", "step", "foreach", "fused", "capturable", "dif
 _ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb")
 _ERRORS_OF_ONE_BIT = {"worker_error", "server_error"}
 _KEY = "optimizer_state_dict"
+_WEIGHTS = "fp32"
+"""The file of a universal checkpoint's weights."""
+_CONVERT = "Convert the checkpoint again, with deepspeed's ds_to_universal"
 
 
 class OptimizerStates:
@@ -177,6 +179,73 @@ class OptimizerStates:
             part = -(-numel // len(self._paths))
             yield fqn, start, max(min(part, numel - rank * part), 0)
             start += part
+
+
+class UniversalStates:
+    """The folder ``zero`` of a universal checkpoint."""
+
+    def __init__(self, folder: Path, states: Path, model: ModelStates, *, skips_unknown: bool) -> None:
+        """
+        Args:
+            folder: that of the parameters' folders.
+            states: the file of what is no tensor.
+            model: names and shapes.
+            skips_unknown: as `read` takes it.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        self._folder, self._path, self._model, self._skips_unknown = folder, states, model, skips_unknown
+        check_optimizer(states, model.ds_config)
+        found = read(states, skips_unknown=skips_unknown)
+        if not isinstance(found, dict) or "param_groups" not in found:
+            raise CheckpointError(states, "it has no groups of an optimizer", cure=_CONVERT)
+        self._states: Mapping[str, Any] = found
+        self.scaler = found.get("loss_scaler")
+        """DeepSpeed's loss scaler, or None."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters, and whose they are; see `groups_of`."""
+        return groups_of(self._path, self._states["param_groups"], self._model.shapes)
+
+    def tensors(self) -> tuple[list[FoundTensor], dict[str, dict[str, Any]]]:
+        """fp32 weights and element-wise states; and per FQN those states that are one number.
+
+        Raises:
+            CheckpointError: one is missing, or has more or fewer elements than its shape.
+        """
+        found: list[FoundTensor] = []
+        scalars: dict[str, dict[str, Any]] = {}
+        for index, shapes in enumerate(self._model.shapes):
+            for fqn, shape in shapes.items():
+                files = {path.stem: path for path in sorted((self._folder / fqn).glob("*.pt"))}
+                if _WEIGHTS not in files:
+                    raise CheckpointError(self._folder / fqn / f"{_WEIGHTS}.pt", "it is missing", cure=_CONVERT)
+                numbers: dict[str, Any] = {}
+                for name, path in files.items():
+                    value = read(path, skips_unknown=self._skips_unknown)
+                    value = value["param"] if isinstance(value, dict) and "param" in value else value
+                    if name == "step" or (isinstance(value, torch.Tensor) and not value.dim() and shape):
+                        numbers[name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
+                        continue
+                    kind = WEIGHT if name == _WEIGHTS else name
+                    found.append(self._tensor(path, fqn, kind, shape, value))
+                if len(files) > 1:
+                    scalars[fqn] = {**self._step(index), **numbers}
+        return found, scalars
+
+    def _tensor(self, path: Path, fqn: str, kind: str, shape: tuple[int, ...], value: Any) -> FoundTensor:
+        if not isinstance(value, torch.Tensor) or value.numel() != math.prod(shape):
+            what = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CheckpointError(path, f"it holds {what}, and '{fqn}' has shape {shape}", cure=_CONVERT)
+        return FoundTensor(ArraySpec.of("parameters", fqn, kind, shape, torch.float32), [value.reshape(-1)])
+
+    def _step(self, index: int) -> dict[str, Any]:
+        """Of stage 3, the files of parameters have no step."""
+        group = next(each for each in self._states["param_groups"] if index in each["params"])
+        state = (self._states.get("optimizer_state_dict") or {}).get("state", {}).get(index, {})
+        step = state.get("step", group.get("step", self._states.get("base_optimizer_state_step")))
+        return {} if step is None else {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
 
 
 def groups_of(

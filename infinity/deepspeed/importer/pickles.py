@@ -8,17 +8,44 @@ from __future__ import annotations
 
 import struct
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.deepspeed.importer.contents import COPY_ALL
+import torch
+
+from infinity.checkpoint.arrays import ArraySpec
 from infinity.errors import CheckpointError
 from infinity.torch_internals.pickles import DamagedPickleError, Record, UnknownObjectsError, read_pickle
 from swapper.volumes.mapped import map_file
 
+COPY_ALL = "Copy the whole checkpoint, the files of all ranks"
+OF_ONE_SAVE = "Take the files of all ranks from one and the same save_checkpoint"
+ONLY_WEIGHTS = "Load the weights alone, with infinity.load_pretrained"
+ONE_STATE_DICT = "Save the weights with DeepSpeed's own tools as one state dict, and load that"
+OF_DEEPSPEED = "Give a checkpoint that DeepSpeed wrote"
+"""Cures."""
 _OWN = "deepspeed."
 _BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """One tensor.
+
+    Attributes:
+        spec: as it is to be saved; the pieces may have another dtype, all of whose values this one has.
+        pieces: mapped 1-D tensors which, one after the other, are its elements in C order.
+    """
+
+    spec: ArraySpec
+    pieces: Sequence[torch.Tensor]
+
+    @classmethod
+    def whole(cls, group: str, fqn: str, kind: str, value: torch.Tensor) -> FoundTensor:
+        """One that lies in one piece."""
+        return cls(ArraySpec.of(group, fqn, kind, value.shape, value.dtype), [value.reshape(-1)])
 
 
 def read(path: Path, *, skips_unknown: bool = False) -> Any:

@@ -7,6 +7,8 @@ flops, and not as MACs. What compiled code computes is not seen.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,19 +21,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from infinity.config.schema.blocks import FlopsProfilerBlock
 from infinity.console import Console
-from infinity.deepspeed.profiler.numbers_as_text import (
-    bytes_to_string,
-    duration_to_string,
-    flops_to_string,
-    macs_to_string,
-    number_to_string,
-    params_to_string,
-)
 from infinity.errors import StepError
 from infinity.torch_internals.attention_flops import attention_formulas
 from swapper.volumes.publish import make_directory, opener
 
+logger = logging.getLogger(__name__)
 _WIDTH = 70
 _NOTES = """\
 Behind each module's name: parameters, MACs, time of its forward, each with its share of all, and operations per second.
@@ -185,6 +181,50 @@ class FlopsProfiler:
                 file.write(f"{text}\n")
         else:
             Console(soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+class ProfiledStep:
+    """Counts each training forward of the step, and shows the last one when the step is made."""
+
+    def __init__(self, model: nn.Module, section: FlopsProfilerBlock, engine: Any) -> None:
+        """
+        Args:
+            model: of the engine.
+            section: when, and what is printed.
+            engine: has sizes and the report of the step.
+        """
+        self.profiler = FlopsProfiler(model, engine, section.recompute_fwd_factor)
+        self._section = section
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether the step that comes after so many is the one."""
+        return num_steps == self._section.profile_step
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """A forward inside is counted, and what was counted before is forgotten."""
+        self.profiler.start_profile()
+        try:
+            yield
+        finally:
+            self.profiler.stop_profile()
+
+    def show(self) -> None:
+        """Print what was counted, once. A file that cannot be written is told: a training does not end for it."""
+        section = self._section
+        try:
+            self.profiler.print_model_profile(
+                section.profile_step,
+                section.module_depth,
+                section.top_modules,
+                section.detailed,
+                section.output_file,
+            )
+        except OSError as error:
+            logger.warning(
+                "the profile was not written: %s. Name a file that can be, in flops_profiler.output_file", error
+            )
+        self.profiler.end_profile()
 
 
 def _now() -> float:
@@ -355,16 +395,45 @@ def _share(part: float, whole: float) -> str:
     return f"{round(100 * part / whole, 2) if whole else 0:g}%"
 
 
-NAMES = {
-    "FlopsProfiler": FlopsProfiler,
-    "bytes_to_string": bytes_to_string,
-    "duration_to_string": duration_to_string,
-    "flops_to_string": flops_to_string,
-    "get_model_profile": get_model_profile,
-    "macs_to_string": macs_to_string,
-    "number_to_string": number_to_string,
-    "params_to_string": params_to_string,
-}
-"""What DeepSpeed's module of this name has."""
+# ---------------------------------------------------------------- numbers as text, under DeepSpeed's names
 
-__all__ = ["NAMES", *NAMES]
+_MAGNITUDES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """``1.5 G``.
+
+    Args:
+        num: not negative.
+        units: of T, G, M, K, "", m and u; None: the one that fits.
+        precision: digits behind the point, at most.
+    """
+    if units is None:
+        units = next((unit for unit, size in _MAGNITUDES.items() if num >= size), "u") if num else ""
+    return f"{round(num / _MAGNITUDES.get(units, 1.0), precision):g} {units}"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """Operations per second."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """Multiplications with an addition."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
+    """Bytes."""
+    return f"{number_to_string(b, units, precision)}B"
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Seconds."""
+    return f"{number_to_string(duration, units, precision)}s"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """Parameters; a thousand millions are ``B``."""
+    units = units.replace("B", "G") if units else units
+    return number_to_string(params_num, units, precision).replace("G", "B").strip()

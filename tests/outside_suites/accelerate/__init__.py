@@ -10,12 +10,6 @@ SUITE = Suite(
     "accelerate",
     "https://github.com/huggingface/accelerate",
     "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",  # July 2026: before 1.15.0
-    (
-        "deepspeed/test_alst_ulysses_sp.py",
-        "deepspeed/test_deepspeed.py",
-        "deepspeed/test_deepspeed_gradient_accumulation.py",
-        "deepspeed/test_deepspeed_multiple_model.py",
-    ),
     of_messages=(
         (r"doesn't have NCCL built in", GPU),
         (r"there is no deepspeed\.runtime\.sequence_parallel here", _SEQUENCES),

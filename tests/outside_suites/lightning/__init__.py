@@ -12,16 +12,6 @@ SUITE = Suite(
     "lightning",
     "https://github.com/Lightning-AI/pytorch-lightning",
     "be98784a1a03581b7051a355ae1084fd352d7cea",  # 2.6.5
-    (
-        "tests_fabric/plugins/precision/test_deepspeed.py",
-        "tests_fabric/plugins/precision/test_deepspeed_integration.py",
-        "tests_fabric/strategies/test_deepspeed.py",
-        "tests_fabric/strategies/test_deepspeed_integration.py",
-        "tests_pytorch/plugins/precision/test_deepspeed_precision.py",
-        "tests_pytorch/strategies/test_deepspeed.py",
-        "tests_pytorch/utilities/test_deepspeed_collate_checkpoint.py",
-        "tests_pytorch/utilities/test_deepspeed_model_summary.py",
-    ),
     of_messages=(
         (r"there is no deepspeed\.[\w.]+ here", PRIVATE),
         (r"assert 'cpu' == 'cuda'", GPU),

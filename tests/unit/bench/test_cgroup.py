@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from bench import cgroup
-from bench.cgroup import Cgroup, MemoryGroup, set_bandwidth, why_unavailable
+from bench.cgroup import Cgroup, set_bandwidth, why_unavailable
 
 _FILES = {
     "memory": {
@@ -140,15 +140,6 @@ def test_a_kernel_that_cannot_reset_the_peak_says_so(tree: _Tree, monkeypatch: p
         assert group.peak_bytes == 7
 
 
-def test_a_kernel_without_a_peak_has_a_limit(tree: _Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    _session(tree)
-    monkeypatch.delitem(_FILES["memory"], "memory.peak")
-    with Cgroup("case", ("memory",)) as group:
-        assert not group.counts_memory
-        group.limit_memory(1)
-        assert group.num_out_of_memory_kills == 3
-
-
 def test_both_controllers_share_one_group_where_both_can_be_enabled(tree: _Tree) -> None:
     _session(tree)
     with Cgroup("case") as group:
@@ -172,8 +163,9 @@ def test_a_process_that_joins_goes_back_to_its_own_group(tree: _Tree) -> None:
 
 
 def test_a_container_whose_only_group_holds_its_processes(tree: _Tree) -> None:
-    tree.fill(tree.root, ["io", "memory"])
+    tree.fill(tree.root, ["io"])
     tree.is_member("/")
+    assert "'memory'" in (why_unavailable("memory") or "")
     reason = why_unavailable("blkio")
     assert reason is not None and str(tree.root) in reason and "'io'" in reason
     with pytest.raises(OSError, match="cannot be made: no control group"):
@@ -187,14 +179,6 @@ def test_a_membership_from_outside_of_the_container(tree: _Tree, path: str) -> N
     tree.is_member(path, holds=False)
     with Cgroup("case", ("memory",)) as group:
         assert group.task_files[0].parent.parent == tree.root
-
-
-def test_a_controller_without_a_mount(tree: _Tree) -> None:
-    tree.fill(tree.root, ["cpu"])
-    reason = why_unavailable("memory")
-    assert reason is not None and "'memory'" in reason
-    tree._mounts.write_text("proc /proc proc rw 0 0\n")
-    assert why_unavailable("memory") == "no control group controller 'memory' is mounted"
 
 
 def test_a_controller_of_version_1_beside_version_2(
@@ -225,12 +209,3 @@ def test_groups_of_benchmarks_that_were_killed_are_removed(tree: _Tree) -> None:
         folder.mkdir()
     Cgroup("case", ("memory",)).close()
     assert stale in tree.removed and alive not in tree.removed
-
-
-def test_a_memory_group_by_its_directory(tree: _Tree) -> None:
-    """As a process uses it that was told which group it is in."""
-    user = _session(tree)
-    memory = MemoryGroup(user / "session.scope")
-    memory.limit(12)
-    assert (user / "session.scope" / "memory.max").read_text() == "12"
-    memory.close()

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import infinity
-from infinity.deepspeed.profiler.flops_profiler import FlopsProfiler, get_model_profile
-from infinity.deepspeed.profiler.numbers_as_text import (
+from infinity.deepspeed.profiler.flops_profiler import (
+    FlopsProfiler,
     duration_to_string,
     flops_to_string,
+    get_model_profile,
     macs_to_string,
     number_to_string,
     params_to_string,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from accelerate.state import AcceleratorState
 
-from infinity.deepspeed.process_counts import check_accelerate
+from infinity.deepspeed.entry import check_accelerate
 from infinity.errors import ConfigError
 
 
