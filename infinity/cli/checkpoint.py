@@ -19,26 +19,14 @@ _SOURCE = click.argument("source", metavar="CHECKPOINT", type=PathType())
 _TAG = click.option("--tag", help="Which checkpoint of the directory; the newest by default.")
 
 
-if TYPE_CHECKING:
-    _IntType = click.ParamType[int]
-else:
-    _IntType = click.ParamType  # generic since click 8.4
+def size(text: str) -> int:
+    """The type of an option: ``8GB``, ``1.5GiB`` or a number of bytes."""
+    from infinity.config.schema.quantities import parse_bytes
 
-
-class _Size(_IntType):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from infinity.config.schema.quantities import parse_bytes
-
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            self.fail(f"{value!r} {error}", param, ctx)
-
-
-SIZE = _Size()
-"""``8GB``, ``1.5GiB`` or a number of bytes."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} {error}") from None
 
 
 def _opened(source: Path, tag: str | None) -> Checkpoint:
@@ -232,7 +220,7 @@ Examples:
     metavar="DIR",
     help="A Hugging Face model's directory: its config and names are used.",
 )
-@click.option("--max-shard-size", type=SIZE, default="50GB", show_default=True, metavar="SIZE", help="Of a file.")
+@click.option("--max-shard-size", type=size, default="50GB", show_default=True, metavar="SIZE", help="Of a file.")
 @json_option
 def export(
     source: Path,

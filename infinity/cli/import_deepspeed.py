@@ -43,21 +43,10 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
     with bars(Console(stderr=True)) as progress:
         done = convert(source, target, tag=tag, skips_unknown=skip_unknown, progress=progress)
     if as_json:
-        print_json(
-            {
-                "folder": done.folder,
-                "num_tensors": done.num_tensors,
-                "num_bytes": done.num_bytes,
-                "num_steps": done.num_steps,
-                "deepspeed_version": done.version,
-                "left_out": list(done.left_out),
-            }
-        )
+        facts = dict(vars(done))
+        print_json({"deepspeed_version": facts.pop("version"), **facts})
         return
-    display(
-        f"{done.folder}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}, after {done.num_steps} steps "
-        f"with DeepSpeed {done.version}",
-        soft_wrap=True,
-    )
+    told = f"{done.num_tensors} tensors, {format_bytes(done.num_bytes)}, after {done.num_steps} steps"
+    display(f"{done.folder}: {told} with DeepSpeed {done.version}", soft_wrap=True)
     for what in done.left_out:
         display(f"left out: {what}", soft_wrap=True)

@@ -12,7 +12,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import click
 from click.shell_completion import shell_complete
@@ -28,31 +27,22 @@ FAILED, MISUSED, INTERRUPTED, UNHEARD = 1, 2, 130, 141
 """Exit statuses. The last two are those that a shell shows after SIGINT and SIGPIPE."""
 
 
-class Entry(NamedTuple):
-    """Where a command is, and what it does."""
-
-    place: str
-    """``module:name`` of a `click.Command`."""
-    text: str
-
-
 COMMANDS = {
-    "doctor": Entry("infinity.cli.doctor:doctor", "say what this machine can do for a training, and what would help"),
-    "plan": Entry("infinity.cli.plan:plan", "say whether a model trains here, how fast, and what makes it fit"),
-    "config": Entry("infinity.cli.config:config", "check a config, show what it comes to, or print its JSON schema"),
-    "profile": Entry("infinity.cli.profile:profile", "measure how fast drives are, and say which settings suit them"),
-    "report": Entry("infinity.cli.report:report", "write one HTML page about a run, and what bound it"),
-    "watch": Entry("infinity.cli.report:watch", "show a run in the terminal while it goes on"),
-    "launch": Entry("infinity.cli.launch:launch", "start a training on this host, or on those of a DeepSpeed hostfile"),
-    "checkpoint": Entry("infinity.cli.checkpoint:checkpoint", "look at a checkpoint, verify it, or export its weights"),
-    "export": Entry("infinity.cli.checkpoint:export", "the same as `checkpoint export`"),
-    "import-deepspeed": Entry(
-        "infinity.cli.import_deepspeed:import_deepspeed", "turn a checkpoint of DeepSpeed into one of ours"
-    ),
-    "clean": Entry("infinity.cli.clean:clean", "remove what durable runs and killed saves have left"),
-    "completion": Entry("infinity.cli.completion:completion", "print what makes a shell complete these commands"),
+    "doctor": "say what this machine can do for a training, and what would help",
+    "plan": "say whether a model trains here, how fast, and what makes it fit",
+    "config": "check a config, show what it comes to, or print its JSON schema",
+    "profile": "measure how fast drives are, and say which settings suit them",
+    "report": "write one HTML page about a run, and what bound it",
+    "watch": "show a run in the terminal while it goes on",
+    "launch": "start a training on this host, or on those of a DeepSpeed hostfile",
+    "checkpoint": "look at a checkpoint, verify it, or export its weights",
+    "export": "the same as `checkpoint export`",
+    "import-deepspeed": "turn a checkpoint of DeepSpeed into one of ours",
+    "clean": "remove what durable runs and killed saves have left",
+    "completion": "print what makes a shell complete these commands",
 }
-"""One line for each command."""
+"""One line for each command: a `click.Command` of that name, with ``_`` for ``-``, in the module of that name."""
+_IN_MODULES_OF_OTHERS = {"watch": "report", "export": "checkpoint"}
 
 _CURES = {
     errno.ENOENT: "give a path that exists",
@@ -74,13 +64,15 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, name = COMMANDS[cmd_name].place.partition(":")
-        found: click.Command = getattr(importlib.import_module(module), name)
+        module = importlib.import_module(
+            f"infinity.cli.{_IN_MODULES_OF_OTHERS.get(cmd_name, cmd_name).replace('-', '_')}"
+        )
+        found: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.text) for name, entry in COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
 
 @click.group(

@@ -7,11 +7,12 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from infinity.cli.checkpoint import SIZE
+from infinity.cli.checkpoint import size as size_option
 from infinity.cli.config import loaded_for_one
 from infinity.cli.output import PathType, display, json_option, print_facts, print_json, table
 from infinity.machine.finding import size
@@ -24,15 +25,12 @@ if TYPE_CHECKING:
 _TOKENS = 2048
 
 
-class _Positive(click.FloatRange):
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{found} is no finite number.", param, ctx)
-        return found
+def _positive(text: str) -> float:
+    if not math.isfinite(found := float(text)):
+        raise click.BadParameter(f"{text} is no finite number.")
+    if found <= 0:
+        raise click.BadParameter(f"{text} is not above 0.")
+    return found
 
 
 @click.command(
@@ -55,12 +53,14 @@ Examples:
     help="Where states would lie; once for each drive. By default the config's, or the present directory.",
 )
 @click.option("--tokens", type=click.IntRange(min=1), default=_TOKENS, show_default=True, help="Of an optimizer step.")
-@click.option("--ram", type=SIZE, metavar="SIZE", help="Free memory of a described machine, e.g. 64GB.")
-@click.option("--disk", type=SIZE, metavar="SIZE", help="Free space of its drives.")
-@click.option("--drive-speed", type=SIZE, metavar="SIZE", help="Bytes per second of its drives, both ways, e.g. 6GB.")
-@click.option("--gpu", type=SIZE, metavar="SIZE", help="Memory of its GPU.")
-@click.option("--tflops", type=_Positive(), help="10^12 operations per second that it reaches.")
-@click.option("--tbw", type=_Positive(), help="Terabytes that its drives are rated to take.")
+@click.option("--ram", type=size_option, metavar="SIZE", help="Free memory of a described machine, e.g. 64GB.")
+@click.option("--disk", type=size_option, metavar="SIZE", help="Free space of its drives.")
+@click.option(
+    "--drive-speed", type=size_option, metavar="SIZE", help="Bytes per second of its drives, both ways, e.g. 6GB."
+)
+@click.option("--gpu", type=size_option, metavar="SIZE", help="Memory of its GPU.")
+@click.option("--tflops", type=_positive, metavar="NUMBER", help="10^12 operations per second that it reaches.")
+@click.option("--tbw", type=_positive, metavar="NUMBER", help="Terabytes that its drives are rated to take.")
 @click.option("--no-measure", is_flag=True, help="Do not try drive and compute for a second, which writes 32 MiB.")
 @click.option("--largest", is_flag=True, help="Also the largest model of this family that trains there.")
 @json_option
@@ -97,7 +97,7 @@ def plan(
     config = None if file is None else _config(file, directories)
     written = None if config is None else dict(config)
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
-    machine, source = _machine(paths, **described)
+    machine, source = _machine(paths, SimpleNamespace(**described))
     look = None if described["disk"] else room_bytes
     ladder = Ladder(shapes, written, machine, [str(path) for path in paths], tokens, look)
     rungs = list(ladder.rungs())
@@ -126,28 +126,19 @@ def plan(
     return 0 if given.fits else 1
 
 
-def _machine(
-    paths: Sequence[Path],
-    *,
-    ram: int | None,
-    disk: int | None,
-    drive_speed: int | None,
-    gpu: int | None,
-    tflops: float | None,
-    tbw: float | None,
-    no_measure: bool,
-) -> tuple[Machine, str]:
+def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, str]:
     """This machine, with what is described in place of what it has; and where its computing speed is from."""
     from infinity.machine.bandwidth_cache import now
     from infinity.machine.description import measure_flops_per_second
     from infinity.machine.here import glance, this_machine
     from infinity.plan.machine import Bandwidth
 
-    is_here = ram is None and disk is None and gpu is None
-    speed, source = (tflops * 1e12, "as given") if tflops else (None, "")
+    is_here = asked.ram is None and asked.disk is None and asked.gpu is None
+    is_measured = is_here and not asked.no_measure
+    speed, source = (asked.tflops * 1e12, "as given") if asked.tflops else (None, "")
     try:
-        machine = this_machine(paths, asks_gpu=ram is None and gpu is None)
-        if speed is None and is_here and not no_measure:
+        machine = this_machine(paths, asks_gpu=asked.ram is None and asked.gpu is None)
+        if speed is None and is_measured:
             speed, device = measure_flops_per_second()
             source = f"measured: {device}"
     except RuntimeError as error:  # torch's: another process has all of the GPU, or has it alone
@@ -156,20 +147,20 @@ def _machine(
             "CUDA_VISIBLE_DEVICES, or describe it with --gpu"
         ) from error
     bandwidth = machine.bandwidth if is_here else None
-    if drive_speed is not None:
-        bandwidth = Bandwidth(drive_speed, drive_speed, drive_speed, now())
-    elif bandwidth is None and is_here and not no_measure:
+    if asked.drive_speed is not None:
+        bandwidth = Bandwidth(asked.drive_speed, asked.drive_speed, asked.drive_speed, now())
+    elif bandwidth is None and is_measured:
         bandwidth = glance(paths)
-    described = dataclasses.replace(
+    changed = dataclasses.replace(
         machine,
-        host_free_bytes=ram or machine.host_free_bytes,
-        drive_free_bytes=disk or machine.drive_free_bytes,
-        device_free_bytes=gpu or (None if ram else machine.device_free_bytes),
+        host_free_bytes=asked.ram or machine.host_free_bytes,
+        drive_free_bytes=asked.disk or machine.drive_free_bytes,
+        device_free_bytes=asked.gpu or (None if asked.ram else machine.device_free_bytes),
         bandwidth=bandwidth,
         flops_per_second=speed,
-        drive_tbw=tbw,
+        drive_tbw=asked.tbw,
     )
-    return described, source
+    return changed, source
 
 
 def _largest_words(most: tuple[int, int] | None) -> str:
@@ -286,19 +277,22 @@ def _bytes(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else size(num_bytes) if num_bytes else "0"
 
 
+_OF_PLAN = {
+    "resting_bytes": "resting_bytes",
+    "read_bytes_per_step": "predicted_read_bytes_per_step",
+    "write_bytes_per_step": "predicted_write_bytes_per_step",
+    "drive_life_steps": "predicted_drive_life_steps",
+}
+"""Key of the JSON -> attribute of the plan."""
+
+
 def _as_json(each: Outcome) -> dict[str, Any]:
-    plan = each.plan
+    retention = None if each.plan is None else each.plan.retention
     return {
-        "param_tier": each.param_tier,
-        "optimizer_tier": each.optimizer_tier,
-        "fits": each.fits,
-        "problem": each.problem,
-        "resting_bytes": None if plan is None else plan.resting_bytes,
-        "read_bytes_per_step": None if plan is None else plan.predicted_read_bytes_per_step,
-        "write_bytes_per_step": None if plan is None else plan.predicted_write_bytes_per_step,
-        "retention": None if plan is None or plan.retention is None else dataclasses.asdict(plan.retention),
+        **{name: getattr(each, name) for name in ("param_tier", "optimizer_tier", "fits", "problem")},
+        **{key: getattr(each.plan, name, None) for key, name in _OF_PLAN.items()},
+        "retention": None if retention is None else dataclasses.asdict(retention),
         "minimum_memory_bytes": each.minimum_bytes,
         "step_seconds": each.seconds,
         "tokens_per_second": None if each.seconds is None else each.tokens / each.seconds,
-        "drive_life_steps": None if plan is None else plan.predicted_drive_life_steps,
     }

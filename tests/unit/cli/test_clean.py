@@ -117,13 +117,6 @@ def test_what_is_in_use_stays_on_each_of_its_drives(tmp_path: Path, capsys: pyte
     assert [list(drive.iterdir()) for drive in drives] == [[], []]
 
 
-def test_saves_of_processes_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left_by_a_killed_save(tmp_path / ".tag.saving-0123456789abcdef")
-    assert len(_told(tmp_path, capsys)["saves"]) == 1
-    assert main(["clean", str(tmp_path), "--yes"]) == 0
-    assert list(tmp_path.glob(".tag*")) == []
-
-
 def test_saves_below_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "checkpoints" / "part0-of-2"
     name, theirs = ".tag.saving-0123456789abcdef", tmp_path / ".notes.saving-mine"

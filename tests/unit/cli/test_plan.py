@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from infinity.machine.here import room_bytes
 from infinity.plan import ladder as ladder_module
 from infinity.plan.ladder import Ladder
 from infinity.plan.machine import Bandwidth, Machine
-from infinity.plan.model_shapes import ModelRefused, active_share, read_model
+from infinity.plan.model_shapes import ModelRefused, read_model
 from swapper.volumes.left_runs import bytes_of_run
 
 _SMALL = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=10**12, device_free_bytes=None)
@@ -56,6 +58,11 @@ def _plain() -> nn.Module:
     return nn.Sequential(nn.Embedding(700, 96), *[nn.Linear(96, 96) for _ in range(7)], nn.Linear(96, 700))
 
 
+def _ladder(path: Path, config: Any, machine: Machine = _SMALL, make: Any = _plain) -> Ladder:
+    with torch.device("meta"):
+        return Ladder(make(), config, machine, str(path), tokens=64)
+
+
 def _train(engine: Any) -> None:
     """Two steps: from then on, the engine's plan knows in which order units are needed."""
     tokens = torch.arange(32).reshape(2, 16)
@@ -77,15 +84,10 @@ _CASES = {
 @pytest.mark.parametrize(("make", "changes"), _CASES.values(), ids=_CASES)
 def test_bytes_are_those_of_the_engine(make: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     config = _config(tmp_path, **changes)
-    with torch.device("meta"):
-        shapes = make()
-    told = Ladder(shapes, config, _SMALL, str(tmp_path), tokens=64).given().plan
+    told = _ladder(tmp_path, config, make=make).given().plan
     assert told is not None
-    for builds_on_drives in (False, True):
-        if builds_on_drives:
-            with infinity.Init(config_dict_or_path=config):
-                model = make()
-        else:
+    for building in (contextlib.nullcontext, functools.partial(infinity.Init, config_dict_or_path=config)):
+        with building():
             model = make()
         engine, *_ = infinity.initialize(model=model, config=config)
         with engine:
@@ -127,26 +129,16 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, capsys: pytest.Captur
     file.write_text(json.dumps({"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": zero}))
     machine = ["--ram", "32GB", "--disk", "1TB", "--gpu", "24GB", "--nvme-path", str(tmp_path)]
     found = _json(["--params", "7b", "--config", str(file), *machine], capsys, 1)
-    assert (
-        found["smallest_change"]
-        == {
-            "zero_optimization.offload_param.device": "nvme",
-            "zero_optimization.offload_optimizer.device": "nvme",
-        }
-        or found["smallest_change"]["zero_optimization.offload_optimizer.device"] == "nvme"
-    )
+    assert found["smallest_change"]["zero_optimization.offload_optimizer.device"] == "nvme"
     assert main(["plan", "--params", "7b", "--config", str(file), *machine, "--no-measure"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "It does not fit" in out and "zero_optimization.offload_optimizer.device = nvme" in out
 
 
 def test_the_change_that_is_told_fits(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        shapes = _llama()
-    given = Ladder(shapes, _config(tmp_path), _SMALL, str(tmp_path), 64).given()
-    assert given.fits
+    assert _ladder(tmp_path, _config(tmp_path), make=_llama).given().fits
     little = Machine(host_free_bytes=20_000_000, drive_free_bytes=10**12, device_free_bytes=None)
-    ladder = Ladder(shapes, {**_config(tmp_path), "zero_optimization": {"stage": 3}}, little, str(tmp_path), 64)
+    ladder = _ladder(tmp_path, _config(tmp_path, zero_optimization={"stage": 3}), little, _llama)
     refused = ladder.given()
     assert not refused.fits
     change = ladder.smallest_change(refused)
@@ -189,16 +181,12 @@ def test_what_is_told_of_drives_is_what_the_engine_finds(little: dict[str, Any],
         ours = {"durable": True} if little.get("durable") else {"keep_in_memory": False}
         return _config(tmp_path, zero_optimization=zero, infinity=ours)
 
-    def ladder(capacity: str) -> Ladder:
-        with torch.device("meta"):
-            return Ladder(_plain(), config(capacity), _SMALL, str(tmp_path), tokens=64)
-
-    refused = ladder(little["capacity"]).given()
+    refused = _ladder(tmp_path, config(little["capacity"])).given()
     assert refused.problem is not None and "are free" in refused.problem and "limited" in refused.problem
-    assert not list(ladder(little["capacity"]).rungs())[-1].fits  # a directory keeps its capacity
+    assert not list(_ladder(tmp_path, config(little["capacity"])).rungs())[-1].fits  # a directory keeps its capacity
     with pytest.raises(StorageError):
         infinity.initialize(model=_plain(), config=config(little["capacity"]))
-    assert ladder(enough).given().fits
+    assert _ladder(tmp_path, config(enough)).given().fits
     infinity.initialize(model=_plain(), config=config(enough))[0].close()
 
 
@@ -227,16 +215,13 @@ def test_a_change_that_the_optimizer_does_not_allow_does_not_fit(
     optimizer: str, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     config = _config(tmp_path, optimizer={"type": optimizer, "params": {"lr": 1e-3}})
-    with torch.device("meta"):
-        ladder = Ladder(_plain(), config, _SMALL, str(tmp_path), 64)
+    ladder = _ladder(tmp_path, config)
     assert ladder.given().fits
     refused = ladder.outcome(keys)
     with pytest.raises((ConfigError, OptimizerNotPageableError)) as caught:
         infinity.initialize(model=_plain(), config=load_config(config, overrides=keys))
     assert refused.problem == str(caught.value) and not refused.fits
-    with torch.device("meta"):
-        given = Ladder(_plain(), dict(load_config(config, overrides=keys)), _SMALL, str(tmp_path), 64)
-    assert given.given().problem == refused.problem
+    assert _ladder(tmp_path, dict(load_config(config, overrides=keys))).given().problem == refused.problem
 
 
 def test_a_file_is_no_place_for_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,12 +245,13 @@ def test_directories_that_are_given_take_the_place_of_the_configs(
 
 @pytest.mark.deep
 def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> None:
-    def shapes(num_layers: int) -> nn.Module:
-        with torch.device("meta"):
-            return nn.Sequential(*[nn.Linear(512, 512) for _ in range(num_layers)])
-
     machine = Machine(host_free_bytes=200_000_000, drive_free_bytes=400_000_000, device_free_bytes=None)
-    most = Ladder(shapes(4), None, machine, str(tmp_path), 64).largest()
+
+    def ladder(num_layers: int) -> Ladder:
+        make = lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(num_layers)])  # noqa: E731
+        return _ladder(tmp_path, None, machine, make)
+
+    most = ladder(4).largest()
     assert most is not None
     num_layers, num_parameters = most
     assert num_parameters == num_layers * 512 * 513
@@ -275,7 +261,7 @@ def test_the_largest_fits_and_one_that_is_larger_does_not(tmp_path: Path) -> Non
             for name in ("param", "optimizer")
             for key, value in (("device", "nvme"), ("nvme_path", str(tmp_path)))
         }
-        assert Ladder(shapes(count), None, machine, str(tmp_path), 64).outcome(keys).fits is fits
+        assert ladder(count).outcome(keys).fits is fits
 
 
 @pytest.mark.deep
@@ -294,13 +280,6 @@ def test_a_model_is_of_the_class_that_its_config_names(tmp_path: Path) -> None:
         assert {k: v.shape for k, v in found.state_dict().items()} == {
             k: v.shape for k, v in model.state_dict().items()
         }
-
-
-def test_why_no_model_can_be_made_of_a_config(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "num_attention_heads": 3, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **sizes}))
-    with pytest.raises(ModelRefused, match="not a multiple of the number of attention heads"):
-        read_model(str(tmp_path))
 
 
 @pytest.mark.deep
@@ -332,43 +311,20 @@ def test_a_config_of_several_processes_is_planned_for_one(tmp_path: Path, capsys
 def test_free_memory_is_a_change_that_helps(
     ours: dict[str, Any], drive_bytes: int, change: dict[str, Any], tmp_path: Path
 ) -> None:
-    with torch.device("meta"):
-        shapes = _plain()
     machine = Machine(host_free_bytes=4 * 10**9, drive_free_bytes=drive_bytes, device_free_bytes=None)
-    ladder = Ladder(shapes, _config(tmp_path, infinity=ours), machine, str(tmp_path), 64)
+    ladder = _ladder(tmp_path, _config(tmp_path, infinity=ours), machine)
     given = ladder.given()
     assert not given.fits
     found = ladder.smallest_change(given)
     assert found is not None and found.beyond(given) == change
 
 
-def test_a_token_is_computed_with_the_chosen_experts() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.MixtralConfig(**sizes, num_hidden_layers=2, vocab_size=100, num_local_experts=8)
-    with torch.device("meta"):
-        model = transformers.MixtralForCausalLM(config)
-    total = sum(each.numel() for each in model.parameters())
-    experts = 2 * 8 * 3 * 64 * 96
-    assert active_share(model) == pytest.approx((total - experts * 6 / 8) / total)
-    assert active_share(_plain()) == 1
-
-
-def test_a_config_with_absurd_sizes_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "hidden_size": 10**9, "num_hidden_layers": 1, "num_attention_heads": 4})
-    )
-    with pytest.raises(ModelRefused, match="at most 1e\\+14 parameters"):
-        read_model(str(tmp_path))
-
-
 def test_no_time_is_told_where_the_drives_are_unknown(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        shapes = _plain()
     config = _config(tmp_path, infinity={"host_memory_budget": "6MB"})
-    assert Ladder(shapes, config, _SMALL, str(tmp_path), 64).given().seconds is None
+    assert _ladder(tmp_path, config).given().seconds is None
     fast = Machine(4 * 10**9, 10**12, None, Bandwidth(1e9, 1e9, 1e9, "2026-01-01"), flops_per_second=1e9)
-    seconds = Ladder(shapes, config, fast, str(tmp_path), 64).given().seconds
-    count = sum(each.numel() for each in shapes.parameters())
+    seconds = _ladder(tmp_path, config, fast).given().seconds
+    count = sum(each.numel() for each in _plain().parameters())
     assert seconds == pytest.approx(ladder_module.FLOPS_PER_PARAMETER * count * 64 / 1e9)
 
 
@@ -381,15 +337,8 @@ def test_a_plan_imports_neither_the_compiler_nor_what_it_brings(tmp_path: Path) 
     )
     arguments = [
         "plan",
-        "--params",
-        "100m",
-        "--no-measure",
-        "--nvme-path",
+        *["--params", "100m", "--no-measure", "--ram", "8GB", "--disk", "1TB", "--nvme-path"],
         str(tmp_path),
-        "--ram",
-        "8GB",
-        "--disk",
-        "1TB",
     ]
     result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-2:] == ["[]", "False"]
@@ -409,10 +358,8 @@ def test_the_compiler_comes_after_all_where_somebody_asks_for_it() -> None:
 
 
 def test_pages_that_are_too_small_are_left_to_the_engine(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        shapes = _plain()
     config = _config(tmp_path, infinity={"page_bytes": 4096})
-    ladder = Ladder(shapes, config, _SMALL, str(tmp_path), 64)
+    ladder = _ladder(tmp_path, config)
     found = ladder.smallest_change(ladder.given())
     assert found is not None and found.fits
     assert found.beyond(ladder.given()) == {"infinity.page_bytes": None}
@@ -431,20 +378,32 @@ def test_memory_is_not_asked_for_where_it_would_not_help(
 
 
 def test_a_model_that_is_frozen_is_planned_as_evaluating(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        shapes = _plain().requires_grad_(requires_grad=False)
     machine = Machine(4 * 10**9, 10**12, None, flops_per_second=1e9)
-    given = Ladder(shapes, _config(tmp_path), machine, str(tmp_path), 64).given()
+    given = _ladder(tmp_path, _config(tmp_path), machine, lambda: _plain().requires_grad_(requires_grad=False)).given()
     assert given.fits and given.plan is not None
     assert (given.plan.num_trainable, given.plan.states_bytes["nvme"]) == (0, 0)
-    num_parameters = sum(each.numel() for each in shapes.parameters())
+    num_parameters = sum(each.numel() for each in _plain().parameters())
     assert given.plan.compute_seconds == pytest.approx(2 * num_parameters * 64 / 1e9)
 
 
-@pytest.mark.parametrize(("text", "what"), [("[1]", "a list"), ("7", "a number"), ('"a"', "a text"), ("null", "null")])
-def test_a_config_that_is_no_object_is_named_as_such(text: str, what: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelRefused, match=f"config.json is {what}, and"):
+_SIZES = {"hidden_size": 64, "num_attention_heads": 3, "num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"model_type": "bert", **_SIZES}, "not a multiple of the number of attention heads"),
+        ({"model_type": "llama", **_SIZES, "hidden_size": 3 * 10**9}, "at most 1e\\+14 parameters"),
+        ([1], "config.json is a list, and"),
+        (7, "config.json is a number, and"),
+        ("a", "config.json is a text, and"),
+        (None, "config.json is null, and"),
+    ],
+    ids=str,
+)
+def test_why_no_model_can_be_made_of_a_config(content: Any, told: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelRefused, match=told):
         read_model(str(tmp_path))
 
 

@@ -227,7 +227,8 @@ def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
     return change
 
 
-_STATE = ("optimizer_state_dict", "optimizer_state_dict", "state", 0)
+_STATES = "optimizer_state_dict"
+_STATE = (_STATES, _STATES, "state", 0)
 _OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 _MODEL = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 
@@ -246,7 +247,17 @@ def _flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+def _changed(name: str, *keys: Any, to: Any, on_both: bool = False) -> Callable[[Path], None]:
+    """In the file of rank 1, or of both, another value."""
+
+    def change(folder: Path) -> None:
+        for rank in (0, 1) if on_both else (1,):
+            _rewritten(folder / name.replace("rank_1", f"rank_{rank}"), _set(*keys, to=to))
+
+    return change
+
+
+_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no rank 0": (lambda f: (f / _OPTIMIZER.replace("rank_1", "rank_0")).unlink(), r"files of ranks \[0\] are missing"),
     "no last rank": (lambda f: (f / _OPTIMIZER).unlink(), "saved by 2 ranks, and has optimizer states of 1"),
     "no model of last rank": (lambda f: (f / _MODEL).unlink(), "2 ranks, and has .* model states of 1"),
@@ -255,48 +266,25 @@ _FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit": (lambda f: _flip(f / _OPTIMIZER), f"{_OPTIMIZER}': it is damaged: Bad CRC-32"),
     "no tensors": (lambda f: torch.save([1], f / _OPTIMIZER), "it holds no optimizer's states"),
     "unknown stage": (
-        lambda f: (
-            [
-                _rewritten(
-                    f / _OPTIMIZER.replace("rank_1", f"rank_{r}"), _set("optimizer_state_dict", "zero_stage", to=7)
-                )
-                for r in range(2)
-            ]
-            and None
-        ),
-        "its ZeRO stage is 7. Give a checkpoint of stage 1, 2 or 3",
+        _changed(_OPTIMIZER, _STATES, "zero_stage", to=7, on_both=True),
+        "its ZeRO stage is 7. Give a check",
     ),
-    "other stage": (
-        lambda f: _rewritten(f / _OPTIMIZER, _set("optimizer_state_dict", "zero_stage", to=2)),
-        "its ZeRO stage is not that of",
-    ),
-    "other steps": (
-        lambda f: _rewritten(f / _MODEL, _set("global_steps", to=9)),
-        f"{_MODEL}': its 'global_steps' is not that of",
-    ),
+    "other stage": (_changed(_OPTIMIZER, _STATES, "zero_stage", to=2), "its ZeRO stage is not that of"),
+    "other steps": (_changed(_MODEL, "global_steps", to=9), f"{_MODEL}': its 'global_steps' is not that of"),
     "other size": (
-        lambda f: _rewritten(f / _OPTIMIZER, _set("optimizer_state_dict", "fp32_flat_groups", 0, to=torch.zeros(3))),
+        _changed(_OPTIMIZER, _STATES, "fp32_flat_groups", 0, to=torch.zeros(3)),
         "would end at element",
     ),
     "8 bits": (
-        lambda f: _rewritten(f / _OPTIMIZER, _set(*_STATE, "absmax1", to=torch.zeros(3))),
+        _changed(_OPTIMIZER, *_STATE, "absmax1", to=torch.zeros(3)),
         "keeps 'absmax1', which is not one number per element .*Load the weights alone",
     ),
     "on nvme": (
-        lambda f: (
-            [
-                _rewritten(
-                    f / _OPTIMIZER.replace("rank_1", f"rank_{r}"),
-                    _set("optimizer_state_dict", "fp32_flat_groups", 0, to=torch.zeros(0)),
-                )
-                for r in range(2)
-            ]
-            and None
-        ),
+        _changed(_OPTIMIZER, _STATES, "fp32_flat_groups", 0, to=torch.zeros(0), on_both=True),
         "the optimizer was offloaded to NVMe. Load it with DeepSpeed",
     ),
     "tensor parallel": (
-        lambda f: shutil.copy(f / _MODEL, f / _MODEL.replace("mp_rank_00", "mp_rank_01")) and None,
+        lambda f: shutil.copy(f / _MODEL, f / _MODEL.replace("mp_rank_00", "mp_rank_01")),
         "mp_rank_01_model_states.pt': .* divided by tensor or pipeline parallelism",
     ),
     "pipeline": (lambda f: (f / "layer_00-model_states.pt").write_bytes(b""), "divided by pipeline parallelism"),
@@ -305,18 +293,10 @@ _FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         r"a mixture of experts over several ranks \(MoE\)",
     ),
     "1-bit": (
-        lambda f: _rewritten(
-            f / _MODEL.replace("rank_1", "rank_0"), _set("ds_config", "optimizer", "type", to="OneBitAdam")
-        ),
+        _changed(_MODEL, "ds_config", "optimizer", "type", to="OneBitAdam", on_both=True),
         "its optimizer, OneBitAdam, compresses gradients",
     ),
-    "no ZeRO": (
-        lambda f: (
-            [_rewritten(f / _MODEL.replace("rank_1", f"rank_{r}"), _set("param_shapes", to=None)) for r in (0, 1)]
-            and None
-        ),
-        "it was saved without ZeRO",
-    ),
+    "no ZeRO": (_changed(_MODEL, "param_shapes", to=None, on_both=True), "it was saved without ZeRO"),
 }
 
 
