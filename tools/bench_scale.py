@@ -23,9 +23,8 @@ from pathlib import Path
 
 import bars
 from bench.case import peers
-from bench.machine import describe_machine
 from bench.measured.models import MODEL_SIZES, Workload
-from bench.options import add_common, at_least_one, problem_of, size
+from bench.options import add_common, at_least_one, describe_machine, problem_of, size
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
 from rich.table import Table
 

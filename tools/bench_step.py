@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.case import Case, CaseResult, Schedule, available_controllers, peers, run_case
-from bench.machine import describe_machine, version_in
 from bench.measured.models import MODEL_SIZES, Workload
-from bench.options import add_common, at_least_one, problem_of, several, size
+from bench.options import add_common, at_least_one, describe_machine, problem_of, several, size, version_in
 from bench.participant import ParticipantSpec
 from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, case_table, find_alone, machine_table, remarks
 from fio import is_available

@@ -2,14 +2,13 @@
 
     python tools/deepspeed_names.py            # prints the table
     python tools/deepspeed_names.py --write    # puts it into infinity/deepspeed/README.md, between its two marks
-    python tools/deepspeed_names.py --list     # with a Python that has DeepSpeed: prints what belongs into deepspeed_names.txt
 
-The names are those of DeepSpeed 0.19.8: functions and classes that a module defines, or that a package hands on.
+The names in deepspeed_names.txt are those of DeepSpeed 0.19.8: functions and classes that a module defines, or that a package
+hands on.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import sys
@@ -17,27 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pages import between
+from pages import between, print_or_write
 
 _ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT))
 README = _ROOT / "infinity" / "deepspeed" / "README.md"
 LIST = Path(__file__).with_suffix(".txt")
 MARKS = (
     "<!-- printed by tools/deepspeed_names.py: change infinity/deepspeed/contents/refused.toml, not this -->",
     "<!-- end of what is printed -->",
 )
-_MODULES = """
-    accelerator checkpointing comm moe.layer moe.utils monitor.monitor ops.adagrad ops.adam ops.lamb ops.lion ops.transformer
-    pipe profiling.flops_profiler runtime.base_optimizer runtime.bf16_optimizer runtime.config runtime.dataloader
-    runtime.engine runtime.fp16.fused_optimizer runtime.fp16.loss_scaler runtime.fp16.unfused_optimizer runtime.hybrid_engine
-    runtime.lr_schedules runtime.utils runtime.zero.config runtime.zero.offload_config runtime.zero.partition_parameters
-    runtime.zero.stage3 runtime.zero.stage_1_and_2 runtime.zero.tiling sequence.layer utils utils.groups
-    utils.init_on_device utils.logging utils.nvtx utils.tensor_fragment utils.timer utils.z3_leaf_module utils.zero_to_fp32
-    zero
-"""
-
-_HANDING_ON = ("", "accelerator", "ops.transformer", "pipe", "utils", "zero")
-"""These packages hand on what is defined elsewhere."""
 
 
 def listed() -> dict[str, list[str]]:
@@ -85,38 +73,5 @@ def page() -> str:
     return between(MARKS, f"{table()}\n", README)
 
 
-def _list() -> Iterator[str]:
-    for module in ["", *_MODULES.split()]:
-        try:
-            whole = importlib.import_module(f"deepspeed.{module}".rstrip("."))
-        except ModuleNotFoundError:  # an attribute, as "zero"
-            whole = getattr(importlib.import_module("deepspeed"), module)
-        home = "deepspeed" if module in _HANDING_ON else whole.__name__
-        names = [
-            name
-            for name, value in vars(whole).items()
-            if not name.startswith("_")
-            and (inspect.isclass(value) or inspect.isfunction(value))
-            and value.__module__.startswith(home)
-            and (name != "get_accelerator" or module in ("", "accelerator"))
-        ]
-        yield f"deepspeed.{module}".rstrip(".") + ": " + " ".join(sorted(names))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="says of each public name of DeepSpeed what it is here")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {README.name}")
-    parser.add_argument("--list", action="store_true", help="print DeepSpeed's names; needs DeepSpeed")
-    arguments = parser.parse_args()
-    if arguments.list:
-        print("\n".join(_list()))
-        return
-    sys.path.insert(0, str(_ROOT))
-    if arguments.write:
-        README.write_text(page())
-    else:
-        print(table())
-
-
 if __name__ == "__main__":
-    main()
+    print_or_write(__doc__, README, table, page)

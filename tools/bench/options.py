@@ -1,18 +1,20 @@
-"""Options that several benchmarks share, and what they refuse before anything runs."""
+"""Options that several benchmarks share, what they refuse before anything runs, and what they say of the machine."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bench.cgroup import block_device, why_unavailable
-from bench.machine import version_in
+from bench.participant import ENVIRONMENT
 from infinity.config.schema.quantities import parse_bytes
+from infinity.machine import description
 
 _BUILD_DIR = Path("~/.cache/infinity-offload/peer_extensions")
 
@@ -86,3 +88,26 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
     if given.peer and version_in(python, given.peer) is None:
         return f"{given.peer} is not installed for {python}; name another with --peer-python"
     return None
+
+
+def describe_machine(directory: Path) -> dict[str, Any]:
+    """Processor, memory, drive, accelerator and versions, as plain values for the table and the JSON."""
+    environment = ", ".join(f"{name}={os.environ.get(name, value)}" for name, value in ENVIRONMENT.items())
+    return description.describe_machine(directory) | {"revision": _revision(), "environment": environment}
+
+
+def version_in(python: str, distribution: str) -> str | None:
+    """Version of `distribution` in another interpreter's environment, None if it is not installed there."""
+    code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
+    answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _revision() -> str:
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return answer.stdout.strip() if answer.returncode == 0 else "unknown"

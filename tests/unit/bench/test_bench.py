@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench.case import Case, CaseResult, Outcome
+from bench.case import Case, CaseResult, DriveSample, Outcome
 from bench.cgroup import Cgroup
-from bench.drive import DriveSample
 from bench.measured.child import run_turn
 from bench.measured.models import Program, Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
