@@ -8,8 +8,7 @@ makes `infinity` answer to that name.
 
 import sys
 
-from infinity.deepspeed.stand_in import SITE, install
-from infinity.deepspeed.stand_in.program import run
+from infinity.deepspeed.stand_in import SITE, install, run
 
 install()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,26 +129,3 @@ def test_two_directories_on_one_drive(tmp_path: Path) -> None:
         path.mkdir()
     findings = list(storage.storage_findings(paths, measures=False))
     assert findings[-1].verdict is Verdict.POOR and "one drive" in findings[-1].text
-
-
-# ------------------------------------------------------------------------------------------------------------- the program
-
-
-@pytest.mark.deep
-def test_nothing_loads_what_it_does_not_need() -> None:
-    """Neither `import infinity` the command line, nor the command line what trains."""
-    script = (
-        "import sys, infinity; early = 'click' in sys.modules; from infinity.cli.main import main; "
-        "status = main(['doctor', '--json', '--no-measure']); "
-        "sys.exit(10 * early + 20 * ('transformers' in sys.modules) + status)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["is_ready"]
-
-
-@pytest.mark.deep
-def test_a_reader_that_goes_away() -> None:
-    command = f"{sys.executable} -m infinity config schema | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=560, check=False)
-    assert (done.stdout, done.stderr) == ("141\n", "")

@@ -8,12 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infinity.cli.main import main
-from swapper.measure.measurement import DriveTest
 
 
 @pytest.mark.parametrize(
@@ -43,26 +41,6 @@ def test_too_little_space(small_tmpfs: Callable[[int], Path], capsys: pytest.Cap
     assert main(["profile", str(directory)]) == 1
     out = capsys.readouterr().out
     assert "free some space" in out and "files there are in memory" in out
-
-
-@pytest.mark.deep
-def test_a_drive_that_gives_back_other_bytes_is_reported(
-    small_tmpfs: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original = DriveTest.prepare
-
-    def spoiled(self: DriveTest, *arguments: Any, **keywords: Any) -> None:
-        original(self, *arguments, **keywords)
-        with open(self.paths[0], "r+b") as file:
-            file.seek(5 << 20)
-            file.write(b"other bytes")
-
-    monkeypatch.setattr(DriveTest, "prepare", spoiled)
-    directory = small_tmpfs(200 << 20)
-    assert main(["profile", str(directory), "--size", "96MiB", "--seconds", "0.02", "--backends", "threads"]) == 1
-    out = capsys.readouterr().out.replace("\n", "")
-    assert "WrongDataError" in out and str(directory) in out
-    assert str(5 << 20) in out, "the place is named"
 
 
 @pytest.mark.deep

@@ -1,13 +1,11 @@
 """``python -m infinity import-deepspeed``: a training that DeepSpeed began goes on here.
 
-The checkpoints were written by DeepSpeed 0.19: small ones lie in ``tests/deepspeed_checkpoints``, and where there is a Python
-that has DeepSpeed, others are written anew.
+The checkpoints were written by DeepSpeed 0.19, see ``tests/deepspeed_checkpoints``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -43,13 +41,6 @@ from tests.deepspeed_checkpoints.write import (
 from tests.exactness.lockstep import everything_on_nvme
 
 _HERE = Path(__file__).parents[2] / "deepspeed_checkpoints"
-_PYTHON = os.environ.get("INFINITY_DEEPSPEED_PYTHON", "")
-"""One that has DeepSpeed."""
-_WRITTEN_ANEW = {
-    "stage 1": Case(stage=1, world_size=2, groups=2, frozen=True, accumulation_steps=2),
-    "stage 2": Case(stage=2, dtype="bf16", tied=True, torch_adam=False, offload="cpu", universal=True),
-    "stage 3": Case(stage=3, dtype="fp16", world_size=2, frozen=True, tied=True),
-}
 
 
 def _unpacked(name: str, directory: Path) -> Path:
@@ -58,22 +49,10 @@ def _unpacked(name: str, directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(params=[*KEPT, *_WRITTEN_ANEW])
+@pytest.fixture(params=KEPT)
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Case]:
     """Directory of a checkpoint and of what is expected of it."""
-    name: str = request.param
-    directory = tmp_path / "deepspeed"
-    if name in KEPT:
-        return _unpacked(name, directory), KEPT[name]
-    if not _PYTHON:
-        pytest.skip("INFINITY_DEEPSPEED_PYTHON names no Python that has DeepSpeed 0.19 and this torch")
-    case = _WRITTEN_ANEW[name]
-    command = [_PYTHON, str(_HERE / "write.py"), str(directory), json.dumps(dataclasses.asdict(case))]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, env=environment)
-    if not (directory / "expected.pt").exists():
-        pytest.fail(f"DeepSpeed could not write it: {done.stderr[-3000:]}")
-    return directory, case
+    return _unpacked(request.param, tmp_path / "deepspeed"), KEPT[request.param]
 
 
 def _expected(directory: Path) -> dict[str, Any]:
