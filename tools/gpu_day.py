@@ -225,49 +225,28 @@ def synchronisations(arguments: argparse.Namespace) -> int:
     return 0
 
 
+PARTS = {"machine": machine, "train": train, "same-bits": same_bits, "synchronisations": synchronisations}
+
+
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--simulated", action="store_true", help="on the simulated GPU of the tests, with a small model"
-    )
-    parser.add_argument(
-        "--nvme-path", required=True, action="append", help="directory for the states; one for each drive"
-    )
-    parts = parser.add_subparsers(dest="part", required=True)
-    parts.add_parser("machine", help="copies to and from the GPU")
-    parts.add_parser("synchronisations", help="what waits for the GPU in a step")
-    training = parts.add_parser("train", help="losses, peaks, bytes and times of a training")
-    training.add_argument("--size", choices=_SIZES, required=True)
-    training.add_argument("--host-budget", required=True)
-    training.add_argument("--device-budget", default="auto")
-    training.add_argument("--micro-batches", type=int, default=1)
-    training.add_argument("--steps", type=int, default=5, help="that are measured")
-    training.add_argument("--warm", type=int, default=_WARM, help=f"steps before those (default: {_WARM})")
-    training.add_argument(
-        "--schedule", choices=["vertical", "ordinary"], help="order of micro-batches, else as planned"
-    )
-    training.add_argument("--timeline", type=Path)
-    training.add_argument("--update-workers", type=int, help="threads that run updates, else as the plan says")
-    bits = parts.add_parser(
-        "same-bits", help="a paged training against one in memory, at a size that takes many chunks"
-    )
-    bits.add_argument("--size", choices=_SIZES, required=True)
-    bits.add_argument("--host-budget", required=True)
-    bits.add_argument("--steps", type=int, default=5)
-    for each in (training, bits):
-        each.add_argument("--updates-on-device", action="store_true", help="the optimizer and its states are there")
-    parser.set_defaults(
-        micro_batches=1,
-        updates_on_device=False,
-        timeline=None,
-        device_budget="auto",
-        update_workers=None,
-        schedule=None,
-    )
+    add = parser.add_argument
+    add("part", choices=PARTS)
+    add("--simulated", action="store_true", help="on the simulated GPU of the tests, with a small model")
+    add("--nvme-path", required=True, action="append", help="directory for the states; one for each drive")
+    add("--size", choices=_SIZES, default="1b")
+    add("--host-budget", default="8GB")
+    add("--device-budget", default="auto")
+    add("--micro-batches", type=int, default=1)
+    add("--steps", type=int, default=5, help="that are measured")
+    add("--warm", type=int, default=_WARM, help=f"train: steps before those (default: {_WARM})")
+    add("--schedule", choices=["vertical", "ordinary"], help="order of micro-batches, else as planned")
+    add("--timeline", type=Path)
+    add("--update-workers", type=int, help="threads that run updates, else as the plan says")
+    add("--updates-on-device", action="store_true", help="the optimizer and its states are there")
     arguments = parser.parse_args()
-    parts_by_name = {"machine": machine, "train": train, "same-bits": same_bits, "synchronisations": synchronisations}
-    return parts_by_name[arguments.part](arguments)
+    return PARTS[arguments.part](arguments)
 
 
 if __name__ == "__main__":

@@ -155,40 +155,28 @@ def compare(found: DriveProfile, asked: command.Asked, *, num_pairs: int, huge_p
             asked.console.print(f"beside fio: {workload.value}")
             setting, theirs = found.fastest(workload), peer.fastest(workload, seconds, problems)
             if setting is not None and theirs is not None:
-                pairs = [_pair(test, peer, setting, theirs, workload, 3 * seconds, turn) for turn in range(num_pairs)]
-                ratios = [ours / other for ours, other in pairs]
+                pairs = []
+                for turn in range(num_pairs):  # each first in every other pair, so that a drive's moods meet both
+                    rates: dict[str, float] = {}
+                    for who in ("fio", "ours") if turn % 2 else ("ours", "fio"):
+                        rates[who] = (
+                            test.measure(
+                                setting, workload, 3 * seconds, read_share=_READ_PERCENT / 100
+                            ).bytes_per_second
+                            if who == "ours"
+                            else peer.measure(*theirs, workload, 3 * seconds)
+                        )
+                    pairs.append(rates)
+                ratios = [each["ours"] / each["fio"] for each in pairs]
                 shares[workload.value] = {
                     "setting": asdict(setting),
                     "fio": {"engine": theirs[0], "request_bytes": theirs[1][0], "depth": theirs[1][1]},
-                    "pairs": [{"ours": ours, "fio": other} for ours, other in pairs],
+                    "pairs": pairs,
                     "share": statistics.median(ratios),
                     "interval": median_interval(ratios),
                 }
         found.written_bytes += peer.written_bytes
     return {"share_of_fio": shares, "fio_engines": problems}
-
-
-def _pair(
-    test: DriveTest,
-    peer: Peer,
-    setting: IOSetting,
-    theirs: tuple[str, tuple[int, int]],
-    workload: Workload,
-    seconds: float,
-    turn: int,
-) -> tuple[float, float]:
-    """Bytes per second of ours and of fio, each first in every other pair, so that a drive's moods meet both."""
-
-    def ours() -> float:
-        return test.measure(setting, workload, seconds, read_share=_READ_PERCENT / 100).bytes_per_second
-
-    def other() -> float:
-        return peer.measure(*theirs, workload, seconds)
-
-    if turn % 2:
-        second, first = other(), ours()
-        return first, second
-    return ours(), other()
 
 
 def print_comparison(asked: command.Asked, compared: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ Activations are not divided among processes; `configure` checks and keeps what i
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import time
@@ -45,7 +44,7 @@ class CudaRNGStatesTracker:
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """All of them, by name: a new dict of the same states."""
-        return copy.copy(self.states_)
+        return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
         """What `get_states` gave."""
@@ -75,14 +74,15 @@ class CudaRNGStatesTracker:
         if name not in self.states_:
             raise KeyError(f"cuda rng state {name} is not added")
         with self._drawing(name):
-            get_accelerator().set_rng_state(self.states_[name])
             yield
 
     @contextmanager
     def _drawing(self, name: str) -> Iterator[None]:
-        """The generator's state at the end of the block is kept by name; then the generator has the one that it had before."""
+        """Draw from the named state, if there is one, and keep under that name what is reached at the end of the block."""
         accelerator = get_accelerator()
         before = accelerator.get_rng_state()
+        if name in self.states_:
+            accelerator.set_rng_state(self.states_[name])
         try:
             yield
         finally:
