@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import shutil
 import signal
 import sys
@@ -35,9 +34,7 @@ from fio import is_available
 from infinity.cli.output import STDOUT, write_json
 from infinity.config.schema.quantities import parse_bytes
 from infinity.console import Console
-from swapper.volumes.publish import is_marked, mark
 
-_SCRATCH = "bench_step_"
 _INTERRUPTED = 130
 _WIDTH = 140
 _CHECKPOINTING = ("none", "reentrant", "non-reentrant")
@@ -150,14 +147,6 @@ def _compute_alone(workload: Workload) -> list[ParticipantSpec]:
     return alone
 
 
-def _remove_stale(directory: Path) -> None:
-    """Removes what a benchmark that was killed outright could not: a peer's swap files among it."""
-    for path in directory.glob(f"{_SCRATCH}*"):
-        pid = path.name.removeprefix(_SCRATCH).split("_")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and is_marked(path):
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def _build_peer(asked: argparse.Namespace, directory: Path, console: Console) -> None:
     """Lets the peer compile its extensions in a run that is not measured: the compiler's memory is not the peer's."""
     console.print("the peer compiles its extensions: some minutes, this first time only")
@@ -225,12 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if facts["load_average"] > facts["num_cores"] / 2:
         console.print("[yellow]The machine is busy with other work: times will be long and vary.[/yellow]")
     results: list[CaseResult] = []
-    _remove_stale(asked.nvme_path)
     # Ctrl-C and SIGTERM are one thing. A process that was started in the background ignores the first by default.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with tempfile.TemporaryDirectory(prefix=f"{_SCRATCH}{os.getpid()}_", dir=asked.nvme_path) as directory:
-            os.close(mark(Path(directory)))
+        with tempfile.TemporaryDirectory(prefix="bench_step_", dir=asked.nvme_path) as directory:
             code = _run_cases(asked, Path(directory), results, console)
     finally:
         for number, handler in before.items():

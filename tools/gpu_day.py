@@ -72,16 +72,6 @@ def machine(arguments: argparse.Namespace) -> int:
                 device.synchronize(getattr(device, way)(target, source, None))
                 taken.append(time.perf_counter() - began)
             print(f"{way} of {name} memory: {num_bytes / statistics.median(taken) / 1e9:.1f} GB/s")
-    began = time.perf_counter()
-    with_driver = torch.zeros(8 << 30, dtype=torch.uint8).numpy()
-    touched = time.perf_counter()
-    cudart: Any = torch.cuda.cudart()
-    code = cudart.cudaHostRegister(with_driver.ctypes.data, with_driver.nbytes, 0)
-    print(
-        f"registering 8 GiB: {time.perf_counter() - touched:.2f} s ({touched - began:.2f} s to touch it), code {int(code)}"
-    )
-    if int(code) == 0:
-        cudart.cudaHostUnregister(with_driver.ctypes.data)
     return 0
 
 
