@@ -39,6 +39,8 @@ _ON_A_CPU: dict[str, Callable[..., Any]] = {
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
     "initial_seed": torch.initial_seed,
+    "get_rng_state": lambda *_: torch.get_rng_state(),
+    "set_rng_state": lambda state, *_: torch.set_rng_state(state),
 }
 """What the functions of ``torch.cuda`` do where there is no GPU."""
 
@@ -60,9 +62,8 @@ class Accelerator:
         name = _EARLIER_NAMES.get(name, name)
         if name in _ON_A_CPU:
             function = _ON_A_CPU[name] if self._name == "cpu" else getattr(torch.cuda, name)
-            return lambda *args, **named: function(
-                *args, *named.values()
-            )  # the device is ``device_index`` to DeepSpeed
+            # The device is ``device_index`` to DeepSpeed; None, the current one, is torch's default.
+            return lambda *args, **named: function(*(each for each in (*args, *named.values()) if each is not None))
         found = None if name.startswith("_") else getattr(self._namespace, name, None)
         if found is None:
             raise AttributeError(
@@ -114,19 +115,6 @@ class Accelerator:
     def default_generator(self, device_index: int = 0) -> torch.Generator:
         """That of a device."""
         return torch.cuda.default_generators[device_index] if self._name == "cuda" else torch.default_generator
-
-    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Of a device's generator, the current one's by default, uint8."""
-        if self._name == "cpu":
-            return torch.get_rng_state()
-        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """What `get_rng_state` gave."""
-        if self._name == "cpu":
-            torch.set_rng_state(new_state)
-        else:
-            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
 
     def is_bf16_supported(self) -> bool:
         """Whether it computes in bf16."""
