@@ -15,7 +15,7 @@ from infinity.config import InfinityConfig
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
-from infinity.deepspeed.profiler.flops_profiler import ProfiledStep
+from infinity.deepspeed.profiler.flops_profiler import FlopsProfiler
 from infinity.distributed.agreement import together
 from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank
@@ -93,10 +93,9 @@ class DeepSpeedEngine(Engine):
         self.client_lr_scheduler: Any = None
         self.timers = Timers()
         self.tput_timer = ThroughputTimer(self._samples_per_second)
-        self._profiled: ProfiledStep | None = None
-        if config.flops_profiler is not None and self.global_rank == 0:
-            self._profiled = ProfiledStep(self.module, config.flops_profiler, self)
-            self.flops_profiler = self._profiled.profiler
+        section = config.flops_profiler
+        if section is not None and self.global_rank == 0:
+            self.flops_profiler = FlopsProfiler(self.module, self, section.recompute_fwd_factor)
 
     def note_arguments(
         self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
@@ -113,25 +112,32 @@ class DeepSpeedEngine(Engine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Arguments and result are those of ``module.forward``."""
-        profiled = self._due_profile() if self.module.training and torch.is_grad_enabled() else None
-        with profiled.counting() if profiled is not None else contextlib.nullcontext():
+        profiler = self._due_profiler() if self.module.training and torch.is_grad_enabled() else None
+        if profiler is None:
             return super().forward(*args, **kwargs)
+        profiler.start_profile()  # what was counted before is forgotten
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            profiler.stop_profile()
 
     def obstacle(self) -> str | None:
         """See `Engine.obstacle`."""
-        if self._due_profile() is not None:
+        if self._due_profiler() is not None:
             return "flops_profiler looks at this step, one micro-batch after the other"
         return super().obstacle()
 
     def _end_update(self) -> None:
-        profiled = self._due_profile()
+        profiler, section = self._due_profiler(), self.config.flops_profiler
         super()._end_update()
-        if profiled is not None:
-            profiled.show()
+        if profiler is not None and section is not None:
+            profiler.show(section)
 
-    def _due_profile(self) -> ProfiledStep | None:
+    def _due_profiler(self) -> FlopsProfiler | None:
         """What counts the operations of the present step; None if nothing does."""
-        return self._profiled if self._profiled is not None and self._profiled.is_due(self.global_steps) else None
+        section = self.config.flops_profiler
+        is_due = section is not None and section.profile_step == self.global_steps and self.global_rank == 0
+        return self.flops_profiler if is_due else None
 
     def flops_profiler_enabled(self) -> bool:
         """Whether a step's operations are counted and printed."""

@@ -7,7 +7,6 @@ flops, and not as MACs. What compiled code computes is not seen.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -109,6 +108,16 @@ class FlopsProfiler:
         self.reset_profile()
         self.started = False
 
+    def show(self, section: FlopsProfilerBlock) -> None:
+        """Print what was counted, once. A file that cannot be written is told: a training does not end for it."""
+        try:
+            self.print_model_profile(
+                section.profile_step, section.module_depth, section.top_modules, section.detailed, section.output_file
+            )
+        except OSError as error:
+            logger.warning("the profile was not written: %s. Name another file in flops_profiler.output_file", error)
+        self.end_profile()
+
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._open.append((module, self._total_so_far(), _now()))
 
@@ -181,50 +190,6 @@ class FlopsProfiler:
                 file.write(f"{text}\n")
         else:
             Console(soft_wrap=True).print(text, markup=False, highlight=False)
-
-
-class ProfiledStep:
-    """Counts each training forward of the step, and shows the last one when the step is made."""
-
-    def __init__(self, model: nn.Module, section: FlopsProfilerBlock, engine: Any) -> None:
-        """
-        Args:
-            model: of the engine.
-            section: when, and what is printed.
-            engine: has sizes and the report of the step.
-        """
-        self.profiler = FlopsProfiler(model, engine, section.recompute_fwd_factor)
-        self._section = section
-
-    def is_due(self, num_steps: int) -> bool:
-        """Whether the step that comes after so many is the one."""
-        return num_steps == self._section.profile_step
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """A forward inside is counted, and what was counted before is forgotten."""
-        self.profiler.start_profile()
-        try:
-            yield
-        finally:
-            self.profiler.stop_profile()
-
-    def show(self) -> None:
-        """Print what was counted, once. A file that cannot be written is told: a training does not end for it."""
-        section = self._section
-        try:
-            self.profiler.print_model_profile(
-                section.profile_step,
-                section.module_depth,
-                section.top_modules,
-                section.detailed,
-                section.output_file,
-            )
-        except OSError as error:
-            logger.warning(
-                "the profile was not written: %s. Name a file that can be, in flops_profiler.output_file", error
-            )
-        self.profiler.end_profile()
 
 
 def _now() -> float:
