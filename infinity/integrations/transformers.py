@@ -44,6 +44,8 @@ from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, has_
 from infinity.optim.lr_schedules import build_scheduler
 from swapper.volumes.publish import Staging, make_directory, opener, remove, rename
 
+_Trainer: Any = object
+"""What stands behind the mixin: transformers' ``Trainer``, or a class that derives from it."""
 _SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
 
 
@@ -51,7 +53,7 @@ class _TrainersAccelerator(InfinityAccelerator):
     _accumulates = False
 
 
-class InfinityTrainerMixin:
+class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
     """Stands before a ``Trainer`` among the bases, and has the engine train its model: the same numbers, bit for bit.
 
     The engine is made when the training begins, or the first evaluation, and holds the model until ``engine.close()``; the
@@ -70,16 +72,6 @@ class InfinityTrainerMixin:
 
     engine: Engine | None = None
     step_records: frozenset[str] = frozenset({"_metrics", "_total_train_tokens"})  # TRL's
-    # The Trainer's:
-    accelerator: Any
-    args: Any
-    callback_handler: Any
-    gather_function: Any
-    lr_scheduler: Any
-    model: Any
-    optimizer: Any
-    state: Any
-    train_dataset: Any
 
     def __init__(self, *args: Any, infinity_config: ConfigSource, **kwargs: Any) -> None:
         """
@@ -110,7 +102,7 @@ class InfinityTrainerMixin:
         _check(arguments)
         arguments._setup_devices  # noqa: B018  # counts the GPUs; of several it would make nn.DataParallel
         arguments._n_gpu = min(arguments._n_gpu, 1)
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         self.infinity_config = agreed(
             self._infinity_source, _settings(arguments), drops=["managed_gradient_accumulation", "scheduler"]
         )
@@ -120,7 +112,7 @@ class InfinityTrainerMixin:
         self.gather_function = functools.partial(self.accelerator.gather_for_metrics, **options)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        self._accelerator_arguments = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        self._accelerator_arguments = super()._build_accelerator_args(**kwargs)
         return dict(self._accelerator_arguments)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -135,7 +127,7 @@ class InfinityTrainerMixin:
         engine, own, is_of_config = self._held_by, self.optimizer, self.infinity_config.optimizer is not None
         if isinstance(own, EngineOptimizer) and own.engine is engine:
             if not is_of_config:
-                type(self).create_optimizer(self, *args, **kwargs)  # type: ignore[attr-defined]
+                type(self).create_optimizer(self, *args, **kwargs)
             if self.optimizer is own:
                 return own
             self.accelerator.close(engine)  # a subclass has made another one
@@ -145,7 +137,7 @@ class InfinityTrainerMixin:
             if engine is not None:  # a trial's, or one that only evaluated
                 self.accelerator.close(engine)
             if not is_of_config or self.optimizer is not None:
-                type(self).create_optimizer(self, *args, **kwargs)  # type: ignore[attr-defined]
+                type(self).create_optimizer(self, *args, **kwargs)
         self.optimizer = self._start(self.optimizer)
         return self.optimizer
 
@@ -164,7 +156,7 @@ class InfinityTrainerMixin:
             if section is not None:
                 self.lr_scheduler = build_scheduler(section, self.optimizer)
                 self._created_lr_scheduler = True
-        return super().create_scheduler(num_training_steps, *args, **kwargs)  # type: ignore[misc]
+        return super().create_scheduler(num_training_steps, *args, **kwargs)
 
     def _start(self, optimizer: torch.optim.Optimizer | None, *, evaluates: bool = False) -> EngineOptimizer | None:
         arguments, config = self.args, self.infinity_config
@@ -187,14 +179,14 @@ class InfinityTrainerMixin:
                 self._create_engine()
             else:
                 self._start(None, evaluates=True)
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        return super().evaluation_loop(*args, **kwargs)
 
     def _prepare_input(self, data: Any) -> Any:
         """As the Trainer's; numbers are in the dtype of 16-bit weights."""
         dtype = self.infinity_config.compute_dtype
         if isinstance(data, torch.Tensor) and data.is_floating_point() and dtype is not torch.float32:
             data = data.to(dtype)
-        return super()._prepare_input(data)  # type: ignore[misc]
+        return super()._prepare_input(data)
 
     # --------------------------------------------------------------------------------------------------- saving and resuming
 
@@ -206,16 +198,16 @@ class InfinityTrainerMixin:
         if self._held_by is not None:
             self._held_by.forget_step()  # what an exception has cut off
         if self.args.gradient_accumulation_steps == 1 or self.infinity_config.infinity.schedule == "ordinary":
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         together, own = MicroBatches(self, self.step_records), self.__dict__
         own |= {"get_batch_samples": together.get_batch_samples, "training_step": together.training_step}
         try:  # before those of subclasses, too
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             del own["get_batch_samples"], own["training_step"]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        found, engine = super()._prepare_for_training(*args, **kwargs), self._held_by  # type: ignore[misc]
+        found, engine = super()._prepare_for_training(*args, **kwargs), self._held_by
         if engine is not None and has_gone_on(engine) and not self.state.global_step:
             refuse_to_begin(
                 engine, "trainer.train()", loading="Pass resume_from_checkpoint=True or a checkpoint's path"
@@ -225,7 +217,7 @@ class InfinityTrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         engine = self._held_by
         if engine is None or state_dict is not None:  # weights of the script's own making
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict)
             return
         directory = Path(output_dir if output_dir is not None else self.args.output_dir)
         if self.args.should_save:
@@ -239,7 +231,7 @@ class InfinityTrainerMixin:
         try:
             with Staging(directory, "rest") as staging:
                 aside = staging.path / "rest"
-                super()._save(os.fspath(aside), state_dict={})  # type: ignore[misc]
+                super()._save(os.fspath(aside), state_dict={})
                 remove(aside / SAFE_WEIGHTS_NAME)  # of no weights, if the model has no save_pretrained
                 for path in [path for path in aside.rglob("*") if path.is_file()]:
                     place = directory / path.relative_to(aside)
@@ -251,7 +243,7 @@ class InfinityTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._held_by
         if engine is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         save_engine(engine, output_dir)
         if self.lr_scheduler is not None and self.args.should_save:
@@ -260,12 +252,12 @@ class InfinityTrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not checkpoint_in(resume_from_checkpoint).exists():  # else the engine loads it, as soon as there is one
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self._held_by
         if engine is None or checkpoint is None or not checkpoint_in(checkpoint).exists():
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_engine(engine, checkpoint)
         if self.lr_scheduler is not None:
@@ -276,7 +268,7 @@ class InfinityTrainerMixin:
         if engine is not None and checkpoint_in(best).exists():
             load_engine(engine, best, only_module=True)
         else:
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
 
 
 class InfinityTrainer(InfinityTrainerMixin, Trainer):  # type: ignore[misc]
