@@ -19,7 +19,7 @@ _SOURCE = click.argument("source", metavar="CHECKPOINT", type=PathType())
 _TAG = click.option("--tag", help="Which checkpoint of the directory; the newest by default.")
 
 
-def size(text: str) -> int:
+def size_in_bytes(text: str) -> int:
     """The type of an option: ``8GB``, ``1.5GiB`` or a number of bytes."""
     from infinity.config.schema.quantities import parse_bytes
 
@@ -220,7 +220,9 @@ Examples:
     metavar="DIR",
     help="A Hugging Face model's directory: its config and names are used.",
 )
-@click.option("--max-shard-size", type=size, default="50GB", show_default=True, metavar="SIZE", help="Of a file.")
+@click.option(
+    "--max-shard-size", type=size_in_bytes, default="50GB", show_default=True, metavar="SIZE", help="Of a file."
+)
 @json_option
 def export(
     source: Path,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from infinity.cli.checkpoint import size as size_option
+from infinity.cli.checkpoint import size_in_bytes
 from infinity.cli.config import loaded_for_one
 from infinity.cli.output import PathType, display, json_option, print_facts, print_json, table
 from infinity.machine.finding import size
@@ -53,12 +53,12 @@ Examples:
     help="Where states would lie; once for each drive. By default the config's, or the present directory.",
 )
 @click.option("--tokens", type=click.IntRange(min=1), default=_TOKENS, show_default=True, help="Of an optimizer step.")
-@click.option("--ram", type=size_option, metavar="SIZE", help="Free memory of a described machine, e.g. 64GB.")
-@click.option("--disk", type=size_option, metavar="SIZE", help="Free space of its drives.")
+@click.option("--ram", type=size_in_bytes, metavar="SIZE", help="Free memory of a described machine, e.g. 64GB.")
+@click.option("--disk", type=size_in_bytes, metavar="SIZE", help="Free space of its drives.")
 @click.option(
-    "--drive-speed", type=size_option, metavar="SIZE", help="Bytes per second of its drives, both ways, e.g. 6GB."
+    "--drive-speed", type=size_in_bytes, metavar="SIZE", help="Bytes per second of its drives, both ways, e.g. 6GB."
 )
-@click.option("--gpu", type=size_option, metavar="SIZE", help="Memory of its GPU.")
+@click.option("--gpu", type=size_in_bytes, metavar="SIZE", help="Memory of its GPU.")
 @click.option("--tflops", type=_positive, metavar="NUMBER", help="10^12 operations per second that it reaches.")
 @click.option("--tbw", type=_positive, metavar="NUMBER", help="Terabytes that its drives are rated to take.")
 @click.option("--no-measure", is_flag=True, help="Do not try drive and compute for a second, which writes 32 MiB.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import click
 
-from infinity.cli.checkpoint import size
+from infinity.cli.checkpoint import size_in_bytes
 from infinity.cli.output import STDOUT, PathType, json_or_file_option, table, write_json
 from swapper.config import BackendName
 
@@ -41,7 +41,7 @@ Examples:
 @click.option("--quick", is_flag=True, help="Fewer and shorter samples: under half a minute.")
 @json_or_file_option
 @click.option("--apply", type=PathType(), metavar="CONFIG", help="Write the settings into this config.")
-@click.option("--size", type=size, help="Of the test file in each directory, at most.")
+@click.option("--size", type=size_in_bytes, metavar="SIZE", help="Of the test file in each directory, at most.")
 @click.option(
     "--seconds", type=click.FloatRange(0, _LONGEST_SECONDS, min_open=True), metavar="SECONDS", help="Of a sample."
 )
