@@ -22,10 +22,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.outside_suites import accelerate, deepspeed, lightning, table
+from tests.outside_suites import table
 from tests.outside_suites.suite import RESULTS_VARIABLE, Outcome, Suite
 
-SUITES = {each.name: each for each in (accelerate.SUITE, deepspeed.SUITE, lightning.SUITE)}
+SUITES = {name: Suite.of(name) for name in ("accelerate", "deepspeed", "lightning")}
 _ROOT = Path(__file__).parents[2]
 
 

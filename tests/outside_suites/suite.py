@@ -7,17 +7,21 @@ here, and *failed* otherwise.
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 RESULTS_VARIABLE = "OUTSIDE_SUITE_RESULTS"
 """The environment variable that names the file for the results, a line of JSON for each test."""
-PRIVATE = "The test uses a private name of DeepSpeed, which does not exist here."
-INSIDE = "The test looks at how DeepSpeed's engine is built: its partitions, buckets, hooks or classes."
-CONFIG = "The engine refuses a key of the config that would change results and is not supported."
-GPU = "The test needs a GPU."
-HUB = "The test reads data of the Hugging Face Hub."
-WORKS = "The test expects an error, and what it does works here."
+REASONS = {
+    "private": "The test uses a private name of DeepSpeed, which does not exist here.",
+    "inside": "The test looks at how DeepSpeed's engine is built: its partitions, buckets, hooks or classes.",
+    "config": "The engine refuses a key of the config that would change results and is not supported.",
+    "gpu": "The test needs a GPU.",
+    "hub": "The test reads data of the Hugging Face Hub.",
+    "works": "The test expects an error, and what it does works here.",
+}
+"""Why tests of several suites are refused; each suite's file has more."""
 
 
 class Outcome(NamedTuple):
@@ -55,6 +59,17 @@ class Suite(NamedTuple):
     of_tests: tuple[tuple[str, str], ...]
     needs: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, name: str) -> Suite:
+        """The one of a folder, as its ``suite.toml`` says."""
+        told = tomllib.loads((Path(__file__).parent / name / "suite.toml").read_text())
+        reasons = REASONS | told["reasons"]
+        patterns = {
+            key: tuple((pattern, reasons[reason]) for pattern, reason in told[key])
+            for key in ("of_messages", "of_tests")
+        }
+        return cls(name, told["source"], told["revision"], **patterns, needs=tuple(told["needs"]))
+
     @property
     def reasons(self) -> set[str]:
         """All reasons for which a test is refused."""
@@ -83,7 +98,9 @@ class Suite(NamedTuple):
         is_of_rank = re.match(r"(infinity\.errors\.)?RankError: .*(has ended|in time)", message) is not None
         if not is_of_rank:
             for pattern, reason in self.of_tests:
-                if reason == WORKS and not re.search("DID NOT RAISE|Expected .*[Ee]rror|Error not raised", message):
+                if reason == REASONS["works"] and not re.search(
+                    "DID NOT RAISE|Expected .*[Ee]rror|Error not raised", message
+                ):
                     continue  # it fails with something else than the error that is missing
                 if re.search(pattern, test):
                     return Outcome("refused", reason)
