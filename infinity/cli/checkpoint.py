@@ -46,19 +46,20 @@ def checkpoint() -> None:
     """
 
 
-@checkpoint.command(
-    epilog="""\b
-Examples:
-  infinity checkpoint inspect checkpoints
-  infinity checkpoint inspect checkpoints --tag global_step100 --tensors
-  infinity checkpoint inspect checkpoints --json | jq .counters"""
-)
+@checkpoint.command()
 @_SOURCE
 @_TAG
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @json_option
 def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None:
-    """Say what is in a checkpoint. Reads its small files only."""
+    """Say what is in a checkpoint. Reads its small files only.
+
+    \b
+    Examples:
+      infinity checkpoint inspect checkpoints
+      infinity checkpoint inspect checkpoints --tag global_step100 --tensors
+      infinity checkpoint inspect checkpoints --json | jq .counters
+    """
     found = _opened(source, tag)
     facts = _facts(found)
     if as_json:
@@ -134,18 +135,19 @@ def _tensor(each: Any) -> dict[str, Any]:
     return {"group": each.group, "name": each.fqn, "kind": each.kind, "shape": list(each.shape), "dtype": dtype}
 
 
-@checkpoint.command(
-    epilog="""\b
-Examples:
-  infinity checkpoint verify checkpoints
-  infinity checkpoint verify checkpoints --all"""
-)
+@checkpoint.command()
 @_SOURCE
 @_TAG
 @click.option("--all", "takes_all", is_flag=True, help="Every checkpoint of the directory.")
 @json_option
 def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int:
-    """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged."""
+    """Read all of a checkpoint and compare every checksum. Exit status 1 if something is damaged.
+
+    \b
+    Examples:
+      infinity checkpoint verify checkpoints
+      infinity checkpoint verify checkpoints --all
+    """
     from rich.text import Text
 
     from infinity.checkpoint.manifest import MANIFEST
@@ -171,12 +173,7 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
     return 0 if is_whole else 1
 
 
-@checkpoint.command(
-    epilog="""\b
-Examples:
-  infinity checkpoint seal checkpoints
-  infinity checkpoint seal checkpoints --tag global_step100"""
-)
+@checkpoint.command()
 @_SOURCE
 @_TAG
 @json_option
@@ -185,6 +182,11 @@ def seal(source: Path, tag: str | None, as_json: bool) -> None:
 
     Writes the checksums anew: before, such a checkpoint counts as damaged. All of its arrays are read by zarr from then on,
     which takes longer.
+
+    \b
+    Examples:
+      infinity checkpoint seal checkpoints
+      infinity checkpoint seal checkpoints --tag global_step100
     """
     from infinity.checkpoint.arrays import TENSORS
     from infinity.checkpoint.saved import find
@@ -200,12 +202,7 @@ def seal(source: Path, tag: str | None, as_json: bool) -> None:
     display(f"{folder}: {len(found.tensors)} tensors, all files have a checksum", soft_wrap=True)
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity checkpoint export checkpoints out --dtype bfloat16
-  infinity checkpoint export checkpoints out --config-from original-model --max-shard-size 5GB"""
-)
+@click.command()
 @_SOURCE
 @click.argument("directory", metavar="DIR", type=PathType())
 @_TAG
@@ -236,6 +233,11 @@ def export(
     """Write a checkpoint's weights to DIR as safetensors, tensor by tensor.
 
     With --config-from, DIR is what transformers' from_pretrained loads. DIR is made if it is missing.
+
+    \b
+    Examples:
+      infinity checkpoint export checkpoints out --dtype bfloat16
+      infinity checkpoint export checkpoints out --config-from original-model --max-shard-size 5GB
     """
     import torch
 

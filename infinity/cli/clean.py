@@ -14,13 +14,7 @@ from infinity.machine.finding import size
 from swapper.volumes.left_runs import LeftRun, LeftSave, left_runs, left_saves, remove_abandoned
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity clean /mnt/nvme
-  infinity clean /mnt/nvme0 /mnt/nvme1 --yes
-  infinity clean /mnt/nvme --json     (tells, and removes nothing)"""
-)
+@click.command()
 @click.argument(
     "directories", metavar="DIR...", nargs=-1, required=True, type=PathType(exists=True, file_okay=False, readable=True)
 )
@@ -31,6 +25,12 @@ def clean(directories: tuple[Path, ...], yes: bool, as_json: bool) -> int:
 
     Scratch files of other runs have no names and vanish with their process. Files that a process uses are kept. Removing a run
     is permanent. You are asked to confirm unless you pass --yes. Exit status 1 if something cannot be removed.
+
+    \b
+    Examples:
+      infinity clean /mnt/nvme
+      infinity clean /mnt/nvme0 /mnt/nvme1 --yes
+      infinity clean /mnt/nvme --json     (tells, and removes nothing)
     """
     runs = list({run.path.resolve(): run for directory in directories for run in left_runs(directory)}.values())
     saves = list({save.path.resolve(): save for directory in directories for save in left_saves(directory)}.values())

@@ -10,14 +10,15 @@ from infinity.cli.main import COMPLETE, PROGRAM
 _SHELLS = {"bash": BashComplete, "zsh": ZshComplete, "fish": FishComplete}
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity completion bash >> ~/.bashrc
-  infinity completion fish > ~/.config/fish/completions/infinity.fish"""
-)
+@click.command()
 @click.argument("shell", type=click.Choice(list(_SHELLS)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what makes a shell complete commands, options and paths of `infinity`."""
+    """Print what makes a shell complete commands, options and paths of `infinity`.
+
+    \b
+    Examples:
+      infinity completion bash >> ~/.bashrc
+      infinity completion fish > ~/.config/fish/completions/infinity.fish
+    """
     click.echo(_SHELLS[shell](context.find_root().command, {}, PROGRAM, COMPLETE).source())

@@ -51,18 +51,19 @@ def config() -> None:
     """Check a config, show what it comes to, or print its JSON schema."""
 
 
-@config.command(
-    epilog="""\b
-Examples:
-  infinity config check ds_config.json
-  infinity config check ds_config.json --no-storage --processes 8"""
-)
+@config.command()
 @_FILE
 @click.option("--no-storage", is_flag=True, help="Do not look at the directories: the config is for another machine.")
 @_WORLD
 @json_option
 def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
-    """Load a config as infinity.initialize does. Exit status 1 with the first thing that is wrong."""
+    """Load a config as infinity.initialize does. Exit status 1 with the first thing that is wrong.
+
+    \b
+    Examples:
+      infinity config check ds_config.json
+      infinity config check ds_config.json --no-storage --processes 8
+    """
     import torch
 
     from infinity.optim.template import build_template
@@ -80,19 +81,20 @@ def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
     _print_notices(loaded, soft_wrap=True)
 
 
-@config.command(
-    epilog="""\b
-Examples:
-  infinity config show ds_config.json
-  infinity config show ds_config.json --json | jq '.decisions[] | select(.key | test("infinity"))'
-  infinity config show --key host_memory_budget"""
-)
+@config.command()
 @click.argument("file", type=PathType(), required=False)
 @click.option("--key", metavar="TEXT", help="What the keys with this in their name take and do. FILE is not needed.")
 @_WORLD
 @json_option
 def show(file: Path | None, key: str | None, processes: int, as_json: bool) -> None:
-    """Show every value that FILE comes to, and who decided it. Or, with --key, what keys do here."""
+    """Show every value that FILE comes to, and who decided it. Or, with --key, what keys do here.
+
+    \b
+    Examples:
+      infinity config show ds_config.json
+      infinity config show ds_config.json --json | jq '.decisions[] | select(.key | test("infinity"))'
+      infinity config show --key host_memory_budget
+    """
     if key is not None:
         _show_keys(key, as_json)
         return
@@ -112,14 +114,15 @@ def show(file: Path | None, key: str | None, processes: int, as_json: bool) -> N
     _print_notices(loaded)
 
 
-@config.command(
-    epilog="""\b
-Examples:
-  infinity config schema > infinity.schema.json
-Then begin a config with  "$schema": "./infinity.schema.json"  and the editor completes and checks it."""
-)
+@config.command()
 def schema() -> None:
-    """Print the JSON schema of a config, for editors."""
+    """Print the JSON schema of a config, for editors.
+
+    \b
+    Examples:
+      infinity config schema > infinity.schema.json
+    Then begin a config with  "$schema": "./infinity.schema.json"  and the editor completes and checks it.
+    """
     from infinity.config.schema.json_schema import json_schema
 
     print_json(json_schema())

@@ -18,13 +18,7 @@ _SIGNS = {
 }
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity doctor
-  infinity doctor --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
-  infinity doctor --config ds_config.json --json"""
-)
+@click.command()
 @click.option(
     "--nvme-path",
     "directories",
@@ -43,6 +37,12 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
     """Say what this machine has for a training, and what would help.
 
     Each line is good (ok), good to know (-), worth a change (!), or prevents a training (X): then the exit status is 1.
+
+    \b
+    Examples:
+      infinity doctor
+      infinity doctor --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
+      infinity doctor --config ds_config.json --json
     """
     from infinity.console import Console
     from infinity.machine.computing import computing_findings

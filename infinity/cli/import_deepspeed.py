@@ -10,13 +10,7 @@ from infinity.cli.output import PathType, display, json_option, print_json
 from infinity.errors import format_bytes
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity import-deepspeed out/checkpoint-500
-  infinity import-deepspeed out/checkpoint-500 ours
-  infinity import-deepspeed out ours --tag global_step500 --json"""
-)
+@click.command()
 @click.argument("source", type=PathType())
 @click.argument("target", type=PathType(), required=False)
 @click.option("--tag", help="Which checkpoint of the source; by default the one that 'latest' names.")
@@ -32,6 +26,12 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
     SOURCE is a directory that DeepSpeed's save_checkpoint wrote to, or one tag's. TARGET is made if it is missing; by
     default it stands beside SOURCE, with "-infinity" behind its name. DeepSpeed need not be installed, and no object in
     the source is run. Memory: a few MiB besides the page cache.
+
+    \b
+    Examples:
+      infinity import-deepspeed out/checkpoint-500
+      infinity import-deepspeed out/checkpoint-500 ours
+      infinity import-deepspeed out ours --tag global_step500 --json
     """
     from infinity.cli.progress import bars
     from infinity.console import Console

@@ -40,13 +40,7 @@ _GRACE_SECONDS = 40.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@click.command(
-    context_settings={"allow_interspersed_args": False},
-    epilog="""\b
-Examples:
-  infinity launch --num_gpus 4 train.py --epochs 3
-  infinity launch --hostfile hosts --include worker-1@worker-2:0,2 train.py""",
-)
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-H", "--hostfile", type=PathType(), help="Hosts, in lines like: worker-1 slots=8.")
 @click.option("-i", "--include", default="", help="Use only these hosts or slots: worker-1@worker-2:0,2.")
 @click.option("-e", "--exclude", default="", help="Do not use these hosts or slots.")
@@ -65,6 +59,11 @@ def launch(**options: Any) -> None:
     torchrun starts on each host over ssh, in the present directory and with the same Python. Each process runs SCRIPT with its
     ARGUMENTS. When one process ends with an error, the others are ended. SIGTERM and Ctrl-C end all of them.
     Other hosts get PYTHONPATH, OMP_NUM_THREADS and all NCCL_, GLOO_ and HF_ variables, but no secrets such as HF_TOKEN.
+
+    \b
+    Examples:
+      infinity launch --num_gpus 4 train.py --epochs 3
+      infinity launch --hostfile hosts --include worker-1@worker-2:0,2 train.py
     """
     arguments = SimpleNamespace(**options)
     hosts = _hosts(arguments)

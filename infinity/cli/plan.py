@@ -33,15 +33,7 @@ def _positive(text: str) -> float:
     return found
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity plan --params 7b
-  infinity plan path/to/config.json --nvme-path /mnt/nvme --tokens 8192
-  infinity plan model-directory --config ds_config.json --json
-  infinity plan --params 70b --ram 64GB --disk 2TB --drive-speed 6GB --gpu 24GB --tflops 150 --tbw 1200
-  infinity plan path/to/config.json --largest"""
-)
+@click.command()
 @click.argument("model", required=False)
 @click.option("--params", metavar="NUMBER", help="A model of so many parameters in equal blocks: 7b, 374m, 1.2e9.")
 @click.option("--config", "file", type=PathType(), help="What is planned for; else bf16 with AdamW.")
@@ -79,6 +71,14 @@ def plan(
     MODEL is a Hugging Face config.json or a directory with one; or give --params. Nothing is downloaded, and no weights are
     made. Bytes are those of the engine's own plan. The time of a step is that of drives and compute alone, so a step takes at
     least as long. Exit status 1 if it does not fit: then the smallest change that makes it fit is told.
+
+    \b
+    Examples:
+      infinity plan --params 7b
+      infinity plan path/to/config.json --nvme-path /mnt/nvme --tokens 8192
+      infinity plan model-directory --config ds_config.json --json
+      infinity plan --params 70b --ram 64GB --disk 2TB --drive-speed 6GB --gpu 24GB --tflops 150 --tbw 1200
+      infinity plan path/to/config.json --largest
     """
     if (model is None) == (params is None):
         raise click.UsageError("give a MODEL (config.json or a directory with one) or --params, and not both.")

@@ -28,15 +28,7 @@ _LONGEST_MINUTES = 600.0
 _WHY = "Of the settings within 3 % of the fastest mix of an optimizer step, this one takes the least processor time and memory."
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity profile /mnt/nvme                                   # about a minute
-  infinity profile /mnt/nvme0 /mnt/nvme1 --quick               # several drives, striped
-  infinity profile /mnt/nvme --minutes 10                      # does it hold its speed for an hour's training?
-  infinity profile /mnt/nvme --json io.json --apply ds_config.json
-  infinity profile /mnt/nvme --quick --json                    # results on stdout, all else on stderr"""
-)
+@click.command()
 @click.argument("directories", nargs=-1, required=True, metavar="DIR...", type=PathType())
 @click.option("--quick", is_flag=True, help="Fewer and shorter samples: under half a minute.")
 @json_or_file_option
@@ -58,6 +50,14 @@ def profile(**options: Any) -> int:
     DIR is one directory on each drive. Ctrl-C ends it at any time, with a report of what was measured by then. The test
     files have no names, so that nothing is left in the directories, whatever ends the program. Plans know the speed of the
     drives afterwards.
+
+    \b
+    Examples:
+      infinity profile /mnt/nvme                                   # about a minute
+      infinity profile /mnt/nvme0 /mnt/nvme1 --quick               # several drives, striped
+      infinity profile /mnt/nvme --minutes 10                      # does it hold its speed for an hour's training?
+      infinity profile /mnt/nvme --json io.json --apply ds_config.json
+      infinity profile /mnt/nvme --quick --json                    # results on stdout, all else on stderr
     """
     asked = ask(options)
     status = measure(asked)

@@ -11,13 +11,7 @@ from infinity.cli.output import PathType, display, json_option, print_json
 _RUN = click.argument("run_dir", metavar="RUN_DIR", type=PathType())
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity report runs/a
-  infinity report runs/a --out a.html
-  infinity report runs/a --json"""
-)
+@click.command()
 @_RUN
 @click.option("--out", type=PathType(), help="The page; by default report.html in RUN_DIR.")
 @json_option
@@ -25,6 +19,12 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """Write one HTML page about a run: loss, times, drives, memory, and what bound it.
 
     RUN_DIR is the directory that the config's infinity.run_log names. The page needs no network and no script.
+
+    \b
+    Examples:
+      infinity report runs/a
+      infinity report runs/a --out a.html
+      infinity report runs/a --json
     """
     from infinity.reporting.page import run_report
     from infinity.reporting.verdict import judge
@@ -42,19 +42,19 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     display(str(path), soft_wrap=True)
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  infinity watch runs/a
-  infinity watch runs/a --once
-  infinity watch runs/a | tee steps.txt"""
-)
+@click.command()
 @_RUN
 @click.option("--once", is_flag=True, help="Show it as it is now, and end.")
 def watch(run_dir: Path, once: bool) -> int:
     """Show a run while it goes on. Ends with it, or with Ctrl-C.
 
     Exit status 1 if the process of the run is gone without having closed its engine.
+
+    \b
+    Examples:
+      infinity watch runs/a
+      infinity watch runs/a --once
+      infinity watch runs/a | tee steps.txt
     """
     from infinity.console import Console
     from infinity.reporting.live import watch as watch_run
