@@ -49,32 +49,13 @@ from infinity.optim import lr_schedules
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 
 
-class OffloadDeviceEnum(str, Enum):  # noqa: UP042  # DeepSpeed's prints as such a class does
-    """For ``engine.offload_states``."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, Enum):  # noqa: UP042
-    """For ``engine.offload_states``."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-class ZeroStageEnum(IntEnum):
-    """ZeRO's stages."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
+# Texts by themselves: DeepSpeed's print as classes of ``str`` and `Enum` do.
+OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
+_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", [(name, name) for name in _STATES], type=str)  # type: ignore[misc]
+ZeroStageEnum = IntEnum(
+    "ZeroStageEnum", {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+)
 
 
 def _of(module: Any, names: str = "") -> dict[str, Any]:
