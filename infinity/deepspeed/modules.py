@@ -48,7 +48,6 @@ from infinity.monitors.monitors import MonitorMaster
 from infinity.optim import lr_schedules
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 
-
 # Texts by themselves: DeepSpeed's print as classes of ``str`` and `Enum` do.
 OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
 _STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
