@@ -177,6 +177,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     _accumulates = True
     """Whether accelerate counts micro-batches; a Trainer does it itself."""
+    _models: list[Any]
+    _optimizers: list[Any]
     _all: tuple[Sequence[Any], Sequence[Any]] = (), ()
     """All of ``_models`` and ``_optimizers``, while a state is saved or loaded without those that engines have."""
 

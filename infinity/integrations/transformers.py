@@ -72,6 +72,9 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
 
     engine: Engine | None = None
     step_records: frozenset[str] = frozenset({"_metrics", "_total_train_tokens"})  # TRL's
+    gather_function: Any  # these three of the Trainer are set here
+    lr_scheduler: Any
+    optimizer: Any
 
     def __init__(self, *args: Any, infinity_config: ConfigSource, **kwargs: Any) -> None:
         """
@@ -86,7 +89,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
             ConfigError: config and ``TrainingArguments`` contradict each other.
         """
         self._infinity_source = infinity_config
-        vars(self)["create_optimizer"] = self._create_engine  # before those of subclasses, too
+        self.__dict__["create_optimizer"] = self._create_engine  # before those of subclasses, too
         super().__init__(*args, **kwargs)
 
     @property
