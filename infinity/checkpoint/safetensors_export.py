@@ -26,9 +26,9 @@ from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_file import Entry, OpenSource, Source, check_entries, refuse, write_file
 from infinity.errors import ModelError, StorageError, format_bytes
 from infinity.loop.pager import Pager
+from infinity.metrics.progress import progress
 from infinity.optim.groups import TiledParameter
 from infinity.paging.parameter_map import ParameterMap
-from infinity.telemetry.progress import progress
 from infinity.units.adapters import is_adapted
 from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot

@@ -14,9 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.gathered_units import Gathered, GatheredUnits
 from infinity.checkpoint.record_stream import RecordStream, SharedStream
-from infinity.checkpoint.stored_weights import PART_NUMEL, StoredWeights, flattened, in_memory_order, span_of
+from infinity.checkpoint.stored_weights import (
+    PART_NUMEL,
+    Gathered,
+    StoredWeights,
+    flattened,
+    in_memory_order,
+    span_of,
+)
 from infinity.loop.pager import Pager
 from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
 from infinity.numerics.remainder import split_bits
@@ -41,11 +47,10 @@ class StateAccess:
         records: StateStore,
         states: dict[tuple[int, int], ParameterState],
         stored: StoredWeights,
-        gathered: GatheredUnits,
     ) -> None:
         """
         Args:
-            parameter_map, pager, records, states, gathered: whom it works with.
+            parameter_map, pager, records, states: whom it works with.
             stored: what rests. Its exchange brings what the records of other ranks hold, and the weights that follow from
                 it. All ranks make the calls that read or replace main weights and states, in the same order, then.
         """
@@ -55,7 +60,6 @@ class StateAccess:
         self._records = records
         self._states = states
         self._stored = stored
-        self._gathered = gathered
         self.copies = pager.copies
         """Makes what is given out."""
         self.stream = stored.stream
@@ -311,7 +315,7 @@ class StateAccess:
         return self.main_weight(parameter) if slot.spec.is_trainable else self._pager.copy_for_user(unit, slot)
 
     def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> list[Gathered]:
-        """Open the parameters' units and keep them open. Returns what `GatheredUnits.scatter` needs.
+        """Open the parameters' units and keep them open. Returns what `StoredWeights.scatter` needs.
 
         Args:
             compares: find what was changed by its contents, however it was written. Otherwise, by torch's counts of writes.
@@ -329,7 +333,7 @@ class StateAccess:
         try:
             for unit in units.values():
                 with self._pager.held([unit]):
-                    gathering.append(self._gathered.begin(unit, compares=compares))
+                    gathering.append(self._stored.begin_gathering(unit, compares=compares))
                     unit.hold_for(gathering[-1])  # for longer than this block
         except BaseException:
             for gathered in gathering:

@@ -26,9 +26,9 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
 
     RUN_DIR is the directory that the config's infinity.run_log names. The page needs no network and no script.
     """
+    from infinity.metrics import read_run, showing
     from infinity.reporting.page import run_report
     from infinity.reporting.verdict import judge
-    from infinity.run_log import read_run, showing
 
     path = run_report(run_dir, out)
     run = read_run(run_dir)

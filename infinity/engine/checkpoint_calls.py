@@ -18,22 +18,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.checkpoint.arrays import reading_from
+from infinity.checkpoint.checkpoint_loading import load
 from infinity.checkpoint.manifest import MANIFEST, completed_at
 from infinity.checkpoint.record_stream import SharedStream
-from infinity.checkpoint.saved import Checkpoint, tags
+from infinity.checkpoint.saved import Checkpoint, find, tags
 from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Training
 from infinity.distributed.agreement import agree, on_first, together
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_parts, common_tag, folder_of
 from infinity.engine.export_calls import ExportCalls, check_directory
-from infinity.engine.parts import Parts
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, StepError
 from infinity.loop.phase import PhaseGuard
 from infinity.numerics.random_states import random_states, set_random_states_of
 from infinity.optim.scheduler_state import state_of_scheduler
-from infinity.run_log.notes import RunNotes
 from infinity.threads.engine_lock import locked
 from infinity.units.extra_states import EXTRA_STATES, extra_states
 from swapper.sync.interrupts import uninterrupted
@@ -47,9 +46,7 @@ _MOST_TAGS = 8
 class CheckpointCalls(ExportCalls):
     """Part of the engine. Knows what is needed of it; must not know formats."""
 
-    _parts: Parts
-    _saving: checkpoint.BackgroundSave | None
-    _notes: RunNotes
+    _saving: BackgroundSave | None
     _is_saving = False
     """Whether some rank has a save in the background that nobody has waited for."""
     _is_missing_ok = False
@@ -111,7 +108,7 @@ class CheckpointCalls(ExportCalls):
             keep_last = max(keep_last, 2)  # see [Note: checkpoints of parts]
 
         begin = functools.partial(
-            checkpoint.Saving,
+            Saving,
             directory=folder,
             tag=name,
             client_state=client_state or {},
@@ -127,7 +124,7 @@ class CheckpointCalls(ExportCalls):
         self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
         return True
 
-    def _save(self, what: str, begin: Callable[[checkpoint.Training], checkpoint.Saving], blocking: bool) -> None:
+    def _save(self, what: str, begin: Callable[[Training], Saving], blocking: bool) -> None:
         of_ranks = together(self._mesh.data, what, self._begin_checkpoint)
         if self.counts.position:
             logger.warning(
@@ -140,7 +137,7 @@ class CheckpointCalls(ExportCalls):
             if blocking:
                 saving.run()
             else:
-                background = checkpoint.BackgroundSave(saving, self._parts.device)
+                background = BackgroundSave(saving, self._parts.device)
                 with uninterrupted():
                     self._begin_saving(background)
 
@@ -157,13 +154,13 @@ class CheckpointCalls(ExportCalls):
         self.flush()
         return self._own()
 
-    def _begin_saving(self, background: checkpoint.BackgroundSave) -> None:
+    def _begin_saving(self, background: BackgroundSave) -> None:
         """Nothing is updated before it returns."""
         background.start(self)
         self._saving = background
         self._let_updates_wait_for(background.saving)
 
-    def _let_updates_wait_for(self, saving: checkpoint.Saving | None) -> None:
+    def _let_updates_wait_for(self, saving: Saving | None) -> None:
         self._parts.stream.wait_for_saver(saving)
         self._parts.stored.wait_for_saver(saving)
 
@@ -255,7 +252,7 @@ class CheckpointCalls(ExportCalls):
                 remove_abandoned(folder_of(self._mesh, directory))
 
         together(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
-        common = common_tag(self._mesh, directory, wanted, what, find=checkpoint.find, age=_written, step=_step)
+        common = common_tag(self._mesh, directory, wanted, what, find=find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
         before = self.global_steps
 
@@ -314,26 +311,22 @@ class CheckpointCalls(ExportCalls):
             return None, None
         before = self.global_steps
 
-        def load() -> dict[str, Any]:
-            changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
-            try:
-                return checkpoint.load(
-                    self._training(),
-                    folder,
-                    with_optimizer=with_optimizer,
-                    only_module=only_module,
-                    **how,
-                    shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
-                    is_first_rank=self.global_rank <= 0,
-                    begin=changing.tell,
-                    changing=changing,
-                )
-            except Exception as error:
-                changing.tell(error)
-                raise
-
-        # Several ranks may find it replaced or not: they all raise.
-        rest = checkpoint.reading_again(folder, load) if ranks.num == 1 else load()
+        changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
+        try:
+            rest = load(
+                self._training(),
+                folder,
+                with_optimizer=with_optimizer,
+                only_module=only_module,
+                **how,
+                shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
+                is_first_rank=self.global_rank <= 0,
+                begin=changing.tell,
+                changing=changing,
+            )
+        except Exception as error:
+            changing.tell(error)
+            raise
         if self._parts.access.shared is not None:
             self._parts.exchange.gather(self._parts.parameter_map.units)
         if not only_module:
@@ -356,7 +349,7 @@ class CheckpointCalls(ExportCalls):
             with reading_from(directory):
                 if not self._mesh.is_divided:  # else `common_tag` has looked
                     check_parts(self._mesh, directory)
-                found = checkpoint.find(directory, tag)
+                found = find(directory, tag)
                 manifest = None if found is None else found / MANIFEST
                 return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0
 
@@ -380,9 +373,9 @@ class CheckpointCalls(ExportCalls):
         if with_random_states and "random" in own:  # another framework has saved none
             set_random_states_of(rank, [each["random"] for each in of_ranks])
 
-    def _training(self, of_other_ranks: Sequence[Mapping[str, Any]] = ()) -> checkpoint.Training:
+    def _training(self, of_other_ranks: Sequence[Mapping[str, Any]] = ()) -> Training:
         parts = self._parts
-        return checkpoint.Training(
+        return Training(
             self.module,
             self.optimizer,
             self.lr_scheduler,
@@ -392,6 +385,42 @@ class CheckpointCalls(ExportCalls):
             lambda: self.rest() | ({_OTHER_RANKS: list(of_other_ranks)} if of_other_ranks else {}),
             parts.template.tiled,
         )
+
+    def _resume(self) -> None:
+        """In a durable run, go on from its newest commit, if there is one."""
+        if self._parts.durable is not None:
+            if self.optimizer is None:
+                problem = "the engine has no optimizer: it evaluates only"
+                cure = (
+                    'Add "optimizer", or, for a model that is not trained (a reference), set infinity.durable to false'
+                )
+                raise StepError.order("a durable run", problem, cure=cure)
+            self._parts.durable.resume(self)
+
+    def rollback(self, steps: int) -> None:
+        """In a durable run, go back by so many steps: weights, states, scheduler, counters and random generators.
+
+        Learning rates are those of then: change `optimizer.param_groups` afterwards for others. The commits of the steps
+        that are taken back are gone. The loader of ``training_data`` goes on from there, in iterators that exist as well.
+
+        Args:
+            steps: 0 forgets what happened since the last step; less than config key ``infinity.keep_last``.
+
+        Raises:
+            StepError: the run is not durable, or so many steps are not kept (of several ranks, by one of them).
+            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; nothing has changed.
+        """
+        self._check_usable()
+        if self._parts.durable is None:
+            cure = "Set config key 'infinity.durable' to true"
+            raise StepError.order("engine.rollback()", "the run is not durable", cure=cure)
+        self.wait_for_checkpoint()  # or its other half would be of the step that is gone back to
+        self.reset()
+        before = self.global_steps
+        self._parts.durable.rollback(self, steps)
+        self._paged.expire_states()
+        self._guard.note_part_loaded(None)
+        self._notes.note("rollback", before, f"went back to step {self.global_steps}", to=self.global_steps)
 
     def rest(self) -> dict[str, Any]:
         """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler, and

@@ -6,7 +6,6 @@ Pure data: knows layouts, scalars and generators of random numbers; must not kno
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,19 +76,6 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
             f"the durable run in '{where}' is of another training: {listed(problems, '; ', _MOST_SHOWN)}",
             cure="Make model, optimizer and config as they were, or name another infinity.durable_path",
         )
-
-
-def header(layout: Mapping[str, Any], step: int, page_bytes: int, places: Mapping[str, Any], line: int) -> bytes:
-    """What is looked at first."""
-    content = {
-        "layout": layout,
-        "step": step,
-        "line": line,
-        "time": time.time(),
-        "page_bytes": page_bytes,
-        "places": places,
-    }
-    return json.dumps(content).encode()
 
 
 def packed(rest: Mapping[str, Any]) -> bytes:

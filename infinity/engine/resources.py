@@ -17,10 +17,10 @@ from infinity.distributed.collectives import Ranks
 from infinity.distributed.pulls import pulls_of
 from infinity.errors import BudgetTooSmallError, EngineClosedError, StorageError
 from infinity.gradients.arrivals import Arrivals
+from infinity.metrics.reporter import DriveCounters
 from infinity.plan.placement import HOST_KEY, Placement
 from infinity.plan.sizes import Request, UnitSize
 from infinity.plan.volumes import TierKey, Volumes, resting_bytes, spilled_bytes
-from infinity.telemetry.reporter import DriveCounters
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.weight_store import WeightStore

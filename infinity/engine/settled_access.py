@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.gathered_units import GatheredUnits
 from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.distributed.collectives import Ranks
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.resources import EngineResources
@@ -38,7 +38,7 @@ class SettledAccess:
         self,
         pager: Pager,
         access: StateAccess,
-        gathered: GatheredUnits,
+        stored: StoredWeights,
         stream: UpdateStream,
         storage: EngineResources,
         loads: OpenLoads,
@@ -50,7 +50,7 @@ class SettledAccess:
         self.data_ranks = data_ranks
         self._pager = pager
         self._access = access
-        self._gathered = gathered
+        self._stored = stored
         self._stream = stream
         self._storage = storage
         self._loads = loads
@@ -66,7 +66,7 @@ class SettledAccess:
         with clock.waiting("update"):
             self._stream.drain(residency.attach_wanted)
         for unit in residency.units:
-            self._gathered.store_gathered(unit)
+            self._stored.store_gathered(unit)
         with clock.waiting("write"):
             self._storage.flush()
         residency.collect_all()
@@ -126,4 +126,4 @@ class SettledAccess:
         gathered, is_saving = gathering
         self._settle_commit()
         with self._pager.scattering(is_saving=is_saving):
-            self._gathered.scatter(gathered)
+            self._stored.scatter(gathered)

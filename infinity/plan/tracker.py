@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from infinity.metrics import StepReport
 from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
 from infinity.plan.placement import Placement
 from infinity.plan.plan import Plan, Workload
 from infinity.plan.sizes import Request, UnitSize
 from infinity.plan.volumes import Retention, resting_bytes
-from infinity.telemetry import StepReport
 
 _WARM_UP = 2
 """Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""

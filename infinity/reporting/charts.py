@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.errors import LibraryError
+from infinity.metrics import Mark
+from infinity.metrics.report import StepReport
 from infinity.plan.plan import Plan
-from infinity.reporting.trace import StepTrace
-from infinity.run_log import Mark
-from infinity.telemetry.report import StepReport
 
 INKS = ("ink", "faint", "paper", "a", "b", "c", "d", "e", "f", "g", "bad")
 """CSS variables, see the page's style."""
@@ -29,7 +28,6 @@ WIDE, NARROW = (8.6, 3.0), (4.0, 2.9)
 _MOST_POINTS = 600
 _MOST_BARS = 100
 _MARKED = {"spike": "bad", "skipped": "bad", "rollback": "e", "load": "e", "restart": "d", "lr": "c", "note": "ink"}
-_ROWS = {"compute": "a", "waiting": "bad", "reads": "b", "writes": "c", "optimizer": "d", "copies": "e"}
 
 
 @dataclass(frozen=True)
@@ -146,49 +144,6 @@ def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
     return _chart("Memory", text, _curves(curves, levels, "GB"))
 
 
-def tiers(plan: Plan) -> Chart:
-    """What rests where."""
-    resting = {tier: kinds for tier, kinds in plan.resting_bytes.items() if any(kinds.values())}
-    kinds = list(dict.fromkeys(kind for found in resting.values() for kind in found))
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        left = np.zeros(len(resting))
-        for kind, ink in zip(kinds, "abcdefg", strict=False):
-            sizes = np.array([found.get(kind, 0) / 1e9 for found in resting.values()])
-            if sizes.max(initial=0) > 0:
-                axes.barh(range(len(resting)), sizes, 0.6, left, color=_COLOURS[ink], label=kind, linewidth=0)
-            left += sizes
-        axes.set_yticks(range(len(resting)), list(resting))
-        axes.invert_yaxis()
-        axes.set_xlabel("GB")
-        _legend(figure, axes)
-
-    told = "; ".join(
-        f"{tier}: " + ", ".join(f"{kind} {size / 1e9:.3g} GB" for kind, size in found.items() if size)
-        for tier, found in resting.items()
-    )
-    return _chart("What rests where", f"{told}." if told else "Nothing rests anywhere.", draw, height=0.75)
-
-
-def timeline(trace: StepTrace) -> Chart:
-    """Who was busy when in one step."""
-    rows = [row for row in _ROWS if trace.rows.get(row)]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for place, row in enumerate(rows):
-            spans = [(begin, end - begin) for begin, end in trace.rows[row]]
-            axes.broken_barh(spans, (place - 0.4, 0.8), color=_COLOURS[_ROWS[row]], linewidth=0)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.invert_yaxis()
-        axes.set_xlim(0, trace.seconds)
-        axes.set_xlabel("seconds of the step")
-
-    text = f"Step {trace.step}, as the trace has it: busy rows are {', '.join(rows) or 'none'}."
-    return _chart(f"Timeline of step {trace.step}", text, draw)
-
-
 # ------------------------------------------------------------------------------------------------------------- drawing
 
 
@@ -211,8 +166,8 @@ def _curves(
     return draw
 
 
-def _chart(title: str, text: str, draw: Callable[[Any], None], height: float = 1.0) -> Chart:
-    wide, narrow = (_svg(draw, (size[0], size[1] * height), f"{title}{size}") for size in (WIDE, NARROW))
+def _chart(title: str, text: str, draw: Callable[[Any], None]) -> Chart:
+    wide, narrow = (_svg(draw, size, f"{title}{size}") for size in (WIDE, NARROW))
     return Chart(title, text, wide, narrow)
 
 

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.errors import CheckpointError
+from infinity.metrics import Run, RunReader, showing
+from infinity.metrics.report import StepReport
 from infinity.reporting.verdict import judge, known_plan, steady_steps
-from infinity.run_log import Run, RunReader, showing
-from infinity.telemetry.report import StepReport
 from swapper import Latch
 
 _BETWEEN_SECONDS = 0.5

@@ -8,12 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from infinity.metrics import Run, read_run, showing
+from infinity.metrics.report import StepReport
 from infinity.plan.plan import Plan
 from infinity.reporting import charts
-from infinity.reporting.trace import last_step
 from infinity.reporting.verdict import Verdict, judge, known_plan, steady_steps
-from infinity.run_log import Run, read_run, showing
-from infinity.telemetry.report import StepReport
 from swapper.volumes.publish import replacing
 
 _TEMPLATE = "page.html.j2"
@@ -55,13 +54,8 @@ def render(run: Run) -> str:
     steps = run.steps
     drawn = []
     if steps:
-        drawn = [charts.losses(steps, run.marks), charts.breakdown(steps), charts.throughput(steps, plan)]
-        drawn.append(charts.memory(steps, plan))
-    if plan is not None:
-        drawn.append(charts.tiers(plan))
-    trace = last_step(Path(run.start["timeline"])) if run.start.get("timeline") else None
-    if trace is not None:
-        drawn.append(charts.timeline(trace))
+        drawn = [charts.losses(steps, run.marks), charts.breakdown(steps)]
+        drawn += [charts.throughput(steps, plan), charts.memory(steps, plan)]
     environment = Environment(loader=PackageLoader("infinity.reporting", "."), autoescape=True, trim_blocks=True)
     return environment.get_template(_TEMPLATE).render(
         name=str(run.directory.absolute()),

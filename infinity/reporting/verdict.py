@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import ConfigError
+from infinity.metrics import Run
+from infinity.metrics.report import StepReport
 from infinity.numerics.plain_data import UNREADABLE
 from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.plan import Plan, Workload, of_record
-from infinity.run_log import Run
-from infinity.telemetry.report import StepReport
 
 _WARM_UP = 2
 """Steps that say nothing of the others."""

@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, StepError
-from infinity.run_log import RunLog, read_run
+from infinity.metrics import RunLog, read_run
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.ranks import run_ranks
 

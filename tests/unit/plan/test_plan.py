@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from infinity.metrics import StepReport
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
@@ -15,7 +16,6 @@ from infinity.plan.placement import place
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import Request, UnitSize
 from infinity.plan.tracker import PlanTracker
-from infinity.telemetry import StepReport
 from infinity.units.layout import CHUNK_GRANULE
 
 _SPEED = Bandwidth(2e6, 1e6, 2.5e6, "2026-01-02T03:04:05+00:00")

@@ -9,6 +9,13 @@ _SMALL_WAIT = 0.1
 _WORDS = {"read": "reads", "write": "writes", "compute": "compute", "optimizer": "the optimizer", "other": "other code"}
 
 
+def _share_of(name: str) -> property:
+    return property(
+        lambda self: getattr(self, name) / self.seconds if self.seconds > 0 else 0.0,
+        doc=f"``{name}`` as a share of the step.",
+    )
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What one optimizer step did, from the end of the step before to its own end.
@@ -81,35 +88,12 @@ class StepReport:
     """The most host memory that the engine's buffers took in the step: what ``host_memory_budget`` limits. Python, its libraries
     and activations come on top. Several engines of a process count together."""
 
-    @property
-    def compute_share(self) -> float:
-        """``compute_busy_seconds`` as a share of the step."""
-        return self._share(self.compute_busy_seconds)
-
-    @property
-    def drive_busy_share(self) -> float:
-        """``drive_busy_seconds`` as a share of the step."""
-        return self._share(self.drive_busy_seconds)
-
-    @property
-    def read_busy_share(self) -> float:
-        """``read_busy_seconds`` as a share of the step."""
-        return self._share(self.read_busy_seconds)
-
-    @property
-    def write_busy_share(self) -> float:
-        """``write_busy_seconds`` as a share of the step."""
-        return self._share(self.write_busy_seconds)
-
-    @property
-    def optimizer_share(self) -> float:
-        """``optimizer_seconds`` as a share of the step."""
-        return self._share(self.optimizer_seconds)
-
-    @property
-    def copy_busy_share(self) -> float:
-        """``copy_busy_seconds`` as a share of the step."""
-        return self._share(self.copy_busy_seconds)
+    compute_share = _share_of("compute_busy_seconds")
+    drive_busy_share = _share_of("drive_busy_seconds")
+    read_busy_share = _share_of("read_busy_seconds")
+    write_busy_share = _share_of("write_busy_seconds")
+    optimizer_share = _share_of("optimizer_seconds")
+    copy_busy_share = _share_of("copy_busy_seconds")
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -174,9 +158,6 @@ class StepReport:
         digits = _digits(self.seconds)
         told = [f"{name} {seconds:.{digits}f} s" for name, seconds in waits.items() if round(seconds, digits) > 0]
         return ", ".join(told) or "nothing"
-
-    def _share(self, seconds: float) -> float:
-        return seconds / self.seconds if self.seconds > 0 else 0.0
 
 
 def _digits(seconds: float) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.checkpoint_loading import other_shapes
 from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_export import cut, file_bytes, save_configs, told_of, write_shards
 from infinity.checkpoint.safetensors_file import Entry
-from infinity.checkpoint.same_model import other_shapes
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError, ModelError, listed
