@@ -161,37 +161,6 @@ def test_an_error_does_not_get_lost_because_its_place_cannot_be_named(caplog: py
     assert "who knows" in caplog.text
 
 
-def test_freed_space_is_used_again_without_a_false_alarm(tmp_path: Path) -> None:
-    with Swapper.open(tmp_path, 1 << 20, _CONFIG) as swapper:
-        for seed in range(12):
-            sizes = np.random.default_rng(seed).integers(1, 200_000, 5)
-            extents = [swapper.allocate(int(size), f"{seed}") for size in sizes]
-            for index, extent in enumerate(extents):
-                swapper.write(extent, _random(int(sizes[index]), seed + index))
-            for index, extent in enumerate(extents):
-                copy = np.empty(sizes[index], dtype=np.uint8)
-                swapper.read(extent, copy).wait()
-                assert np.array_equal(copy, _random(int(sizes[index]), seed + index))
-            for extent in extents:
-                swapper.free(extent)
-
-
-def test_checksums_are_off_unless_asked_for(tmp_path: Path) -> None:
-    with Swapper.open(tmp_path, _CAPACITY, SwapperConfig(backend="threads")) as swapper:
-        assert isinstance(swapper.backend, ThreadsBackend)
-    with Swapper.in_memory(_CAPACITY) as swapper:
-        assert isinstance(swapper.backend, MemoryBackend)
-    with Swapper.in_memory(_CAPACITY, SwapperConfig(verify_checksums=True)) as swapper:
-        assert isinstance(swapper.backend, IntegrityBackend)
-        extent = swapper.allocate(100_000, "x")
-        swapper.write(extent, _random(100_000)).wait()
-        inner = swapper.backend.inner
-        assert isinstance(inner, MemoryBackend)
-        inner.region.array()[77_777] ^= 1
-        with pytest.raises(ChecksumMismatchError, match="host memory"):
-            swapper.read(extent, _random(100_000)).wait()
-
-
 # ----------------------------------------------------------------------------------------------------- the engine
 
 

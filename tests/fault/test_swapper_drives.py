@@ -13,7 +13,6 @@ import struct
 import subprocess
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import pytest
 
 from swapper import (
     ALIGNMENT,
-    Directory,
     Extent,
     Priority,
     StallError,
@@ -65,78 +63,6 @@ def _offsets_on(swapper: Swapper, extent: Extent, column: int) -> list[int]:
         for offset in range(0, extent.num_bytes, volume.stripe_bytes)
         if volume.column_of(extent.start + offset) == column
     ]
-
-
-class _Drives:
-    """Stand for the files of some directories, each with a speed of its own by a common clock; no byte is really moved.
-
-    The clock does not depend on the machine: a transfer ends when none that could end before it can still begin, because
-    each drive is at work or has done all it has to. A drive that has more to do and is given nothing is idle, in the end.
-
-    Attributes:
-        now: Seconds by the clock.
-        num_bytes: What each drive has moved.
-        num_left: Bytes that each drive has still to be given.
-    """
-
-    def __init__(self, speeds: dict[Path, float]) -> None:
-        self.speeds = speeds
-        self.now = 0.0
-        self.num_bytes: Counter[Path] = Counter()
-        self.num_left: Counter[Path] = Counter()
-        self._free_at = dict.fromkeys(speeds, 0.0)
-        self._due: dict[Path, deque[float]] = {path: deque() for path in speeds}
-        self._changed = threading.Condition()
-        self._num_idle = 0
-
-    def __call__(self, fd: int, memory: tuple[memoryview], offset: int) -> int:
-        path = Path(os.readlink(f"/proc/self/fd/{fd}").split("/#")[0])
-        num_bytes = len(memory[0])
-        with self._changed:
-            due = self._free_at[path] = max(self._free_at[path], self.now) + num_bytes / self.speeds[path]
-            self._due[path].append(due)
-            self.num_left[path] -= num_bytes
-            self.num_bytes[path] += num_bytes
-            self._changed.notify_all()
-            while not self._is_next(due):
-                # If all drives are idle now and then, this is a test that fails, and need not take long.
-                if not self._changed.wait(2.0 if self._num_idle < 10 else 0.01) and self._is_first(due):
-                    self._num_idle += 1
-                    break
-            self.now = due
-            self._due[path].popleft()
-            self._changed.notify_all()
-        return num_bytes
-
-    def _is_first(self, due: float) -> bool:
-        return due == min(queue[0] for queue in self._due.values() if queue)
-
-    def _is_next(self, due: float) -> bool:
-        return self._is_first(due) and all(queue or not self.num_left[path] for path, queue in self._due.items())
-
-    def rate(self, num_bytes: int) -> float:
-        """Bytes per second, by the clock, with which one extent is written and read again."""
-        config = SwapperConfig(request_bytes=_REQUEST, backend="threads")
-        directories = [Directory(path, bytes_per_second=speed) for path, speed in self.speeds.items()]
-        with Swapper.open(directories, num_bytes, config) as swapper, pytest.MonkeyPatch.context() as patch:
-            extent = swapper.allocate(num_bytes, "unit")
-            memory = np.zeros(num_bytes, dtype=np.uint8)
-            patch.setattr(os, "preadv", self)
-            patch.setattr(os, "pwritev", self)
-            for transfer in (swapper.write, swapper.read):
-                for offset in range(0, num_bytes, ALIGNMENT):
-                    column = _volume(swapper).column_of(extent.start + offset)
-                    self.num_left[list(self.speeds)[column]] += ALIGNMENT
-                transfer(extent, memory).wait()
-            return 2 * num_bytes / self.now
-
-
-@pytest.mark.parametrize("ratio", [1, 3])
-def test_bandwidth_adds_up_for_a_single_extent(paths: list[Path], ratio: int) -> None:
-    speeds = {paths[0]: 96e6, paths[1]: 96e6 / ratio}
-    drives = _Drives(speeds)
-    assert drives.rate(12 * _MIB) >= 0.85 * sum(speeds.values())
-    assert drives.num_bytes[paths[0]] == pytest.approx(ratio * drives.num_bytes[paths[1]], rel=0.1)
 
 
 def test_a_hung_drive_leaves_the_threads_of_the_others_alone(

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -262,33 +261,6 @@ def test_children_that_drop_everything_harm_nobody(tmp_path: Path) -> None:
         swapper.read(extent, data).wait()
         assert (data == 3).all()
     swapper.close()
-
-
-class _Squares(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> int:
-        return index * index
-
-
-def test_data_loader_workers_beside_a_busy_swapper(tmp_path: Path) -> None:
-    with Swapper.open([tmp_path], 4 << 20, _CONFIG) as swapper:
-        extent = swapper.allocate(4 << 20, "x")
-        data = np.ones(4 << 20, dtype=np.uint8)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            loader = torch.utils.data.DataLoader(
-                _Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork"
-            )
-            for _ in range(2):
-                seen = []
-                for batch in loader:
-                    swapper.write(extent, data)
-                    swapper.read(extent, data).wait()
-                    seen += batch.tolist()
-                assert seen == [index * index for index in range(64)]
-        assert (data == 1).all()
 
 
 @pytest.mark.deep

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator
 
@@ -32,64 +31,6 @@ def swapper(request: pytest.FixtureRequest) -> Iterator[Swapper]:
 
 def _bytes(value: int, num_blocks: int = _NUM_BLOCKS) -> np.ndarray:
     return np.full(num_blocks * _BLOCK, value, dtype=np.uint8)
-
-
-def test_a_read_after_a_write_returns_the_written_bytes(swapper: Swapper) -> None:
-    extent = swapper.allocate(_NUM_BLOCKS * _BLOCK, "x")
-    copies = []
-    for value in range(40):
-        swapper.write(extent, _bytes(value))
-        copies.append(_bytes(255))
-        swapper.read(extent, copies[-1], priority=Priority.DEMAND)
-    swapper.flush()
-    for extra in range(40, 60):  # a prefetch of lower priority than the write before it
-        swapper.write(extent, _bytes(extra), priority=Priority.DEMAND)
-        copies.append(_bytes(255))
-        last = swapper.read(extent, copies[-1], priority=Priority.PREFETCH)
-    last.wait()
-    swapper.write(extent, _bytes(0)).wait()
-    assert [copy.min() for copy in copies] == [copy.max() for copy in copies] == list(range(60))
-
-
-def test_a_write_after_a_read_does_not_change_what_is_read(swapper: Swapper) -> None:
-    extent = swapper.allocate(_NUM_BLOCKS * _BLOCK, "x")
-    swapper.write(extent, _bytes(0))
-    copies = []
-    for value in range(1, 30):
-        copies.append(_bytes(255))
-        swapper.read(extent, copies[-1], priority=Priority.PREFETCH)
-        swapper.write(extent, _bytes(value), priority=Priority.DEMAND)
-    swapper.flush()
-    assert [(copy.min(), copy.max()) for copy in copies] == [(value, value) for value in range(29)]
-
-
-def test_the_last_of_several_writes_wins(swapper: Swapper) -> None:
-    extent = swapper.allocate(_NUM_BLOCKS * _BLOCK, "x")
-    dice = random.Random(1)
-    model = np.zeros(_NUM_BLOCKS, dtype=np.uint8)
-    swapper.write(extent, _bytes(0))
-    for value in range(1, 120):
-        start, stop = sorted(dice.sample(range(_NUM_BLOCKS + 1), 2))
-        priority = dice.choice(list(Priority))
-        swapper.write(extent, _bytes(value, stop - start), offset=start * _BLOCK, priority=priority)
-        model[start:stop] = value
-    copy = _bytes(255)
-    swapper.read(extent, copy).wait()
-    assert (copy.reshape(_NUM_BLOCKS, _BLOCK) == model[:, None]).all()
-
-
-@pytest.mark.deep(but=1)
-def test_freed_space_is_not_reused_before_its_last_write_is_over(swapper: Swapper) -> None:
-    for value in range(1, 30):
-        first = swapper.allocate(64 * _BLOCK, "first")
-        swapper.write(first, _bytes(255, 64))
-        swapper.free(first)
-        second = swapper.allocate(64 * _BLOCK, "second")
-        copy = _bytes(0, 64)
-        swapper.write(second, _bytes(value, 64))
-        swapper.read(second, copy).wait()
-        assert (copy == value).all()
-        swapper.free(second)
 
 
 def test_the_update_cycle_of_an_optimizer(swapper: Swapper) -> None:
