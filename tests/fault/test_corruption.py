@@ -290,23 +290,6 @@ def test_training_with_checksums_is_bit_identical(changes: dict[str, Any], tmp_p
         both.require_equal()
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("bf16", [False, True])
-def test_nothing_is_read_twice_after_the_first_step(
-    bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine's requests are cut at the same places in every step, and so are the checksums from then on."""
-    read_back: list[Any] = []
-    real = IntegrityBackend._on_read_back
-    monkeypatch.setattr(IntegrityBackend, "_on_read_back", lambda *args: read_back.append(args[1]) or real(*args))
-    made = _Engine(tmp_path, _changes(tmp_path, bf16={"enabled": bf16}))
-    with made.engine as engine:
-        _train(engine, 0, 2)
-        read_back.clear()
-        _train(engine, 2, 5)
-    assert read_back == []
-
-
 def test_the_config_decides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for section, is_verified in (({}, False), ({"verify_checksums": True}, True)):

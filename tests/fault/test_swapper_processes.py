@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import torch
 
 from swapper import ALIGNMENT, StagingArena, Swapper, SwapperClosedError, SwapperConfig
 from tests.forked import require_in_child
-from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = SwapperConfig(deadline_seconds=20.0)
@@ -40,42 +37,6 @@ def _run(code: str, *arguments: object) -> tuple[int, str, str]:
         process.kill()
         process.wait()
     return process.returncode, out, err
-
-
-_BUSY = """
-    import sys, numpy
-    from swapper import Swapper
-    swapper = Swapper.open([sys.argv[1]], 16 << 20)
-    extent = swapper.allocate(16 << 20, "x")
-    data = numpy.ones(16 << 20, dtype=numpy.uint8)
-    swapper.write(extent, data).wait()
-    print("ready", flush=True)
-    while True:
-        swapper.write(extent, data)
-        swapper.read(extent, data).wait()
-"""
-
-
-def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
-@pytest.mark.deep
-def test_kill_9_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
-    directory = small_tmpfs(24 << 20)
-    free_bytes = _free_bytes(directory)
-    process = _start(_BUSY, directory)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        assert os.listdir(directory) == []
-        assert _free_bytes(directory) <= free_bytes - (16 << 20)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        process.communicate()
-    wait_until(lambda: _free_bytes(directory) == free_bytes)
-    assert os.listdir(directory) == []
 
 
 @pytest.mark.deep
@@ -126,45 +87,6 @@ def test_work_that_is_asked_for_while_the_process_ends_is_refused_at_once(tmp_pa
         tmp_path,
     )
     assert (returncode, out.split()) == (5, ["108", "True"]), err
-
-
-@pytest.mark.deep
-def test_two_processes_in_one_directory_never_meet(tmp_path: Path) -> None:
-    code = """
-        import sys, numpy
-        from swapper import Swapper
-        value = int(sys.argv[2])
-        with Swapper.open([sys.argv[1]], 4 << 20) as swapper:
-            extent = swapper.allocate(4 << 20, "x")
-            for round in range(20):
-                data = numpy.full(4 << 20, value + round, dtype=numpy.uint8)
-                copy = numpy.zeros_like(data)
-                swapper.write(extent, data)
-                if round == 0:
-                    print("ready", flush=True)
-                    sys.stdin.readline()
-                swapper.read(extent, copy).wait()
-                if not (copy == data).all():
-                    sys.exit(f"round {round}: read bytes of the other process")
-    """
-    processes = [_start(code, tmp_path, value) for value in (10, 100)]
-    try:
-        for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        results = []
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        for process in processes:
-            _, err = process.communicate(timeout=560)
-            results.append((process.returncode, err))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert results == [(0, ""), (0, "")]
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> None:
@@ -238,29 +160,6 @@ def test_a_forked_child_waits_for_no_request_of_its_parent(tmp_path: Path, monke
         finally:
             may_go.set()
         handle.wait()
-
-
-def test_children_that_drop_everything_harm_nobody(tmp_path: Path) -> None:
-    holder = {"swapper": Swapper.open([tmp_path], 1 << 20, _CONFIG), "arena": StagingArena(1 << 20, 4)}
-    swapper = holder["swapper"]
-    assert isinstance(swapper, Swapper)
-    extent = swapper.allocate(1 << 20, "x")
-    data = np.full(1 << 20, 3, dtype=np.uint8)
-
-    def child() -> bool:
-        nonlocal swapper, extent
-        holder.clear()
-        del swapper, extent
-        gc.collect()
-        return True
-
-    for _ in range(3):
-        handle = swapper.write(extent, data)
-        require_in_child(child)
-        handle.wait()
-        swapper.read(extent, data).wait()
-        assert (data == 3).all()
-    swapper.close()
 
 
 @pytest.mark.deep

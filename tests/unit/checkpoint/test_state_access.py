@@ -1,4 +1,7 @@
-"""Weights and states from outside the loop: what is stored is given out as it is, and what is changed is all that changes."""
+"""Weights and states from outside the loop: no byte more than was changed is stored, and what fails changes nothing.
+
+What is read and written is in tests/integration: test_gathered_writes, test_main_weights, test_state_edits, test_resuming.
+"""
 
 from __future__ import annotations
 
@@ -158,83 +161,6 @@ def _state(bench: _Bench, name: str, start: float = 0) -> dict[str, Any]:
     return {"exp_avg": first, "exp_avg_sq": first * 2, "step": torch.tensor(5.0)}
 
 
-@pytest.mark.deep(but=3)
-def test_what_was_stored_is_given_out_with_all_its_bits(bench: _Bench) -> None:
-    bench.check()
-    for name, original in bench.originals.items():
-        stored = bench.access.stored(bench.model.get_parameter(name))
-        assert stored.dtype == (_DTYPES[bench.form] if name in ("frozen", "long") else torch.float32)
-        assert stored.stride() == bench.place(name)[1].spec.stride
-        assert torch.equal(stored, bench.cast(original) if name in ("frozen", "long") else original)
-        assert stored.data_ptr() != bench.access.stored(bench.model.get_parameter(name)).data_ptr()
-    assert bench.access.has_main_weights == (bench.form is not _FP32) and bench.stored.has_halves == (
-        bench.form is _HALVES
-    )
-
-
-@pytest.mark.deep(but=4)
-def test_a_state_is_given_out_as_it_was_loaded(bench: _Bench) -> None:
-    wide, bias, access = bench.model.wide, bench.model.bias, bench.access
-    assert access.state(wide) == {} and not access.has_state(wide)
-    given = _state(bench, "wide")
-    access.load_state(wide, given)
-    given["step"].fill_(0)  # the engine has its own
-    found = access.state(wide)
-    assert list(found) == ["step", *_NAMES] and found["step"] == 5
-    assert torch.equal(found["exp_avg"], given["exp_avg"]) and torch.equal(found["exp_avg_sq"], given["exp_avg_sq"])
-    assert found["exp_avg"].stride() == wide.stride() and bench.states[0, 0].num_updates == 5
-    found["step"].fill_(9)
-    assert access.state(wide)["step"] == 5
-    assert access.has_state(wide) and not access.has_state(bias) and access.state(bias) == {}
-    access.load_state(bias, {"exp_avg": torch.ones(70), "step": 2})
-    assert list(access.state(bias)) == ["step", "exp_avg"]
-    assert torch.equal(access.state(wide)["exp_avg"], given["exp_avg"])
-    access.load_state(wide, {})
-    assert access.state(wide) == {} and not access.has_state(wide)
-    bench.check()
-
-
-@pytest.mark.deep(but=3)
-def test_a_state_that_does_not_fit_changes_nothing(bench: _Bench) -> None:
-    bench.access.load_state(bench.model.bias, _state(bench, "bias"))
-    with pytest.raises(ValueError, match="exp_avg_sq"):
-        bench.access.load_state(bench.model.bias, {**_state(bench, "bias", 3), "exp_avg_sq": torch.ones(3)})
-    found = bench.access.state(bench.model.bias)
-    assert torch.equal(found["exp_avg"], _state(bench, "bias")["exp_avg"]) and found["step"] == 5
-
-
-@pytest.mark.deep(but=4)
-@pytest.mark.parametrize("name", ["wide", "bias", "frozen", "other"])
-def test_a_main_weight_is_replaced_and_the_model_weight_with_it(name: str, bench: _Bench) -> None:
-    values = torch.randn(bench.originals[name].shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    unit = bench.place(name)[0]
-    version = unit.version
-    bench.access.load_main_weight(bench.model.get_parameter(name), values)
-    assert unit.version == version + 1
-    bench.check(**{name: values.float()})
-    with pytest.raises(ValueError, match=f"main weight for '{name}' has shape \\(3,\\)"):
-        bench.access.load_main_weight(bench.model.get_parameter(name), torch.ones(3))
-    bench.check(**{name: values.float()})
-    bench.access.load_state(bench.model.other, _state(bench, "other"))
-    bench.check(**{name: values.float()})
-
-
-@pytest.mark.deep(but=3)
-def test_a_saved_main_weight_is_resumed_where_the_parameter_is_its_cast(bench: _Bench) -> None:
-    saved = bench.originals["wide"].clone()
-    bench.access.load_main_weight(bench.model.wide, bench.cast(saved).float())  # as from a file of model weights
-    came = bench.cast(saved).float()
-    bench.check(wide=came)
-    came[0, 0] += 1
-    bench.access.load_main_weight(bench.model.wide, came)
-    bench.access.resume_main_weight(bench.model.wide, saved)
-    expected = saved.clone()
-    expected[0, 0] = came[0, 0]
-    bench.check(wide=came if bench.form is _FP32 else expected)
-    bench.access.resume_main_weight(bench.model.wide, torch.ones(2))  # another model's
-    bench.check(wide=came if bench.form is _FP32 else expected)
-
-
 def test_either_way_of_rounding_is_a_cast(swapper: Swapper) -> None:
     bench = _Bench(_HALVES, swapper)
     tie = torch.full((70,), 1.0 + 2**-8)  # rounded to even: down; rounded half up: up
@@ -242,55 +168,6 @@ def test_either_way_of_rounding_is_a_cast(swapper: Swapper) -> None:
         bench.access.load_main_weight(bench.model.bias, came)
         bench.access.resume_main_weight(bench.model.bias, tie)
         assert torch.equal(bench.main("bias"), tie)
-
-
-@pytest.mark.deep(but=4)
-def test_only_elements_that_were_changed_lose_their_low_bits(bench: _Bench) -> None:
-    unit, slot = bench.place("wide")
-    with bench.pager.opened(unit):
-        assert unit.flat is not None
-        before = unit.trainable_view(unit.flat.tensor()).clone()
-        expected = bench.change("wide")
-        version = unit.version
-        bench.stored.store_modified(unit, [slot], before, is_outdating=False)
-        assert unit.version == version
-        bench.stored.store_modified(unit, [slot], unit.trainable_view(unit.flat.tensor()).clone())
-        assert unit.version == version + 1
-    # Where the model weight is rounded by itself and no low bits are kept of it, its cast is what counts.
-    bench.check(wide=expected)
-
-
-@pytest.mark.deep(but=4)
-def test_what_is_gathered_and_written_to_is_stored_and_nothing_else(bench: _Bench) -> None:
-    model, access = bench.model, bench.access
-    gathered = access.gather([model.wide, model.bias, model.frozen], compares=True)
-    unit = bench.units[0]
-    assert [each.unit for each in gathered] == [unit] and unit.is_bound and unit.num_active == 1
-    expected, frozen = bench.change("wide"), bench.change("frozen")
-    unit.weight(bench.place("bias")[1])[0] += 0  # nothing
-    version = unit.version
-    bench.stored.scatter(gathered)
-    assert unit.version == version + 1 and not unit.is_bound and not unit.num_active and not unit.gathered
-    bench.check(wide=expected, frozen=frozen)
-    version = unit.version
-    bench.stored.scatter(access.gather([model.wide], compares=True))
-    assert unit.version == version
-
-
-@pytest.mark.deep(but=4)
-def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Bench) -> None:
-    access, unit = bench.access, bench.units[0]
-    outer = access.gather([bench.model.wide], compares=True)
-    expected = bench.change("wide")
-    inner = access.gather([bench.model.wide], compares=True)
-    assert torch.equal(bench.main("wide"), expected)  # stored before the inner one began
-    unit.weight(bench.place("bias")[1])[:] = 2
-    bench.stored.scatter(inner)
-    assert unit.is_bound and unit.num_active == 1
-    version = unit.version
-    bench.stored.scatter(outer)
-    assert unit.version == version  # there was nothing left to store
-    bench.check(wide=expected, bias=torch.full((70,), 2.0))
 
 
 def test_a_unit_that_stays_in_memory_is_changed_there_beside_those_on_a_drive(
