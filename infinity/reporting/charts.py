@@ -23,8 +23,8 @@ from infinity.plan.plan import Plan
 INKS = ("ink", "faint", "paper", "a", "b", "c", "d", "e", "f", "g", "bad")
 """CSS variables, see the page's style."""
 _COLOURS = {name: f"#0102{place + 3:02x}" for place, name in enumerate(INKS)}
-WIDE, NARROW = (8.6, 3.0), (4.0, 2.9)
-"""Inches, for a screen and for a phone."""
+_SIZE = (8.6, 3.0)
+"""Inches."""
 _MOST_POINTS = 600
 _MOST_BARS = 100
 _MARKED = {"spike": "bad", "skipped": "bad", "rollback": "e", "load": "e", "restart": "d", "lr": "c", "note": "ink"}
@@ -37,13 +37,12 @@ class Chart:
     Attributes:
         title: of it.
         text: what it shows, for those who cannot see it.
-        wide, narrow: SVG elements.
+        svg: an SVG element.
     """
 
     title: str
     text: str
-    wide: str
-    narrow: str
+    svg: str
 
 
 def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
@@ -53,11 +52,7 @@ def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
 
     def draw(figure: Any) -> None:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        x, y = _columns(known)
-        if len(x) > 20:
-            above.plot(*_thinned(x, y), color=_COLOURS["a"], linewidth=0.8, alpha=0.45)
-            y = _smoothed(y)
-        above.plot(*_thinned(x, y), color=_COLOURS["a"], linewidth=1.6)
+        above.plot(*_thinned(*_columns(known)), color=_COLOURS["a"], linewidth=1.4)
         above.set_ylabel("loss")
         below.plot(*_thinned(*_columns(rates)), color=_COLOURS["c"], linewidth=1.4)
         below.set_ylabel("lr")
@@ -167,11 +162,10 @@ def _curves(
 
 
 def _chart(title: str, text: str, draw: Callable[[Any], None]) -> Chart:
-    wide, narrow = (_svg(draw, size, f"{title}{size}") for size in (WIDE, NARROW))
-    return Chart(title, text, wide, narrow)
+    return Chart(title, text, _svg(draw, title))
 
 
-def _svg(draw: Callable[[Any], None], size: tuple[float, float], salt: str) -> str:
+def _svg(draw: Callable[[Any], None], salt: str) -> str:
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -198,7 +192,7 @@ def _svg(draw: Callable[[Any], None], size: tuple[float, float], salt: str) -> s
         "path.simplify": True,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=_SIZE, layout="constrained")
         figure.patch.set_alpha(0)
         draw(figure)
         file = io.StringIO()
@@ -220,8 +214,7 @@ def _inlined(svg: str) -> str:
 def _legend(figure: Any, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        columns = 4 if figure.get_figwidth() > 6 else 2
-        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.2)
+        figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2, columnspacing=1.2)
 
 
 def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -237,14 +230,6 @@ def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any]
     for part in np.array_split(np.arange(len(x)), _MOST_POINTS // 2):
         places += sorted({int(part[y[part].argmin()]), int(part[y[part].argmax()])})
     return x[places], y[places]
-
-
-def _smoothed(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The mean over a few percent of the curve."""
-    width = max(3, len(y) // 40) | 1
-    padded = np.pad(y, width // 2, mode="edge")
-    smoothed: npt.NDArray[Any] = np.convolve(padded, np.ones(width) / width, mode="valid")
-    return smoothed
 
 
 def _bars(steps: Sequence[StepReport]) -> tuple[npt.NDArray[Any], float, list[list[StepReport]]]:
