@@ -112,7 +112,7 @@ class Parts:
         )
         self._divided, config = divide(mesh, config)
         self.plan = make_plan(model, config, template, device, share, self._divided)
-        self.config = self.plan.config
+        self.config, self.updater = self.plan.config, self.plan.inputs.updater
         if self.durable is not None:
             check_same_layout(self.durable, self.plan, template, model, self._divided)
         settle()  # space of an engine that became garbage a moment ago
@@ -238,7 +238,7 @@ class Parts:
         self.groups = StepGroups(
             self.parameter_map,
             self.template,
-            plan.inputs.updater,
+            self.updater,
             storage.records.names_of,
             self._states,
             self._residency.await_update,
@@ -310,12 +310,12 @@ class Parts:
         halves_updater = None
         if has_remainder:
             kernel = GpuAdam.of(self.template, update_device) if update_device.type == "cuda" else fused
-            halves_updater = RemainderUpdater(plan.inputs.updater, kernel)
+            halves_updater = RemainderUpdater(self.updater, kernel)
         state_format = StateFormat(self.config.infinity.state_dtype)
         return UpdateStream(
             self.storage.records,
             self.storage.weights,
-            ChunkUpdater(plan.inputs.updater, self._states, halves_updater, state_format, fused),
+            ChunkUpdater(self.updater, self._states, halves_updater, state_format, fused),
             self.device,
             self._states,
             self.timeline,

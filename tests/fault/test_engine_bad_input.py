@@ -158,24 +158,19 @@ def test_directory_that_is_missing_is_made(section: str, drive: Path, tmp_path: 
     assert not path.exists()
 
 
-def test_directory_whose_parent_is_missing_is_not_made(drive: Path, tmp_path: Path) -> None:
-    path = tmp_path / "not_there" / "below"
-    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(path)}}}
-    refused(StorageError, str(path), "nearest directory that exists", str(tmp_path), drive=drive, changes=changes)
-    assert not path.parent.exists()
-
-
-def test_directory_that_cannot_be_made(drive: Path) -> None:
-    changes = {"zero_optimization": {"offload_param": {"nvme_path": "/proc/infinity/below"}}}
-    refused(StorageError, "/proc/infinity/below", drive=drive, changes=changes)
-
-
-def test_directory_is_a_file(drive: Path, tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("kept")
-    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(path)}}}
-    refused(StorageError, str(path), "directory", drive=drive, changes=changes)
-    assert path.read_text() == "kept"
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("not_there/below", ("not_there/below", "nearest directory that exists")),
+        ("/proc/infinity/below", ("/proc/infinity/below",)),
+        ("file", ("file", "directory")),
+    ],
+)
+def test_directory_that_cannot_be_used(place: str, words: tuple[str, ...], drive: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(tmp_path / place)}}}
+    refused(StorageError, *words, drive=drive, changes=changes)
+    assert not (tmp_path / "not_there").exists() and (tmp_path / "file").read_text() == "kept"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -233,13 +228,49 @@ def test_budget_below_the_minimum(tiers: str, dtype: str, drive: Path) -> None:
 # ----------------------------------------------------------------------------------------------- model
 
 
-def test_parameter_on_the_meta_device(drive: Path) -> None:
+class _Special(nn.Parameter):
+    pass
+
+
+def _with(change: Callable[[Any], object]) -> Callable[[], Any]:
+    def make() -> Any:
+        model = PLAIN.make("none")
+        change(model)
+        return model
+
+    return make
+
+
+def _on_meta() -> Any:
     with torch.device("meta"):
-        whole = PLAIN.make("none")
-    refused(ModelError, "embedding.weight", "meta", drive=drive, model=whole)
-    model = PLAIN.make("none")
-    model.blocks[1].up.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
-    refused(ModelError, "blocks.1.up.weight", drive=drive, model=model)
+        return PLAIN.make("none")
+
+
+def _put(module: Any, name: str, value: Any) -> None:
+    setattr(module, name, value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_on_meta, ("embedding.weight", "meta")),
+        (
+            _with(lambda m: _put(m.blocks[1].up, "weight", nn.Parameter(torch.empty(2, 2, device="meta")))),
+            ("blocks.1.up.weight",),
+        ),
+        (_with(lambda m: _put(m.blocks[0].up, "weight", _Special(torch.ones(2)))), ("blocks.0.up.weight", "Special")),
+        (_with(lambda m: _put(m, "phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))), ("phase", "complex")),
+        (nn.ReLU, ("no parameters",)),
+        (dict, ("nn.Module", "dict")),
+        pytest.param(
+            lambda: torch.compile(PLAIN.make("none"), backend="eager"),
+            ("compiled as a whole", "engine.compile"),
+            marks=pytest.mark.deep,
+        ),
+    ],
+)
+def test_models_that_cannot_be_trained(make: Callable[[], Any], words: tuple[str, ...], drive: Path) -> None:
+    refused(ModelError, *words, drive=drive, model=make())
 
 
 def test_parameter_that_is_not_initialized(drive: Path) -> None:
@@ -247,14 +278,6 @@ def test_parameter_that_is_not_initialized(drive: Path) -> None:
     model.lazy = nn.LazyLinear(3)
     with pytest.raises(InfinityError, match=r"lazy\.weight"):
         infinity.initialize(model=model, config=everything_on_nvme(drive))
-
-
-def test_no_parameter(drive: Path) -> None:
-    refused(ModelError, "no parameters", drive=drive, model=nn.ReLU())
-
-
-def test_no_module(drive: Path) -> None:
-    refused(ModelError, "nn.Module", "dict", drive=drive, model={})
 
 
 def test_a_model_that_an_engine_holds(drive: Path) -> None:
@@ -272,43 +295,24 @@ def test_a_model_that_an_engine_holds(drive: Path) -> None:
         assert torch.isfinite(engine(**make_batch(1)))
 
 
-@pytest.mark.deep
-def test_a_compiled_model(drive: Path) -> None:
-    model = torch.compile(PLAIN.make("none"), backend="eager")
-    refused(ModelError, "compiled as a whole", "engine.compile", drive=drive, model=model)
-
-
-def test_parameters_of_other_kinds(drive: Path) -> None:
-    class Special(nn.Parameter):
-        pass
-
-    model = PLAIN.make("none")
-    model.blocks[0].up.weight = Special(model.blocks[0].up.weight.detach())
-    refused(ModelError, "blocks.0.up.weight", "Special", drive=drive, model=model)
-
-    model = PLAIN.make("none")
-    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    refused(ModelError, "phase", "complex", drive=drive, model=model)
-
-
 # ------------------------------------------------------------------------------------------- optimizer
 
 
-def test_a_trainable_parameter_in_two_groups(drive: Path) -> None:
+@pytest.mark.parametrize(
+    ("groups_of", "words"),
+    [
+        (lambda params: [{"params": params}, {"params": params[:1]}], ("embedding.weight", "0", "1")),
+        (lambda params: [*params, nn.Parameter(torch.ones(3))], ("(3,)",)),
+    ],
+    ids=["twice", "of another model"],
+)
+def test_parameters_that_no_group_can_have(
+    groups_of: Callable[[Any], Any], words: tuple[str, ...], drive: Path
+) -> None:
     def arguments(model: nn.Module) -> dict[str, Any]:
-        params = list(model.parameters())
-        return {"model_parameters": [{"params": params}, {"params": params[:1]}]}
+        return {"model_parameters": groups_of(list(model.parameters()))}
 
-    refused(InfinityError, "embedding.weight", "0", "1", drive=drive, arguments=arguments)
-
-
-def test_a_parameter_of_another_model_in_a_group(drive: Path) -> None:
-    stranger = nn.Parameter(torch.ones(3))
-
-    def arguments(model: nn.Module) -> dict[str, Any]:
-        return {"model_parameters": [*model.parameters(), stranger]}
-
-    refused(InfinityError, "(3,)", drive=drive, arguments=arguments)
+    refused(InfinityError, *words, drive=drive, arguments=arguments)
 
 
 @pytest.mark.parametrize("how", ["instance", "class", "callable"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import json
 import os
 import shutil
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from swapper import (
     ALIGNMENT,
     Extent,
     Priority,
-    StallError,
     Swapper,
     SwapperConfig,
     TransferError,
@@ -33,8 +30,6 @@ from swapper import (
 )
 from swapper.backends import FaultInjectingBackend, FaultRule, ThreadsBackend
 from tests.internals import Cgroup
-from tests.ticking import LONG_SECONDS, ticking
-from tests.waiting import wait_until
 
 _MIB = 1 << 20
 _REQUEST = 128 << 10
@@ -94,54 +89,6 @@ def test_a_hung_drive_leaves_the_threads_of_the_others_alone(
         may_go.set()
         for handle in hung:
             handle.wait()
-
-
-class _HangsOn:
-    """Tells how much of what is under way lies on one drive."""
-
-    def __init__(self, swapper: Swapper, column: int) -> None:
-        self._scheduler = swapper._scheduler
-        self._volume = _volume(swapper)
-        self._column = column
-
-    @property
-    def num_hung(self) -> int:
-        transfers = [transfer for queue in self._scheduler.queues for transfer in list(queue.inflight)]
-        return sum(self._volume.column_of(transfer.offset) == self._column for transfer in transfers)
-
-    def schedulers(self) -> list[Any]:
-        return [self._scheduler]
-
-
-def test_a_hung_drive_is_named_and_the_swapper_closes(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SwapperConfig(request_bytes=_REQUEST, backend="threads", num_threads=2, deadline_seconds=LONG_SECONDS)
-    may_go = threading.Event()
-    before = set(threading.enumerate())
-    swapper = Swapper.open(paths, 32 * _REQUEST, config)
-    extent = swapper.allocate(32 * _REQUEST, "unit")
-    memory = np.ones(32 * _REQUEST, dtype=np.uint8)
-    swapper.write(extent, memory).wait()
-    volume, hung = _volume(swapper), _HangsOn(swapper, 1)
-    hung_fd, real = volume.files[1].fd, os.preadv
-
-    def hanging(fd: int, memory: tuple[memoryview], offset: int) -> int:
-        if fd == hung_fd:
-            may_go.wait(10 * _PATIENCE_SECONDS)
-        return real(fd, memory, offset)
-
-    monkeypatch.setattr(os, "preadv", hanging)
-    with ticking(hung, hung.schedulers), pytest.raises(StallError) as caught:
-        swapper.read(extent, memory).wait()
-    drive = describe_drive(paths[1])
-    assert caught.value.file == f"the scratch file in {str(paths[1])!r} on {drive.words()}"
-    swapper.close()  # long before the deadline
-    assert volume.files[1].fd == hung_fd, "a hung thread must not find another file under its number"
-    may_go.set()
-    wait_until(lambda: not set(threading.enumerate()) - before)
-    del swapper, volume, hung, extent, caught
-    gc.collect()
-    open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    assert not any(path.startswith(str(paths[1])) for path in open_files), "space is given back in the end"
 
 
 # -- real block devices ------------------------------------------------------------------------------------------------
@@ -212,21 +159,6 @@ def test_a_drive_that_fails_is_named(loop_drive: Callable[[int], Path], name: st
             swapper.read(extent, memory, offset=offset, num_bytes=_REQUEST).wait()
     swapper.close()
     assert time.monotonic() - started < _PATIENCE_SECONDS
-
-
-@pytest.mark.root
-def test_a_block_that_cannot_be_read_is_named(loop_drive: Callable[[int], Path]) -> None:
-    directory = loop_drive(24 * _MIB)
-    device = describe_drive(directory).device
-    image = Path(f"/sys/block/{device}/loop/backing_file").read_text().strip()
-    with Swapper.open([directory], 8 * _MIB, SwapperConfig(request_bytes=_REQUEST, backend="threads")) as swapper:
-        extent = swapper.allocate(8 * _MIB, "layer 3")
-        memory = np.ones(8 * _MIB, dtype=np.uint8)
-        swapper.write(extent, memory).wait()
-        os.truncate(image, 4096)
-        with pytest.raises(TransferError, match=rf"on {device} \(ext4\) .* failed: .*EIO") as caught:
-            swapper.read(extent, memory).wait()
-        assert caught.value.errno == errno.EIO
 
 
 @pytest.mark.root

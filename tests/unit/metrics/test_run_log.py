@@ -247,20 +247,6 @@ def test_a_full_disk_costs_lines_and_one_warning(
     assert "has gaps from step 2 on" in warning and "Training goes on" in warning
 
 
-@pytest.mark.root
-def test_a_disk_that_is_really_full(small_tmpfs: Any, caplog: pytest.LogCaptureFixture) -> None:
-    directory = small_tmpfs(1 << 16)
-    log = RunLog(directory)
-    _start(log)
-    with caplog.at_level(logging.WARNING):
-        for step in range(1, 400):
-            log.note_step(report(step), None)
-    (warning,) = caplog.messages
-    assert "full" in warning or "No space left" in warning
-    assert 0 < len(read_run(directory).steps) < 399
-    log.release()
-
-
 def test_a_reader_follows_a_writer(log: RunLog) -> None:
     _start(log)
     reader = RunReader(log.path.parent)
