@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -105,27 +104,6 @@ def test_damage_on_the_drive_is_named_by_file_and_offset(tmp_path: Path) -> None
         swapper.write(extent, data).wait()
         swapper.read(extent, copy).wait()
         assert np.array_equal(data, copy)
-
-
-def test_other_extents_stay_readable_and_the_swapper_closable(tmp_path: Path) -> None:
-    swapper = Swapper.open(tmp_path, _CAPACITY, _CONFIG)
-    extents = [swapper.allocate(100_000, str(index)) for index in range(3)]
-    for index, extent in enumerate(extents):
-        swapper.write(extent, _random(100_000, index)).wait()
-    _flip(_volume(swapper).files[0], extents[1].start + 50_000)
-    swapper.read(extents[1], _random(100_000))  # nobody waits for it: the next one says it
-    for index in (0, 2):
-        copy = np.empty(100_000, dtype=np.uint8)
-        handle = None
-        while handle is None:
-            try:
-                handle = swapper.read(extents[index], copy)
-            except ChecksumMismatchError as error:
-                assert error.extent_name == "1"
-        handle.wait()
-        assert np.array_equal(copy, _random(100_000, index))
-    swapper.close()
-    assert os.listdir(tmp_path) == []
 
 
 def test_what_lies_in_an_extent_is_said_by_every_error() -> None:
@@ -288,24 +266,3 @@ def test_training_with_checksums_is_bit_identical(changes: dict[str, Any], tmp_p
         for step in range(4):
             both.engine_step(step)
         both.require_equal()
-
-
-def test_the_config_decides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        for section, is_verified in (({}, False), ({"verify_checksums": True}, True)):
-            config = everything_on_nvme(tmp_path, {"infinity": section})
-            with mock.patch("swapper.swapper.IntegrityBackend", wraps=IntegrityBackend) as wrapper:
-                engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-            with engine:
-                assert engine.config.io.verify_checksums is is_verified
-                assert wrapper.call_count == int(is_verified)
-    host = everything_on_nvme(
-        tmp_path,
-        {
-            "infinity": {"verify_checksums": True},
-            "zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-        },
-    )
-    with mock.patch("swapper.swapper.IntegrityBackend", wraps=IntegrityBackend) as wrapper:
-        infinity.initialize(model=PLAIN.make("none"), config=host)[0].close()
-    assert wrapper.call_count == 0, "RAM is not verified"

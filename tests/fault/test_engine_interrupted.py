@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError, InfinityError, NonFiniteLossWarning, StepError
+from infinity.errors import BudgetTooSmallError, NonFiniteLossWarning, StepError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import Lockstep, everything_on_nvme
 
@@ -141,40 +138,6 @@ def test_a_backward_cut_off_after_updates_is_never_silent(where: str, tmp_path: 
                 both.engine.step()
             return
         pytest.fail("engine.step() after a backward that was cut off did not raise")
-
-
-def test_a_keyboard_interrupt_during_the_updates(tmp_path: Path) -> None:
-    """The signal comes while engine.step() runs: the engine can still be closed without a hang, and leaves nothing."""
-    with Lockstep.start(tmp_path, changes=_CLIPPED) as both:
-        both.engine_step(0)
-        interrupted = False
-        for step in range(1, 12):
-            both.engine.backward(both.engine(**both.batch(step)))
-            timer = threading.Timer(0.0002 * step, _thread.interrupt_main)
-            try:
-                timer.start()
-                both.engine.step()
-                both.engine.flush()
-                timer.join()
-                for _ in range(1000):
-                    pass
-            except KeyboardInterrupt:
-                interrupted = True
-                break
-            except StepError:
-                break
-            finally:
-                timer.cancel()
-        assert interrupted
-        try:
-            both.engine.reset()
-            loss = both.engine(**both.batch(0))
-            both.engine.backward(loss)
-            both.engine.step()
-            both.engine.flush()
-        except InfinityError:
-            pass
-    assert os.listdir(tmp_path) == []
 
 
 def test_an_exception_in_a_gradient_hook_of_the_plain_loop(tmp_path: Path) -> None:

@@ -154,17 +154,6 @@ _SMALL = {
 }
 _ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "llama_tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL, tie_word_embeddings=True)),
-    "t5": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96)
-    ),
-    "wav2vec2": lambda: transformers.Wav2Vec2ForCTC(
-        transformers.Wav2Vec2Config(
-            **_SMALL, conv_dim=(16, 16), conv_kernel=(5, 3), conv_stride=(2, 2), num_feat_extract_layers=2
-        )
-    ),
-    "mamba": lambda: transformers.MambaForCausalLM(
-        transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96)
-    ),
     "from_config_bf16": lambda: transformers.AutoModelForCausalLM.from_config(
         transformers.LlamaConfig(**_SMALL), dtype=torch.bfloat16
     ),
