@@ -59,6 +59,7 @@ _PLAIN_DATA = (
     "sets and dicts of these, without references to themselves. For an object, give its state_dict() or vars()"
 )
 T = TypeVar("T")
+_MOST_READS = 5
 _MOST_TAG_BYTES = 255 - 26
 """Of the longest name that file systems have; while it is written, it has more letters."""
 
@@ -213,6 +214,28 @@ def _latest(directory: Path) -> str | None:
     """What ``latest`` says, as it was written there or by hand; None if there is no such file."""
     latest = directory / LATEST
     return latest.read_bytes()[:4096].decode(errors="replace").strip() if latest.is_file() else None
+
+
+def reading_again(folder: Path, read: Callable[[], T]) -> T:
+    """What ``read`` gives, which reads a checkpoint: again if another process has replaced that meanwhile, a few times."""
+    for _ in range(_MOST_READS - 1):
+        version = _version_of(folder)
+        try:
+            return read()
+        except CheckpointError:
+            if _version_of(folder) == version:
+                raise
+            logger.warning("'%s' was replaced by another process while it was read: it is read again", folder)
+    return read()
+
+
+def _version_of(folder: Path) -> tuple[int, int] | None:
+    """What another checkpoint of that name has otherwise; see `writing`."""
+    try:
+        manifest = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return manifest.st_ino, manifest.st_mtime_ns
 
 
 def _is_foreign(folder: Path) -> bool:
@@ -447,6 +470,7 @@ __all__ = [
     "SavedTensor",
     "find",
     "is_tag",
+    "reading_again",
     "seal",
     "tags",
     "writing",

@@ -29,8 +29,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from infinity.checkpoint.rest_checks import check_counters, check_groups, check_states
 from infinity.config import DurableSection, InfinityConfig
 from infinity.distributed.agreement import agree, together
@@ -322,7 +320,7 @@ class DurableRun:
                 zip(before, self._given, training.optimizer.param_groups, strict=False)
             )
             for name in now
-            if name in then and name in group and not _is_equal(then[name], now[name])
+            if name in then and name in group and repr(then[name]) != repr(now[name])
         ]
         if changes:
             logger.warning(
@@ -502,9 +500,3 @@ def _header_of(head: bytes) -> dict[str, Any]:
 
 def _without_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
-    return bool(one == other)
