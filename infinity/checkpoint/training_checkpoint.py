@@ -7,6 +7,7 @@ nothing of units, tiers or budgets: any setting of those loads it. What lies in 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
@@ -164,22 +165,22 @@ def _frozen(training: Training) -> dict[int, str]:
 def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[str, int]]:
     """FQN -> dtype, and crc32c of the elements in C order, of frozen parameters as they are now."""
     found = {}
-    for fqn, parameter in whole_parameters(
-        training.model
-    ).items():  # in an order in which those of a unit stand together
+    for fqn, parameter in whole_parameters(training.model).items():  # those of a unit stand together
         if fqn in fqns:
-            parts, sum_so_far = training.tiled.all_of(parameter), 0
-            for part in parts:
-                with contextlib.ExitStack() as stack:
-                    values = part.detach()
-                    if training.parameter_map.holds(part):
-                        unit, slot = training.parameter_map.locate(part)
-                        stack.enter_context(training.pager.opened(unit))
-                        values = unit.weight(slot)
-                    for rows in _rows(values, _CHECKED_BYTES):
-                        sum_so_far = crc32c(raw_bytes(rows).numpy(), after=sum_so_far)
-            found[fqn] = name_of(parts[0].dtype), sum_so_far
+            parts, so_far = training.tiled.all_of(parameter), 0
+            for rows in itertools.chain.from_iterable(_rows_of(training, part) for part in parts):
+                so_far = crc32c(raw_bytes(rows).numpy(), after=so_far)
+            found[fqn] = name_of(parts[0].dtype), so_far
     return found
+
+
+def _rows_of(training: Training, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    if not training.parameter_map.holds(parameter):
+        yield from _rows(parameter, _CHECKED_BYTES)
+        return
+    unit, slot = training.parameter_map.locate(parameter)
+    with training.pager.opened(unit):
+        yield from _rows(unit.weight(slot), _CHECKED_BYTES)
 
 
 def _rows(value: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:
