@@ -155,7 +155,7 @@ class DurableRun:
         """See that the newest commit is of this training. Nothing has been written yet.
 
         Args:
-            layout: see `layout_of`.
+            layout: what must be the same for a commit to be gone on from, as JSON has it.
             page_bytes: of records.
             share: which of how many this process has of the states.
 
