@@ -235,7 +235,7 @@ class Parts:
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
         spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
         self._trimmer = HeapTrimmer() if self.device.shares_host_memory and spills else None
-        self.groups = StepGroups(
+        self.groups: StepGroups = StepGroups(
             self.parameter_map,
             self.template,
             self.updater,
@@ -328,8 +328,8 @@ class Parts:
         """What the user's loop and torch's hooks call."""
         plan, storage, stepper = self.plan, self.storage, self.stepper
         parameter_map, residency = self.parameter_map, self._residency
-        self.counts = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
-        self.style = LoopStyle(self.counts) if before is None else before.style
+        self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
+        self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
         lock, loads, assigned = EngineLock(), OpenLoads(), AssignedData()
         self.guard = PhaseGuard(stepper, self.counts)
         self.backwards = Backwards(
