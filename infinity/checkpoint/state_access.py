@@ -24,11 +24,11 @@ from infinity.checkpoint.stored_weights import (
     span_of,
 )
 from infinity.loop.pager import Pager
-from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
+from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
 from infinity.paging.parameter_map import ParameterMap
 from infinity.tiers.state_store import StateStore
-from infinity.units.layout import Chunk, Slot
+from infinity.units.layout import Slot
 from infinity.units.parameter import let_go
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
@@ -75,16 +75,6 @@ class StateAccess:
         """Whether main weights are something else than model weights."""
         return self._stored.has_main_weights
 
-    @contextlib.contextmanager
-    def _reading(self, unit: Unit, chunk: Chunk) -> Iterator[ChunkBuffer]:
-        """A chunk in working memory, of which nothing is stored."""
-        lease = self.stream.lease(unit, chunk)
-        try:
-            lease.wait()
-            yield lease.workspace
-        finally:
-            lease.discard()
-
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def main_weight(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -116,7 +106,7 @@ class StateAccess:
                 copy = self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32)
                 made[slot.index, kind] = stack.enter_context(copy)
             for chunk, pieces in self._stored.pieces(unit, kinds):
-                with self._reading(unit, chunk) as workspace:
+                with self.stream.opened(unit, chunk) as workspace:
                     if self._stored.has_halves and any(WEIGHT in kinds[piece.slot.index] for piece in pieces):
                         self._stored.bring_weights(unit, chunk, workspace)
                     for piece in pieces:

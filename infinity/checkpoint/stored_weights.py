@@ -58,7 +58,7 @@ class StoredWeights:
             chunks: of each unit, those whose records this process keeps.
             record_format: of the records.
             exchange: knows which weights other ranks keep in parts.
-            before_writes: as in `infinity.updates.stepper.Stepper`.
+            before_writes: as in `infinity.updates.stepper.Stepper`: the last step is committed when it returns.
         """
         self._weights = weights
         self._chunks = chunks
@@ -121,18 +121,12 @@ class StoredWeights:
         if written is not None:
             written.wait()
 
-    @contextlib.contextmanager
-    def changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[ChunkBuffer]:
+    def changing(
+        self, unit: Unit, chunk: Chunk, *, main_only: bool = False
+    ) -> contextlib.AbstractContextManager[ChunkBuffer]:
         """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
         self.let_save(unit)
-        lease = self.stream.lease(unit, chunk)
-        try:
-            lease.wait()
-            yield lease.workspace
-            lease.write_back([], main_only=main_only)
-        except BaseException:
-            lease.discard()
-            raise
+        return self.stream.opened(unit, chunk, stores=True, main_only=main_only)
 
     def wait_for_saver(self, saver: Saver | None) -> None:
         """Nothing of a unit is changed from now on before this one has saved it; None: there is none any more."""

@@ -138,8 +138,10 @@ class CheckpointCalls(ExportCalls):
                 saving.run()
             else:
                 background = BackgroundSave(saving, self._parts.device)
-                with uninterrupted():
-                    self._begin_saving(background)
+                with uninterrupted():  # nothing is updated before it returns
+                    background.start(self)
+                    self._saving = background
+                    self._let_updates_wait_for(background.saving)
 
         shared = self._parts.access.shared
         if shared is None:
@@ -153,12 +155,6 @@ class CheckpointCalls(ExportCalls):
         self._finish_saving()
         self.flush()
         return self._own()
-
-    def _begin_saving(self, background: BackgroundSave) -> None:
-        """Nothing is updated before it returns."""
-        background.start(self)
-        self._saving = background
-        self._let_updates_wait_for(background.saving)
 
     def _let_updates_wait_for(self, saving: Saving | None) -> None:
         self._parts.stream.wait_for_saver(saving)

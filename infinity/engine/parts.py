@@ -354,15 +354,7 @@ class Parts:
         )
         self.access = StateAccess(parameter_map, self.pager, storage.records, self._states, self.stored)
         self.settled = SettledAccess(
-            self.pager,
-            self.access,
-            self.stored,
-            self.stream,
-            storage,
-            loads,
-            self.preconditions,
-            self.durable,
-            self.mesh.data,
+            self.pager, self.access, self.stored, self.stream, storage, loads, self.preconditions, self.mesh.data
         )
         blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None

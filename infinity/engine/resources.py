@@ -249,11 +249,7 @@ class EngineResources:
         self._end_commit(patience_seconds)
         for arena in self._arenas:
             arena.turn_away()
-        for swapper in self._all():
-            try:
-                swapper.close(max(0.0, deadline - time.monotonic()))
-            except Exception:
-                logger.warning("closing a swapper failed", exc_info=True)
+        self._close_all(deadline)
 
     def close(self) -> None:
         """Release files, threads and memory. Does not raise what failed writes had to say."""
@@ -274,13 +270,17 @@ class EngineResources:
             except Exception:
                 logger.warning("the last commit of the durable run failed", exc_info=True)
 
-    def _close_swappers(self) -> None:
-        self._end_commit(self._config.io.deadline_seconds)
+    def _close_all(self, deadline: float | None = None) -> None:
         for swapper in self._all():
+            patience = () if deadline is None else (max(0.0, deadline - time.monotonic()),)
             try:
-                swapper.close()
+                swapper.close(*patience)
             except Exception:
                 logger.warning("closing a swapper failed", exc_info=True)
+
+    def _close_swappers(self) -> None:
+        self._end_commit(self._config.io.deadline_seconds)
+        self._close_all()
         for arena in self._arenas:
             arena.close()
         if self._run is not None:
