@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,29 @@ from swapper.volumes.block_files import BlockThreads
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What of a checkpoint is loaded beside the model.
+
+    Attributes:
+        is_strict: what only model or checkpoint has is an error, not only another shape.
+        optimizer: states, hyperparameters and the loss scale; only then what is a rank's own.
+        random_states, data_position: of each rank.
+    """
+
+    is_strict: bool
+    optimizer: bool
+    scheduler: bool
+    counters: bool
+    random_states: bool
+    data_position: bool
+
+
 def load(
     training: Training,
     folder: Path,
+    wanted: Wanted,
     *,
-    is_strict: bool,
-    with_optimizer: bool,
-    with_scheduler: bool,
-    only_module: bool,
     shows_progress: bool,
     is_first_rank: bool,
     begin: Callable[[], None],
@@ -60,19 +76,19 @@ def load(
     saved = Checkpoint(folder)
     saved.verify_small_files()
     rest = saved.rest()
-    loading = Loading(training, saved, is_strict=is_strict)
+    loading = Loading(training, saved, is_strict=wanted.is_strict)
     loading.check_model(rest.get(EXTRA_STATES))
     with loading, ExitStack() as stack:
-        if with_scheduler and not only_module:
+        if wanted.scheduler:
             otherwise = "load_lr_scheduler_states=False to load_checkpoint"
             stack.enter_context(scheduler_with(training.lr_scheduler, rest, otherwise=otherwise))
-        optimizer = training.optimizer if with_optimizer and not only_module and "param_groups" in rest else None
+        optimizer = training.optimizer if wanted.optimizer and "param_groups" in rest else None
         if optimizer is not None:
             in_order = loading.in_order(optimizer, rest)
         begin()
         if optimizer is not None:
             loading.optimizer(optimizer, in_order)
-        total = sum(each.num_bytes for each in saved.tensors if with_optimizer or each.kind == WEIGHT)
+        total = sum(each.num_bytes for each in saved.tensors if wanted.optimizer or each.kind == WEIGHT)
         with changing, one_thread(), progress("loading a checkpoint", total, is_shown=shows_progress) as note:
             loading.buffers()
             loading.parameters(note)
@@ -92,7 +108,7 @@ class Loading:
     """One load. `check_model` comes first, the rest in a ``with`` block; must not be used while updates are pending."""
 
     def __init__(self, training: Training, saved: Checkpoint, *, is_strict: bool) -> None:
-        """``is_strict``: what only model or checkpoint has is an error, not only another shape."""
+        """``is_strict``: see `Wanted`."""
         self._training = training
         self._saved = saved
         self._is_strict = is_strict

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from infinity.checkpoint.arrays import reading_from
-from infinity.checkpoint.checkpoint_loading import load
+from infinity.checkpoint.checkpoint_loading import Wanted, load
 from infinity.checkpoint.manifest import MANIFEST, completed_at
 from infinity.checkpoint.record_stream import SharedStream
 from infinity.checkpoint.saved import Checkpoint, find, reading_again, tags
@@ -241,32 +241,29 @@ class CheckpointCalls(ExportCalls):
         check_directory(load_dir)
         what = f"engine.load_checkpoint with tag {tag!r}"
         directory = Path(load_dir)
-        wanted = None if tag is None else str(tag)
+        has_rest = not load_module_only
+        wanted = Wanted(
+            is_strict=load_module_strict,
+            optimizer=load_optimizer_states and has_rest,
+            scheduler=load_lr_scheduler_states and has_rest,
+            counters=has_rest,
+            random_states=load_random_states,
+            data_position=load_data_position,
+        )
+        may_lack = self._is_missing_ok if missing_ok is None else missing_ok
 
         def tidy() -> None:
             if self._mesh.data.index == 0:
                 remove_abandoned(folder_of(self._mesh, directory))
 
         together(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
-        common = common_tag(self._mesh, directory, wanted, what, find=find, age=_written, step=_step)
+        named = None if tag is None else str(tag)
+        common = common_tag(self._mesh, directory, named, what, find=find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
         before = self.global_steps
 
         def load_all() -> None:
-            found.append(
-                self._load(
-                    what,
-                    directory,
-                    common,
-                    is_strict=load_module_strict,
-                    with_optimizer=load_optimizer_states,
-                    with_scheduler=load_lr_scheduler_states,
-                    only_module=load_module_only,
-                    load_random_states=load_random_states,
-                    load_data_position=load_data_position,
-                    missing_ok=self._is_missing_ok if missing_ok is None else missing_ok,
-                )
-            )
+            found.append(self._load(what, directory, common, wanted, missing_ok=may_lack))
 
         together(self._mesh.everyone, what, load_all)
         folder, client_state = found[0]
@@ -282,25 +279,15 @@ class CheckpointCalls(ExportCalls):
         return folder, client_state
 
     def _load(
-        self,
-        what: str,
-        load_dir: Path,
-        tag: str | None,
-        *,
-        load_random_states: bool,
-        load_data_position: bool,
-        with_optimizer: bool,
-        only_module: bool,
-        missing_ok: bool,
-        **how: bool,
+        self, what: str, load_dir: Path, tag: str | None, wanted: Wanted, *, missing_ok: bool
     ) -> tuple[str | None, dict[str, Any] | None]:
         ranks = self._mesh.data
         folder = None
         if tag is not None or not self._mesh.is_divided:  # else not all parts have one, whatever this one has
             folder = self._find_checkpoint(folder_of(self._mesh, load_dir), tag, what)
         if folder is None:
-            wanted = "file 'latest'" if tag is None else f"checkpoint {tag!r}"
-            error = CheckpointError(load_dir, f"there is no {wanted} in it", cure=_cure_of_missing(load_dir, tag))
+            named = "file 'latest'" if tag is None else f"checkpoint {tag!r}"
+            error = CheckpointError(load_dir, f"there is no {named} in it", cure=_cure_of_missing(load_dir, tag))
             if not missing_ok:
                 raise error
             logger.warning("engine.load_checkpoint: nothing was loaded. %s", error)
@@ -313,9 +300,7 @@ class CheckpointCalls(ExportCalls):
                 return load(
                     self._training(),
                     folder,
-                    with_optimizer=with_optimizer,
-                    only_module=only_module,
-                    **how,
+                    wanted,
                     shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
                     is_first_rank=self.global_rank <= 0,
                     begin=changing.tell,
@@ -329,10 +314,10 @@ class CheckpointCalls(ExportCalls):
         rest = reading_again(folder, read) if ranks.num == 1 else read()
         if self._parts.access.shared is not None:
             self._parts.exchange.gather(self._parts.parameter_map.units)
-        if not only_module:
-            self.count_on(rest["counters"], with_loss_scale=with_optimizer)
-        if with_optimizer and not only_module:
-            self._go_on_as_rank(ranks.index, rest, load_data_position, load_random_states)
+        if wanted.counters:
+            self.count_on(rest["counters"], with_loss_scale=wanted.optimizer)
+        if wanted.optimizer:
+            self._go_on_as_rank(ranks.index, rest, wanted)
         words = f"went on from '{folder}', of step {self.global_steps}"
         self._notes.note("load", before, words, to=self.global_steps)
         client_state: dict[str, Any] = rest["client_state"]
@@ -363,14 +348,14 @@ class CheckpointCalls(ExportCalls):
             )
         return of_ranks[ranks.index][0]
 
-    def _go_on_as_rank(self, rank: int, rest: Mapping[str, Any], with_position: bool, with_random_states: bool) -> None:
+    def _go_on_as_rank(self, rank: int, rest: Mapping[str, Any], wanted: Wanted) -> None:
         """What is a rank's own; ``rest`` has the first rank's in itself, and those of the others in a list."""
         of_ranks = [rest, *rest.get(_OTHER_RANKS, ())]
         own = of_ranks[rank] if rank < len(of_ranks) else rest
         loader = self.training_dataloader
-        if with_position and "loader" in own and hasattr(loader, "load_state_dict"):
+        if wanted.data_position and "loader" in own and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(own["loader"])
-        if with_random_states and "random" in own:  # another framework has saved none
+        if wanted.random_states and "random" in own:  # another framework has saved none
             set_random_states_of(rank, [each["random"] for each in of_ranks])
 
     def _training(self, of_other_ranks: Sequence[Mapping[str, Any]] = ()) -> Training:
