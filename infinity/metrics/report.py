@@ -117,20 +117,26 @@ class StepReport:
         return max(0.0, self.compute_seconds - self.compute_busy_seconds)
 
     @property
+    def busy_seconds(self) -> dict[str, float]:
+        """How long each was busy that `bound_by` may name."""
+        return {
+            "compute": self.compute_busy_seconds,
+            "other": self.other_seconds,
+            "read": self.read_busy_seconds,
+            "write": self.write_busy_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
+
+    @property
     def bound_by(self) -> str:
         """What a faster step needs more of: "read", "write", "compute", "optimizer", or "other".
 
         Whatever was busy longest; or the training thread itself, when it hardly waited: then "compute", or "other" if it
         spent more of the step outside of forward and backward (a slow data loader, say).
         """
-        own = {"compute": self.compute_busy_seconds, "other": self.other_seconds}
-        busy = {
-            "read": self.read_busy_seconds,
-            "write": self.write_busy_seconds,
-            "optimizer": self.optimizer_seconds,
-        }
-        candidates = own if self.wait_seconds < _SMALL_WAIT * self.seconds else own | busy
-        return max(candidates, key=lambda name: candidates[name])
+        hardly_waits = self.wait_seconds < _SMALL_WAIT * self.seconds
+        busy = self.busy_seconds
+        return max(("compute", "other") if hardly_waits else busy, key=lambda name: busy[name])
 
     def describe(self) -> str:
         """One line in words."""
