@@ -170,6 +170,22 @@ def test_either_way_of_rounding_is_a_cast(swapper: Swapper) -> None:
         assert torch.equal(bench.main("bias"), tie)
 
 
+@pytest.mark.deep(but=4)
+def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Bench) -> None:
+    access, unit = bench.access, bench.units[0]
+    outer = access.gather([bench.model.wide], compares=True)
+    expected = bench.change("wide")
+    inner = access.gather([bench.model.wide], compares=True)
+    assert torch.equal(bench.main("wide"), expected)  # stored before the inner one began
+    unit.weight(bench.place("bias")[1])[:] = 2
+    bench.stored.scatter(inner)
+    assert unit.is_bound and unit.num_active == 1
+    version = unit.version
+    bench.stored.scatter(outer)
+    assert unit.version == version  # there was nothing left to store
+    bench.check(wide=expected, bias=torch.full((70,), 2.0))
+
+
 def test_a_unit_that_stays_in_memory_is_changed_there_beside_those_on_a_drive(
     form: ChunkFormat, swapper: Swapper
 ) -> None:
