@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from infinity.config import ConfigSource, InfinityConfig, load_config, make_directories, remove_empty
+from infinity.config import ConfigSource, InfinityConfig, load_config
 from infinity.config.ranks import check_same_config
+from infinity.config.schema.directories import make_directories, remove_empty
 from infinity.device.compute import ComputeDevice, choose_device, device_for
 from infinity.device.drive_tensors import has_drive_tensors, write_out
 from infinity.distributed.dtensors import LocalParameters, mesh_of_parameters

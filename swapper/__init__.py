@@ -78,38 +78,27 @@ if TYPE_CHECKING:
     from swapper.volumes.run_directory import RunDirectory
     from swapper.volumes.volume import Volume
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "ALIGNMENT": "swapper.config",
-            "AlignedRegion": "swapper.memory.region",
-            "ArenaStatistics": "swapper.memory.staging",
-            "Bell": "swapper.sync.bell",
-            "BusySeconds": "swapper.meters.busy",
-            "BusyTimes": "swapper.meters.busy",
-            "Direction": "swapper.backend",
-            "Directory": "swapper.volumes.directory",
-            "Drive": "swapper.volumes.file_system",
-            "Extent": "swapper.extents.extent",
-            "Handle": "swapper.scheduling.handle",
-            "IOBackend": "swapper.backend",
-            "Latch": "swapper.sync.bell",
-            "NameOf": "swapper.extents.extent",
-            "Page": "swapper.memory.staging",
-            "Priority": "swapper.config",
-            "RunDirectory": "swapper.volumes.run_directory",
-            "StagingArena": "swapper.memory.staging",
-            "Statistics": "swapper.scheduling.statistics",
-            "Swapper": "swapper.swapper",
-            "SwapperConfig": "swapper.config",
-            "TransferRecord": "swapper.meters.observer",
-            "Versions": "swapper.versioned",
-            "Volume": "swapper.volumes.volume",
-            "describe_drive": "swapper.volumes.file_system",
-            "hang_of": "swapper.memory.held",
-            "is_held": "swapper.memory.held",
-        },
-    )
+    _HOMES = {
+        "swapper.backend": "Direction IOBackend",
+        "swapper.config": "ALIGNMENT Priority SwapperConfig",
+        "swapper.extents.extent": "Extent NameOf",
+        "swapper.memory.held": "hang_of is_held",
+        "swapper.memory.region": "AlignedRegion",
+        "swapper.memory.staging": "ArenaStatistics Page StagingArena",
+        "swapper.meters.busy": "BusySeconds BusyTimes",
+        "swapper.meters.observer": "TransferRecord",
+        "swapper.scheduling.handle": "Handle",
+        "swapper.scheduling.statistics": "Statistics",
+        "swapper.swapper": "Swapper",
+        "swapper.sync.bell": "Bell Latch",
+        "swapper.versioned": "Versions",
+        "swapper.volumes.directory": "Directory",
+        "swapper.volumes.file_system": "Drive describe_drive",
+        "swapper.volumes.run_directory": "RunDirectory",
+        "swapper.volumes.volume": "Volume",
+    }
+    _homes = {name: module for module, names in _HOMES.items() for name in names.split()}
+    __getattr__, __dir__ = lazy_names(__name__, _homes)
 
 __all__ = [
     "ALIGNMENT",

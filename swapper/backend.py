@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from swapper.memory.region import AlignedRegion
+from swapper.sync.callbacks import log_raised
 
 CompletionCallback = Callable[["IORequest", int, OSError | None], None]
 """Called once for each request with the bytes that were transferred and the error, if any."""
@@ -50,6 +53,7 @@ class IORequest:
         address: Where ``memory`` starts, so that nobody has to ask for it again.
         may_pad: A write may destroy what lies beside it in the blocks at its two ends. A backend that can only write
             whole blocks must otherwise read them first.
+        batch: Its parts, where the backend has divided it, by the first byte of each.
         on_complete: Called exactly once, from any thread, also from inside ``submit``.
     """
 
@@ -59,14 +63,77 @@ class IORequest:
     address: int
     on_complete: CompletionCallback
     may_pad: bool = False
+    batch: Batch | None = None
 
     def let_go(self) -> None:
         """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over."""
         self.memory = NO_MEMORY
 
     def complete(self, transferred_bytes: int, error: OSError | None = None) -> None:
-        """Tell whoever submitted the request that it is over."""
-        self.on_complete(self, transferred_bytes, error)
+        """Tell whoever submitted the request that it is over. What goes wrong there is only logged: others need the thread."""
+        try:
+            self.on_complete(self, transferred_bytes, error)
+        except BaseException as raised:
+            log_raised(raised, "completing a transfer")
+
+
+def ended(what: str) -> OSError:
+    """What a request is completed with that comes when the process ends: nobody must wait for his deadline then."""
+    return OSError(errno.ESHUTDOWN, f"{what} ended")
+
+
+def as_os_error(error: BaseException) -> OSError:
+    """What a request is completed with where carrying it out raised something."""
+    if isinstance(error, OSError):
+        # The traceback's frames refer to the request and so to the user's memory; the number and text are enough.
+        return error.with_traceback(None)
+    return OSError(None, f"{type(error).__name__}: {error}")
+
+
+class Batch:
+    """Parts that are one for whoever waits for them.
+
+    Args:
+        left: The parts; all that are not over yet.
+        num_bytes: What ``then`` is told if all went well.
+        then: Called when the last part is over, with the first byte that is not moved, and with the error if that is 0.
+    """
+
+    def __init__(self, left: set[Any], num_bytes: int, then: Callable[[int, OSError | None], None]) -> None:
+        self.left = left
+        self._lock = threading.RLock()
+        self._num_bytes = self._moved_bytes = num_bytes
+        self._error: OSError | None = None
+        self._then = then
+
+    def on_over(self, part: Any, moved_bytes: int, error: OSError | None) -> None:
+        """A part is over; ``moved_bytes``: the first byte of the whole that it should have moved and has not."""
+        with self._lock:
+            if moved_bytes < self._moved_bytes:
+                self._moved_bytes, self._error = moved_bytes, error
+            self.left.discard(part)
+            is_last = not self.left
+        if is_last:
+            # Behind the first bytes, an error is told by the next attempt, which begins there.
+            self._then(self._moved_bytes, None if self._moved_bytes else self._error)
+
+    def on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+        """A part is a request, and completed. If it is short, nothing counts as moved."""
+        is_whole = transferred_bytes == len(request.memory)
+        request.let_go()
+        self.on_over(request, self._num_bytes if is_whole else 0, error)
+
+    def submit(self, backend: IOBackend, requests: list[IORequest]) -> None:
+        """Hand requests over, which are its parts, and take them out of the list."""
+        self.left.update(requests, (self,))
+        while requests:
+            request = requests.pop(0)
+            try:
+                backend.submit(request)
+            except Exception as error:  # others are on their way: all of them have to end
+                self.on_complete(request, 0, as_os_error(error))
+            del request
+        self.on_over(self, self._num_bytes, None)
 
 
 class IOBackend(Protocol):
@@ -75,6 +142,9 @@ class IOBackend(Protocol):
     Requests may be completed in any order and on any thread. A read returns what the last *completed* write stored; the
     order of overlapping requests that are in flight together is not defined, and the scheduler never has such.
     A backend must not retry: a short transfer or a failed one is completed as it is.
+
+    Two things a backend may have besides. ``run_bytes``: it takes transfers of so many bytes, and carries each out piece by
+    piece, on all of its threads; a long operation then goes down as one. ``register_memory``: see the function of this name.
     """
 
     @property
@@ -118,30 +188,10 @@ class IOBackend(Protocol):
         """
 
 
-@runtime_checkable
-class RunsTransfers(Protocol):
-    """A backend that carries out long transfers request by request, by itself: a long operation then has few of them."""
-
-    @property
-    def run_bytes(self) -> int:
-        """The most bytes of such a transfer; 0 where it takes none that is longer than a request."""
-
-
-@runtime_checkable
-class MemoryRegistrar(Protocol):
-    """A backend that transfers more cheaply in memory that it knows beforehand."""
-
-    def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
-        """Get to know memory, and return what undoes that.
-
-        Until then the region stays mapped, and its pages must not be given to the kernel with MADV_DONTNEED.
-        """
-
-
 def register_memory(backend: IOBackend, region: AlignedRegion) -> Callable[[], None]:
-    """Let a backend know memory, if it is of the kind that profits from it; return what undoes that."""
-    return backend.register_memory(region) if isinstance(backend, MemoryRegistrar) else _nothing
+    """Let a backend know memory beforehand, if it then transfers more cheaply; return what undoes that.
 
-
-def _nothing() -> None:
-    """Undo the registration of memory that was never registered."""
+    Until then the region stays mapped, and its pages must not be given to the kernel with MADV_DONTNEED.
+    """
+    register = getattr(backend, "register_memory", None)
+    return (lambda: None) if register is None else register(region)

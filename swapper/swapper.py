@@ -35,7 +35,7 @@ from swapper.wrappers.integrity import IntegrityBackend
 
 
 class Swapper(Closable):
-    """Knows extents and how requests on them become operations; must not know what the bytes mean.
+    """Extents, and reads and writes of them.
 
     All methods may be called from any thread. Requests return at once with a :class:`Handle`; an error whose handle
     nobody waits for is raised by the next call. In a forked child it refuses to work, and closing it there does
@@ -162,7 +162,6 @@ class Swapper(Closable):
             StallError: A request does not end.
             ReentryError: A signal handler asks, in the midst of another call.
         """
-        self._check_usable()
         self._check_owned(extent)
         self._scheduler.release(extent)
 
@@ -230,10 +229,15 @@ class Swapper(Closable):
         num_bytes: int | None,
         priority: Priority,
     ) -> Handle:
-        self._check_usable()
-        self._scheduler.pending.raise_first()
-        self._check_owned(extent)
-        offset, priority = whole_number("offset", offset), as_priority(priority)
+        if self._is_closed or os.getpid() != self._pid or getattr(extent, "owner", None) is not self:
+            self._check_owned(extent)
+        scheduler = self._scheduler
+        if scheduler.pending.operations:
+            scheduler.pending.raise_first()
+        if offset.__class__ is not int:
+            offset = whole_number("offset", offset)
+        if priority.__class__ is not Priority:
+            priority = as_priority(priority)
         array = bytes_of(buffer, for_read=direction is Direction.READ)
         if num_bytes is not None and whole_number("num_bytes", num_bytes) != array.size:
             if not 0 <= num_bytes <= array.size:
@@ -245,8 +249,8 @@ class Swapper(Closable):
                 "pass a smaller num_bytes or allocate a larger extent"
             )
         operation = Operation(direction, extent, offset, array, priority, self._block_bytes)
-        self._scheduler.submit(operation)
-        return Handle(operation, self._scheduler)
+        scheduler.submit(operation)
+        return Handle(operation, scheduler)
 
     def flush(self) -> None:
         """Wait until all writes started so far are over, then raise the first error that nobody has seen."""
@@ -309,6 +313,7 @@ class Swapper(Closable):
         self._scheduler.check_process()
 
     def _check_owned(self, extent: Extent) -> None:
+        self._check_usable()
         if not isinstance(extent, Extent):
             raise ArgumentError(f"an extent is needed, got {extent!r}; pass what allocate() returned")
         if extent.owner is not self:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -227,5 +228,26 @@ def run_in_cgroup() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_seconds, check=False, cwd=_REPOSITORY
         )
+
+    return run
+
+
+@pytest.fixture
+def run_in_little_memory(
+    memory_cgroup: Cgroup, run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]]
+) -> Callable[..., list[dict[str, Any]]]:
+    """A function that calls one of `tests`' modules, with the control group as its first argument, in a process inside that.
+
+    ``first`` is run before. The process has to end well; what it printed as JSON is returned.
+    """
+
+    def run(module: str, function: str, *args: Any, first: str = "", **kwargs: Any) -> list[dict[str, Any]]:
+        group = str(memory_cgroup.task_files[0].parent)
+        words = [*map(repr, (group, *args)), *(f"{name}={value!r}" for name, value in kwargs.items())]
+        code = f"{first}\nfrom tests.{module} import {function}\n{function}({', '.join(words)})\n"
+        ended = run_in_cgroup(memory_cgroup, code, 580.0)
+        assert memory_cgroup.num_out_of_memory_kills == 0, "the kernel ended it: it took more memory than its limit"
+        assert ended.returncode == 0, ended.stderr
+        return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
 
     return run

@@ -24,7 +24,7 @@ from infinity.device.compute import (
     device_for,
     gradient_norm,
 )
-from infinity.device.drive_tensors import LEAST_BYTES, has_drive_tensors, on_drive
+from infinity.device.drive_tensors import has_drive_tensors, on_drive
 from infinity.device.flat_pool import FlatPool
 from infinity.device.host_memory import give_back_freed_memory
 from infinity.distributed import agreement
@@ -74,7 +74,6 @@ def compile_kernels() -> None:
 __all__ = [
     "BY_NAME",
     "CHUNK_GRANULE",
-    "LEAST_BYTES",
     "Arrival",
     "Arrivals",
     "BackgroundSave",

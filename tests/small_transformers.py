@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
@@ -55,3 +58,26 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
     ties = [{name: id(value) for name, value in each.items()} for each in (ours, theirs)]
     groups = [{frozenset(n for n in tie if tie[n] == tie[name]) for name in tie} for tie in ties]
     assert groups[0] == groups[1]
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """As transformers looks for them: a single file, then an index, then pickles."""
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        loaded: dict[str, torch.Tensor] = torch.load(folder / "pytorch_model.bin")
+        return loaded
+    weight_map = json.loads(index.read_text())["weight_map"]
+    found = {
+        name: value for file in sorted(set(weight_map.values())) for name, value in load_file(folder / file).items()
+    }
+    assert found.keys() == weight_map.keys()
+    return found
+
+
+def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Names, dtypes and values."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == value.dtype and torch.equal(one[name], value) for name, value in other.items()
+    )

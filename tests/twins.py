@@ -1,11 +1,12 @@
 """The same training code run on a plain torch model and on one that an engine holds, then everything compared.
 
-For what users do with gradients and optimizers between backward and step: a scenario is a function of a `Side` and is not told
-which one it has.
+`require_same` runs a scenario, a function of a `Side` that is not told which one it has. `Twins` trains both step by step, for
+tests that make a model and an optimizer of their own.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,121 @@ MODES: dict[str, dict[str, Any]] = {
     "resident": {"zero_optimization": {"offload_param": None, "offload_optimizer": None}},
 }
 """Changes to a config that has everything on NVMe; "least" stands for the smallest budget that is accepted."""
+
+
+def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
+    """A config that leaves to a library what it can; nothing stays in memory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    nvme = {"device": "nvme", "nvme_path": str(directory)}
+    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    return {"zero_optimization": zero, "infinity": memory, **changes}
+
+
+def least_budget(model: nn.Module, config: Mapping[str, Any], **arguments: Any) -> int:
+    """The smallest host memory budget that `infinity.initialize` accepts with these arguments."""
+    own = {**config.get("infinity", {}), "host_memory_budget": 1}
+    try:
+        infinity.initialize(model=model, config={**config, "infinity": own}, **arguments)
+    except BudgetTooSmallError as refused:
+        return refused.minimum_bytes
+    raise AssertionError("one byte is no budget")
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Over what is trained."""
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+
+
+class Twins:
+    """A model that an engine holds and an equal one in plain torch, each with an optimizer that the user made.
+
+    Attributes:
+        sides: model and optimizer, of the engine first.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: nn.Module,
+        make: Callable[[Any], torch.optim.Optimizer] = adamw,
+        *,
+        is_tight: bool = False,
+        plain: nn.Module | None = None,
+        initialize: Callable[..., Any] = infinity.initialize,
+        **changes: Any,
+    ) -> None:
+        """
+        Args:
+            make: the optimizer, from the model.
+            is_tight: with the smallest budget, in which no unit stays where it is.
+            plain: by default a copy of ``model``.
+            initialize: `infinity.deepspeed.initialize` for DeepSpeed's names.
+            changes: to `everything_on_nvme`.
+        """
+        directory.mkdir(exist_ok=True)
+        self.plain: Any = copy.deepcopy(model) if plain is None else plain
+        self.model: Any = model
+        config = everything_on_nvme(directory, {"optimizer": None, **changes})
+        if is_tight:
+            config["infinity"].pop("page_bytes", None)
+            config["infinity"]["host_memory_budget"] = least_budget(model, config, optimizer=make(model))
+        self.engine, self.optimizer, *_ = initialize(model=model, optimizer=make(model), config=config)
+        self.expected = make(self.plain)
+        self.sides = [(self.model, self.optimizer), (self.plain, self.expected)]
+
+    def __enter__(self) -> Twins:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+    def change(self, change: Callable[[Any, Any], Any]) -> None:
+        """Do the same to both sides, with the same random numbers."""
+        state = torch.get_rng_state()
+        for model, optimizer in self.sides:
+            torch.set_rng_state(state)
+            change(model, optimizer)
+
+    def step(self, *losses: Callable[[Any], torch.Tensor], by_hand: bool = False, max_norm: float = 0.0) -> None:
+        """One step, of a micro-batch per function, which makes a loss of a model; losses must be equal.
+
+        Args:
+            by_hand: with `loss.backward` and the optimizer's step, not the engine's.
+            max_norm: by which the plain side clips, as the config says.
+        """
+        state, wanted = torch.get_rng_state(), []
+        for loss in losses:
+            wanted.append(loss(self.plain))
+            (wanted[-1] / len(losses)).backward()
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
+        self.expected.step()
+        self.expected.zero_grad()
+        torch.set_rng_state(state)
+        for loss, expected in zip(losses, wanted, strict=True):
+            found = loss(self.model if by_hand else self.engine)
+            assert torch.equal(found, expected)
+            if by_hand:
+                (found / len(losses)).backward()
+            else:
+                self.engine.backward(found)
+                self.engine.step()
+        if by_hand:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def require_equal(self, *, has_states: bool = True) -> None:
+        """Weights and buffers have to be equal, and the optimizers' states."""
+        weights, expected = self.model.state_dict(), self.plain.state_dict()
+        assert weights.keys() == expected.keys()
+        assert [name for name, value in expected.items() if not torch.equal(weights[name], value)] == []
+        if has_states:
+            found, wanted = (each.state_dict()["state"] for each in (self.optimizer, self.expected))
+            assert found.keys() == {key for key, entry in wanted.items() if entry}
+            for key, entry in found.items():
+                for name, value in wanted[key].items():
+                    assert torch.equal(torch.as_tensor(entry[name]), torch.as_tensor(value)), (key, name)
 
 
 class Side:
@@ -86,15 +202,9 @@ def config_for(
     for key in MODES[mode].keys() & (changes or {}).keys():
         if isinstance(merged[key], dict):
             merged[key] = {**MODES[mode][key], **merged[key]}
-    is_least = merged.get("infinity", {}).get("host_memory_budget") == "least"
-    if is_least:
-        merged["infinity"] = {**merged["infinity"], "host_memory_budget": 1}
     config = everything_on_nvme(directory, merged)
-    if is_least:
-        try:
-            infinity.initialize(model=model, config=config)
-        except BudgetTooSmallError as error:
-            config["infinity"]["host_memory_budget"] = error.minimum_bytes
+    if config["infinity"]["host_memory_budget"] == "least":
+        config["infinity"]["host_memory_budget"] = least_budget(model, config)
     return config
 
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pages import WIDTH, between, item, print_or_write
 
 from infinity.config.schema.block import Block, NoEffect, Refused
-from infinity.config.schema.reference import blocks, default_of, has_effect, kind_of, texts_of
-from infinity.config.schema.vocabulary import child_block
+from infinity.config.schema.reference import default_of, has_effect, kind_of, texts_of
+from infinity.config.schema.vocabulary import blocks, child_block
 from infinity.optim.lr_schedules import SCHEDULES, schedule_parameters
 from infinity.optim.registry import BY_NAME
 

@@ -14,6 +14,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ import torch
 from infinity.errors import CheckpointError, ModelError
 from infinity.numerics.raw_bytes import raw_bytes
 from swapper.volumes.block_files import BlockFile, BlockThreads
-from swapper.volumes.thread_pool import Work
 from swapper.wrappers.checksum import crc32c
 
 CHUNK_BYTES = 2 << 20
@@ -236,7 +236,7 @@ class SavedTensor(ArraySpec):
     def _blocks(self, threads: BlockThreads, found: _Sums) -> Iterator[tuple[int, torch.Tensor]]:
         self._check_size(self.file.stat().st_size)
         file = BlockFile(self.file)
-        pending: deque[tuple[int, int, Work[_Bytes]]] = deque()
+        pending: deque[tuple[int, int, Future[_Bytes]]] = deque()
         waiting = enumerate(self.spans())
         start_of_chunks = _aligned(self.index_bytes)
         try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from infinity.config.resolved import Decision
+from infinity.config.schema.blocks import RootBlock
 from infinity.errors import ConfigError
 
 TRAIN = "train_batch_size"
@@ -16,32 +16,25 @@ ANY_BATCH = {MICRO: 1, TRAIN: None, ACCUMULATION: None}
 """Overrides with which a config is read where its batch sizes do not matter, or are not complete yet."""
 
 
-@dataclass(frozen=True)
-class BatchSizes:
-    """All three; `train` and `micro` are None when the data loader decides them."""
-
-    train: int | None
-    micro: int | None
-    accumulation: int
-    decisions: tuple[Decision, ...]
-
-
 def resolve_batch_sizes(
-    train: int | None, micro: int | None, accumulation: int | None, *, auto: Collection[str], world_size: int
-) -> BatchSizes:
+    root: RootBlock, *, auto: Collection[str], world_size: int
+) -> tuple[int | None, int | None, int, list[Decision]]:
     """Fill in what is missing, as DeepSpeed does; what it leaves undivided is an error here.
 
     Args:
-        train: samples per step, or None.
-        micro: samples per backward and process, or None.
-        accumulation: backwards per step, or None.
+        root: the config.
         auto: names of the keys whose value is "auto": they may stay open.
         world_size: number of processes.
+
+    Returns:
+        Samples per step, samples per backward and process (both None when the data loader decides them), backwards per
+        step, and who decided them.
 
     Raises:
         ConfigError: the sizes contradict each other, or say nothing.
     """
-    given = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
+    given = {key: getattr(root, key) for key in (TRAIN, MICRO, ACCUMULATION)}
+    train, micro, accumulation = given.values()
     if micro is not None:
         if train is None:
             accumulation = accumulation or 1
@@ -69,11 +62,11 @@ def resolve_batch_sizes(
             )
         accumulation = accumulation or 1
     resolved = {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation}
-    decisions = tuple(
+    decisions = [
         Decision(key, value if value is not None else "of the data loader", _decided_by(given[key], key in auto, value))
         for key, value in resolved.items()
-    )
-    return BatchSizes(train, micro, accumulation, decisions)
+    ]
+    return train, micro, accumulation, decisions
 
 
 def _divide(train: int, divisors: dict[str, int]) -> int:

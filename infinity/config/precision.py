@@ -9,7 +9,7 @@ from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.precision_blocks import Fp16Block
 from infinity.errors import ConfigError
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]:
@@ -21,40 +21,7 @@ def resolve_precision(root: RootBlock) -> tuple[torch.dtype, LossScaling | None]
     if root.fp16.enabled and root.bf16.enabled:
         problem = "bf16 is switched on, too, and there is one compute dtype"
         raise ConfigError.value("fp16.enabled", True, problem, cure='Set "enabled" of one of them to false')
-    compute_dtype = torch.float16 if root.fp16.enabled else torch.bfloat16 if root.bf16.enabled else torch.float32
-    _check_data_types(root, _NAMES[compute_dtype])
-    return compute_dtype, _loss_scaling(root.fp16) if scales_loss(root) else None
-
-
-def scales_loss(root: RootBlock) -> bool:
-    """Whether gradients are computed in fp16, so that losses are scaled and overflows are looked for."""
-    return root.fp16.enabled or (root.torch_autocast.enabled and root.torch_autocast.dtype == "fp16")
-
-
-def resolve_autocast(root: RootBlock, compute_dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of ``torch.autocast`` around the model; None without.
-
-    Raises:
-        ConfigError: the weights are in the other narrow dtype.
-    """
-    block = root.torch_autocast
-    if not block.enabled:
-        return None
-    if _NAMES[compute_dtype] not in ("fp32", block.dtype):
-        problem = (
-            f"the weights are {_NAMES[compute_dtype]}, which torch_autocast would cast to {block.dtype} in each use"
-        )
-        cure = f'Set torch_autocast.dtype to "{_NAMES[compute_dtype]}", or remove one of the two blocks'
-        raise ConfigError.value("torch_autocast.dtype", block.dtype, problem, cure=cure)
-    return dtype_named(block.dtype)
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Of fp32, fp16 and bf16."""
-    return next(dtype for dtype, known in _NAMES.items() if known == name)
-
-
-def _check_data_types(root: RootBlock, name: str) -> None:
+    name = _compute_name(root)
     value = root.data_types.param_dtype
     if value not in (None, name):
         cure = (
@@ -63,6 +30,32 @@ def _check_data_types(root: RootBlock, name: str) -> None:
         )
         reason = f"parameters get the compute dtype, which is {name}"
         raise ConfigError.unsupported("data_types.param_dtype", value, reason, cure=cure)
+    return DTYPES[name], _loss_scaling(root.fp16) if scales_loss(root) else None
+
+
+def _compute_name(root: RootBlock) -> str:
+    return "fp16" if root.fp16.enabled else "bf16" if root.bf16.enabled else "fp32"
+
+
+def scales_loss(root: RootBlock) -> bool:
+    """Whether gradients are computed in fp16, so that losses are scaled and overflows are looked for."""
+    return root.fp16.enabled or (root.torch_autocast.enabled and root.torch_autocast.dtype == "fp16")
+
+
+def resolve_autocast(root: RootBlock) -> torch.dtype | None:
+    """The dtype of ``torch.autocast`` around the model; None without.
+
+    Raises:
+        ConfigError: the weights are in the other narrow dtype.
+    """
+    block, name = root.torch_autocast, _compute_name(root)
+    if not block.enabled:
+        return None
+    if name not in ("fp32", block.dtype):
+        problem = f"the weights are {name}, which torch_autocast would cast to {block.dtype} in each use"
+        cure = f'Set torch_autocast.dtype to "{name}", or remove one of the two blocks'
+        raise ConfigError.value("torch_autocast.dtype", block.dtype, problem, cure=cure)
+    return DTYPES[block.dtype]
 
 
 def _loss_scaling(block: Fp16Block) -> LossScaling:

@@ -141,10 +141,9 @@ def _entries(raw: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 def _translate(error: ValidationError) -> ConfigError:
     problems = error.errors(include_url=False)
     first = problems[0]
-    key = _key(first["loc"])
+    key, *others = [".".join(map(str, problem["loc"])) for problem in problems]
     value = None if first["type"] == "missing" else first["input"]
-    others = [f"'{_key(problem['loc'])}'" for problem in problems[1:]]
-    also = f" (also wrong: {', '.join(others)})" if others else ""
+    also = f" (also wrong: {', '.join(map(repr, others))})" if others else ""
     problem, cure = _describe(first["type"], first["msg"], first.get("ctx", {}), value)
     return ConfigError.value(key, value, problem + also, cure=cure)
 
@@ -169,10 +168,6 @@ def _describe(kind: str, message: str, context: Mapping[str, Any], value: object
         limit = next(iter(context.values()))
         return f"must be {bounds[kind]} {limit}", "Correct it"
     return message, "Correct it"
-
-
-def _key(location: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in location)
 
 
 def read_strictness(tidied: Mapping[str, Any]) -> bool:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from infinity.config.batch import resolve_batch_sizes
-from infinity.config.precision import dtype_named, resolve_autocast, resolve_precision, scales_loss
+from infinity.config.precision import DTYPES, resolve_autocast, resolve_precision, scales_loss
 from infinity.config.ranks import check_ranks
 from infinity.config.resolved import (
     AutotuneMode,
     Decision,
     DurableSection,
-    FileMonitorSection,
-    FlopsProfilerSection,
     GradientDtype,
     InfinityConfig,
     InfinitySection,
@@ -27,7 +26,6 @@ from infinity.config.resolved import (
     OptimizerSection,
     SchedulerSection,
     UpdateMode,
-    WandbSection,
 )
 from infinity.config.schema.block import Block, Findings
 from infinity.config.schema.blocks import CsvMonitorBlock, FlopsProfilerBlock, RootBlock, TensorBoardBlock
@@ -58,14 +56,8 @@ def resolve(
         ConfigError: values that are fine by themselves contradict each other, or a directory cannot be used.
     """
     book = _Book(root, findings, world_size)
-    batch = resolve_batch_sizes(
-        root.train_batch_size,
-        root.train_micro_batch_size_per_gpu,
-        root.gradient_accumulation_steps,
-        auto=findings.auto,
-        world_size=world_size,
-    )
-    book.decisions.extend(batch.decisions)
+    train, micro, accumulation, decisions = resolve_batch_sizes(root, auto=findings.auto, world_size=world_size)
+    book.decisions.extend(decisions)
     book.note("gradient_clipping", root.gradient_clipping, default="default, as in DeepSpeed since 0.19")
     compute_dtype, loss_scaling = resolve_precision(root)
     book.note("bf16.enabled", root.bf16.enabled)
@@ -77,11 +69,11 @@ def resolve(
     tiers = _resolve_tiers(book, check_storage)
     zero, buffer_type = root.zero_optimization, root.data_types.buffer_dtype
     decided: dict[str, Any] = {
-        "train_batch_size": batch.train,
-        "train_micro_batch_size_per_gpu": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation,
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
         "compute_dtype": compute_dtype,
-        "buffer_dtype": None if buffer_type is None else dtype_named(buffer_type),
+        "buffer_dtype": None if buffer_type is None else DTYPES[buffer_type],
         "loss_scaling": loss_scaling,
         "checks_overflow": _checks_overflow(root),
         "optimizer": _resolve_optimizer(book),
@@ -91,17 +83,17 @@ def resolve(
         "infinity": _resolve_infinity(
             book,
             compute_dtype,
-            max(batch.accumulation, 1 if root.managed_gradient_accumulation else 2),
+            max(accumulation, 1 if root.managed_gradient_accumulation else 2),
             _resolve_durable(book, tiers, check_storage),
         ),
         "wall_clock_breakdown": root.wall_clock_breakdown or root.flops_profiler.enabled,
         "monitors": _resolve_monitors(root),
         "flops_profiler": _resolve_flops_profiler(root.flops_profiler),
         "zero_stage": zero_stage(root),
-        "autocast_dtype": resolve_autocast(root, compute_dtype),
+        "autocast_dtype": resolve_autocast(root),
         "shard_size": zero.mics_shard_size if zero.mics_shard_size > 0 else None,
         "weight_group_size": zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
-        "communication_dtype": dtype_named(root.communication_data_type),
+        "communication_dtype": DTYPES[root.communication_data_type],
         "casts_inputs": (root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
     }
     book.note_other_autos()
@@ -335,10 +327,10 @@ def _resolve_infinity(
 
 
 def _resolve_monitors(root: RootBlock) -> MonitorsSection:
-    def directory(key: str, block: TensorBoardBlock | CsvMonitorBlock) -> FileMonitorSection | None:
+    def directory(key: str, block: TensorBoardBlock | CsvMonitorBlock) -> Path | None:
         if not block.enabled:
             return None
-        return FileMonitorSection(resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name)
+        return resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name
 
     if root.comet.enabled:
         cure = "Set it to false, and one of tensorboard, wandb and csv_monitor to true"
@@ -346,15 +338,15 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
     return MonitorsSection(
         tensorboard=directory("tensorboard", root.tensorboard),
         csv=directory("csv_monitor", root.csv_monitor),
-        wandb=WandbSection(**_as_written(root.wandb, WandbSection)) if root.wandb.enabled else None,
+        wandb=root.wandb if root.wandb.enabled else None,
     )
 
 
-def _resolve_flops_profiler(block: FlopsProfilerBlock) -> FlopsProfilerSection | None:
-    if not block.enabled:
-        return None
-    file = resolve_file(block.output_file, key="flops_profiler.output_file") if block.output_file else None
-    return FlopsProfilerSection(**_as_written(block, FlopsProfilerSection) | {"output_file": file})
+def _resolve_flops_profiler(block: FlopsProfilerBlock) -> FlopsProfilerBlock | None:
+    if not block.enabled or not block.output_file:
+        return block if block.enabled else None
+    file = resolve_file(block.output_file, key="flops_profiler.output_file")
+    return block.model_copy(update={"output_file": str(file)})
 
 
 def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_storage: bool) -> DurableSection | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from infinity.config.schema.blocks import FlopsProfilerBlock, WandbBlock
 from swapper.config import BackendName
 from swapper.volumes.directory import Directory
 
@@ -137,40 +138,12 @@ class DurableSection:
 
 
 @dataclass(frozen=True)
-class FileMonitorSection:
-    """`tensorboard` or `csv_monitor`: the absolute directory for this run's curves."""
-
-    directory: Path
-
-
-@dataclass(frozen=True)
-class WandbSection:
-    """`wandb`, by its keys."""
-
-    project: str
-    group: str | None
-    team: str | None
-
-
-@dataclass(frozen=True)
-class FlopsProfilerSection:
-    """`flops_profiler`: which step is profiled, and what is printed of it."""
-
-    profile_step: int
-    module_depth: int
-    top_modules: int
-    detailed: bool
-    output_file: Path | None
-    recompute_fwd_factor: float
-
-
-@dataclass(frozen=True)
 class MonitorsSection:
-    """Where curves are written; None where they are not."""
+    """Where curves are written: absolute directories for this run's, and the block `wandb`. None where they are not."""
 
-    tensorboard: FileMonitorSection | None = None
-    csv: FileMonitorSection | None = None
-    wandb: WandbSection | None = None
+    tensorboard: Path | None = None
+    csv: Path | None = None
+    wandb: WandbBlock | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +225,7 @@ class InfinityConfig(Mapping[str, Any]):
         infinity: what DeepSpeed has no key for.
         steps_per_print: a progress line every so many steps; None for none.
         monitors: where curves are written.
-        flops_profiler: what of a step's computing is printed; None for nothing.
+        flops_profiler: what of a step's computing is printed, with an absolute path if any; None for nothing.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
         zero_stage: as written, else 3 with an offload and 0 without. It says what several processes divide.
@@ -284,7 +257,7 @@ class InfinityConfig(Mapping[str, Any]):
     steps_per_print: int | None
     wall_clock_breakdown: bool
     monitors: MonitorsSection
-    flops_profiler: FlopsProfilerSection | None
+    flops_profiler: FlopsProfilerBlock | None
     dataloader_drop_last: bool
     zero_stage: int
     managed_gradient_accumulation: bool

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,24 +29,40 @@ from swapper import AlignedRegion, SwapperError, hang_of, is_held
 logger = logging.getLogger(__name__)
 
 
-class FlatBuffer(Protocol):
-    """The memory of one unit. It stays allocated until the last tensor over it has died."""
+class FlatBuffer:
+    """The memory of one unit. It stays allocated until the last tensor over it has died.
 
-    num_bytes: int
+    [Note: counting views without private API] Tensors over the memory hold an owner: a numpy array on the host, an exporter
+    on a GPU. One owner's tensors share one storage, and that storage holds one reference to it. A weak reference to the owner
+    therefore tells whether any of them is alive, including the views that autograd keeps inside its graph.
+    """
+
+    def __init__(self, num_bytes: int, address: int) -> None:
+        """``address``: of the first byte, as ``untyped_storage().data_ptr()`` of every view gives it."""
+        self.num_bytes = num_bytes
+        self.address = address
+        self._owner: weakref.ref[Any] | None = None
 
     def tensor(self) -> torch.Tensor:
         """uint8 tensor of shape (num_bytes,) over the memory. Its storage keeps the memory alive."""
-        ...
+        tensor, self._owner = FlatBuffer.lend(self, self._owner)
+        return tensor
+
+    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        """As `tensor`, for others to keep; the reference is dead when nobody holds it, or anything derived from it.
+
+        ``known``: what was given last, which then stands for this tensor as well as long as it is alive. These tensors do not
+        count in `has_views`.
+        """
+        owner = known() if known is not None else None
+        if owner is None:
+            owner = self._new_owner()
+        return self._tensor_of(owner), weakref.ref(owner)
 
     @property
     def has_views(self) -> bool:
         """Whether anybody still holds a tensor over this memory, however derived (autograd's saved views included)."""
-        ...
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte, as ``untyped_storage().data_ptr()`` of every view gives it."""
-        ...
+        return self._owner is not None and self._owner() is not None
 
     @property
     def is_held(self) -> bool:
@@ -58,59 +74,29 @@ class FlatBuffer(Protocol):
         """The error of a read or write that has memory of it and hangs, if there is one."""
         return hang_of(self.address, self.num_bytes)
 
-    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        """As `tensor`, for others to keep; the reference is dead when nobody holds it, or anything derived from it.
-
-        ``known``: what was given last, which then stands for this tensor as well as long as it is alive.
-        """
-        ...
-
     def discard_front(self, num_bytes: int) -> int:
         """Give back the memory of (at most) the first ``num_bytes``, which nobody will use any more; returns how much."""
-        ...
+        return 0  # a block of an allocator is given back as a whole
 
     def release(self) -> None:
         """Give the memory back; it goes when the last view has died."""
-        ...
+        raise NotImplementedError
+
+    def _new_owner(self) -> Any:
+        raise NotImplementedError
+
+    def _tensor_of(self, owner: Any) -> torch.Tensor:
+        raise NotImplementedError
 
 
 class HostFlatBuffer(FlatBuffer):
-    """A page-aligned region of host memory.
-
-    [Note: counting views without private API] Every tensor over the region shares one storage, and that storage holds
-    one reference to the numpy array it was made from. A weak reference to the array therefore tells whether any
-    tensor over the region is alive, including the views that autograd keeps inside its graph.
-    """
+    """A page-aligned region of host memory."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
         self._region = AlignedRegion(num_bytes)
         self._bytes: np.ndarray[Any, Any] | None = self._region.array()
         """Until `release`: of this one views are made, and no tensor."""
-        self._array: weakref.ref[np.ndarray[Any, Any]] | None = None
-
-    def tensor(self) -> torch.Tensor:
-        array = self._array() if self._array is not None else None
-        if array is None:
-            if self._bytes is None:
-                raise RuntimeError("the flat buffer has been released")
-            array = self._bytes[:]
-            self._array = weakref.ref(array)
-        return torch.from_numpy(array)
-
-    @property
-    def has_views(self) -> bool:
-        return self._array is not None and self._array() is not None
-
-    @property
-    def address(self) -> int:
-        return self._region.address
-
-    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        array = known() if known is not None else None
-        if array is None:
-            array = HostFlatBuffer.tensor(self).numpy()
-        return torch.from_numpy(array), weakref.ref(array)
+        super().__init__(num_bytes, self._region.address)
 
     def discard_front(self, num_bytes: int) -> int:
         return self._region.discard(num_bytes)
@@ -118,6 +104,14 @@ class HostFlatBuffer(FlatBuffer):
     def release(self) -> None:
         self._bytes = None
         self._region.release()
+
+    def _new_owner(self) -> Any:
+        if self._bytes is None:
+            raise RuntimeError("the flat buffer has been released")
+        return self._bytes[:]
+
+    def _tensor_of(self, owner: Any) -> torch.Tensor:
+        return torch.from_numpy(owner)
 
 
 class _CudaExporter:
@@ -137,43 +131,20 @@ class CudaFlatBuffer(FlatBuffer):
     """A block of the caching allocator. Allocated and freed on the compute stream, so reuse follows its order."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
         self._base: torch.Tensor | None = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._device = device
-        self._exporter: weakref.ref[_CudaExporter] | None = None
-        self._address = self._base.data_ptr()
+        super().__init__(num_bytes, self._base.data_ptr())
 
-    def tensor(self) -> torch.Tensor:
-        exporter = self._exporter() if self._exporter is not None else None
-        if exporter is None:
-            exporter = self._exported()
-            self._exporter = weakref.ref(exporter)
-        return torch.as_tensor(exporter, device=self._device)
+    def release(self) -> None:
+        self._base = None
 
-    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        exporter = known() if known is not None else None
-        if exporter is None:
-            exporter = self._exported()
-        return torch.as_tensor(exporter, device=self._device), weakref.ref(exporter)
-
-    def _exported(self) -> _CudaExporter:
+    def _new_owner(self) -> Any:
         if self._base is None:
             raise RuntimeError("the flat buffer has been released")
         return _CudaExporter(self._base)
 
-    @property
-    def has_views(self) -> bool:
-        return self._exporter is not None and self._exporter() is not None
-
-    @property
-    def address(self) -> int:
-        return self._address
-
-    def discard_front(self, num_bytes: int) -> int:
-        return 0  # a block of the allocator is given back as a whole
-
-    def release(self) -> None:
-        self._base = None
+    def _tensor_of(self, owner: Any) -> torch.Tensor:
+        return torch.as_tensor(owner, device=self._device)
 
 
 Fence = Any

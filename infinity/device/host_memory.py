@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 _RESERVE = 0.10
 _RESERVE_WITH_ACTIVATIONS = 0.25
 _LEAST_RESERVE_BYTES = 2_000_000_000
-_STATM = Path("/proc/self/statm")
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -28,8 +27,7 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform =
 
 def process_bytes() -> tuple[int, int]:
     """Host memory of this process (resident set): now, and the most since it began."""
-    pages = int(_STATM.read_text(encoding="ascii").split()[1])
-    now = pages * mmap.PAGESIZE
+    now = psutil.Process().memory_info().rss
     return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 

@@ -8,34 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
-from swapper import Latch
 from swapper.sync.limits import start_threads
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.25
-
-
-class _Call(Generic[T]):
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._found: list[T] = []
-        self._error: BaseException | None = None
-        self.is_over = Latch()
-
-    def run(self) -> None:
-        try:
-            self._found.append(self._function())
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.is_over.set()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._found[0]
 
 
 def within(seconds: float, function: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
@@ -50,10 +29,17 @@ def within(seconds: float, function: Callable[[], T], look: Callable[[], None] =
         TimeoutError: the time is over.
         LimitError: the system gives no thread.
     """
-    call = _Call(function)
-    start_threads(threading.Thread(target=call.run, name="infinity-bounded", daemon=True))
+    call: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            call.set_result(function())
+        except BaseException as error:
+            call.set_exception(error)
+
+    start_threads(threading.Thread(target=run, name="infinity-bounded", daemon=True))
     deadline = time.monotonic() + seconds
-    while not call.is_over.wait(max(min(deadline - time.monotonic(), _LOOK_SECONDS), 0.0)):
+    while not wait([call], max(min(deadline - time.monotonic(), _LOOK_SECONDS), 0.0)).done:
         look()
         if time.monotonic() >= deadline:
             raise TimeoutError(f"no answer in {seconds:.0f} s")

@@ -105,7 +105,8 @@ class Ranks:
         self.services: dict[str, Any] = {}
         """What others have made for these ranks, once for all who ask, by name."""
         self._group_reference = weakref.ref(group) if group is not None else None
-        self._causes = causes
+        self.causes = causes
+        """Know why a rank has ended: errors name the first cause."""
         self._lines: Lines | None = None
         self._are_neighbours = False
         """Whether each has a line to each other one."""
@@ -148,20 +149,11 @@ class Ranks:
     @property
     def has_failed(self) -> bool:
         """Whether an error ends this process."""
-        return self._causes is not None and self._causes.has_told
-
-    @property
-    def causes(self) -> Causes | None:
-        """Know why a rank has ended."""
-        return self._causes
-
-    def ask(self, causes: Causes) -> None:
-        """Errors name the first cause from now on."""
-        self._causes = causes
+        return self.causes is not None and self.causes.has_told
 
     def check_neighbours(self) -> None:
         """Raise RankError if the process of a rank on this machine has ended."""
-        why = self._causes.gone() if self._causes is not None else None
+        why = self.causes.gone() if self.causes is not None else None
         if why is not None:
             raise RankError("looking at the others", f"another rank has ended: {why}", rank=self.number, cure=_CURE)
 
@@ -501,7 +493,7 @@ class Ranks:
             raise self._failed(what, error) from error
 
     def _failed(self, what: str, error: Exception) -> RankError:
-        why = (self._causes.first() if self._causes is not None else None) or str(error).splitlines()[0]
-        doubt = self._causes.doubt if self._causes is not None else ""
+        why = (self.causes.first() if self.causes is not None else None) or str(error).splitlines()[0]
+        doubt = self.causes.doubt if self.causes is not None else ""
         problem = f"another rank has ended, or did not come in time: {why}{doubt}"
         return RankError(what, problem, rank=self.number, cure=_CURE)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.rest_checks import check_counters, check_groups, check_states
-from infinity.config import DurableSection, InfinityConfig
+from infinity.config.resolved import DurableSection, InfinityConfig
 from infinity.distributed.agreement import agree, together
 from infinity.distributed.collectives import Ranks
 from infinity.engine import commit_parts

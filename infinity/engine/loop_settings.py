@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader
 
-from infinity.config import InfinityConfig, MonitorsSection
+from infinity.config.resolved import InfinityConfig, MonitorsSection
 from infinity.distributed.world import world
 from infinity.engine.module_facade import ModuleFacade
 from infinity.engine.parts import Parts

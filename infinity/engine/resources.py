@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from infinity.config import InfinityConfig, IOSection
+from infinity.config.resolved import InfinityConfig, IOSection
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks

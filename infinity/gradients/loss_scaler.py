@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from infinity.config import LARGEST_LOSS_SCALE, LossScaling
+from infinity.config.resolved import LARGEST_LOSS_SCALE, LossScaling
 from infinity.errors import StepError
 
 _FACTOR = 2.0

@@ -25,7 +25,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infinity.config import ANY_BATCH, InfinityConfig, load_config, make_directories, remove_empty
+from infinity.config import InfinityConfig, load_config
+from infinity.config.batch import ANY_BATCH
+from infinity.config.schema.directories import make_directories, remove_empty
 from infinity.device.drive_tensors import DriveTensors, drives_of, has_drive_tensors, write_out
 from infinity.distributed.process_groups import init_distributed
 from infinity.errors import ConfigError

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config import InfinityConfig, load_config, make_directories
+from infinity.config import InfinityConfig, load_config
+from infinity.config.schema.directories import make_directories
 from infinity.device.drive_tensors import large_results_on
 from infinity.errors import CheckpointError, ModelError
 from infinity.loading import hugging_face, plain_module

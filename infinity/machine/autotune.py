@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from infinity.config import Decision, InfinityConfig, IOSection
+from infinity.config.resolved import Decision, InfinityConfig, IOSection
 from infinity.device.host_memory import free_bytes
 from infinity.machine.bandwidth_cache import BandwidthCache, cache_key, load, store
 from infinity.machine.drive_profile import (

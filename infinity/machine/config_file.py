@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infinity.config import ANY_BATCH, load_config
+from infinity.config import load_config
+from infinity.config.batch import ANY_BATCH
 from infinity.config.schema.blocks import InfinityBlock
 from infinity.config.schema.offload_blocks import AioBlock
 from infinity.config.text import blank_comments, read_text

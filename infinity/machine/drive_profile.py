@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from infinity.config import IOSection, load_config
+from infinity.config import load_config
+from infinity.config.resolved import IOSection
 from infinity.errors import ConfigError
 from infinity.machine.bandwidth_cache import BandwidthCache, now
 from infinity.machine.hardware import health

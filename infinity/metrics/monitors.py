@@ -9,9 +9,11 @@ import csv
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from infinity.config import FileMonitorSection, MonitorsSection, WandbSection
+from infinity.config.resolved import MonitorsSection
+from infinity.config.schema.blocks import WandbBlock
 from infinity.distributed.world import world
 from infinity.errors import ConfigError
 from infinity.metrics.report import StepReport
@@ -135,9 +137,9 @@ class Monitors:
 class _CsvFiles:
     """Appends to ``DIRECTORY/Train_Samples_lr.csv`` and the like, whose first line is ``step,lr``."""
 
-    def __init__(self, section: FileMonitorSection) -> None:
+    def __init__(self, directory: Path) -> None:
         """Raises OSError if the directory cannot be made."""
-        self._directory = section.directory
+        self._directory = directory
         make_directory(self._directory)
 
     def write_events(self, events: Sequence[Event]) -> None:
@@ -156,10 +158,10 @@ class _CsvFiles:
 class _TensorBoard:
     """Events that ``tensorboard --logdir`` shows."""
 
-    def __init__(self, section: FileMonitorSection) -> None:
+    def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(section.directory))
+        self._writer = SummaryWriter(log_dir=str(directory))
 
     def write_events(self, events: Sequence[Event]) -> None:
         for name, value, samples in events:
@@ -173,7 +175,7 @@ class _TensorBoard:
 class _Wandb:
     """A run of Weights & Biases: the one that the script has begun, or one of its own."""
 
-    def __init__(self, section: WandbSection) -> None:
+    def __init__(self, section: WandbBlock) -> None:
         import wandb
 
         self._is_own = wandb.run is None

@@ -6,6 +6,7 @@ The model may be on the meta device: only its shapes are looked at.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,10 @@ from infinity.optim.template import Template
 from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.machine import Bandwidth, RoomBytes
 from infinity.plan.placement import Placement
+from infinity.plan.plan import Plan
 from infinity.plan.sizes import Request, UnitSize, guessed_order
-from infinity.plan.tracker import PlanTracker, first_plan
-from infinity.plan.volumes import Volumes
+from infinity.plan.tracker import PlanTracker
+from infinity.plan.volumes import Volumes, resting_bytes
 from infinity.units.adapters import is_base
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition
@@ -95,19 +97,17 @@ class PlanInputs:
         names = {unit.index: _state_names(unit, template, updater) for unit in units}
         budget = config.infinity.host_memory_budget
 
-        def asked(config: InfinityConfig) -> Request:
-            return Request.of(
-                config,
-                model,
-                units,
-                budget_bytes=budget if budget is not None else share.budget_bytes,
-                shares_host_memory=shares_host_memory,
-                device_free_bytes=device_free_bytes,
-                runs_in_parallel=updater.is_for_threads,
-                updates_whole_parameters=updater.mixes_elements,
-                is_alone=is_alone,
-            )
-
+        ask = functools.partial(
+            Request.of,
+            model=model,
+            units=units,
+            budget_bytes=budget if budget is not None else share.budget_bytes,
+            shares_host_memory=shares_host_memory,
+            device_free_bytes=device_free_bytes,
+            runs_in_parallel=updater.is_for_threads,
+            updates_whole_parameters=updater.mixes_elements,
+            is_alone=is_alone,
+        )
         found = cls(
             config=config,
             units=units,
@@ -118,7 +118,7 @@ class PlanInputs:
             },
             spans=[shares.span(unit) for unit in units],
             sizes=[_size_of(unit, len(names[unit.index]), shares, divides_weights=divides_weights) for unit in units],
-            request=asked(config),
+            request=ask(config),
             guess=guessed_order(len(units), is_trained=bool(template.param_groups)),
             budget_source="from the config" if budget is not None else str(share),
         )
@@ -126,7 +126,7 @@ class PlanInputs:
             return found
         # Where nothing waits for a drive, updates beside the model only take its cores: they are faster after it.
         in_step = dataclasses.replace(config, infinity=dataclasses.replace(config.infinity, update="step"))
-        after = dataclasses.replace(found, config=in_step, request=asked(in_step))
+        after = dataclasses.replace(found, config=in_step, request=ask(in_step))
         return after if after.stays_in_memory() else found
 
     def stays_in_memory(self) -> bool:
@@ -165,19 +165,30 @@ class PlanInputs:
         if retention is not None and durable is not None:
             retention = dataclasses.replace(retention, room_bytes=room_bytes(durable.directories))
         slots = [slot for unit in self.units for slot in unit.layout.slots]
-        plan = first_plan(
-            self.sizes,
-            self.request,
-            placement,
+        request = self.request
+        plan = Plan(
             num_parameters=sum(slot.numel for slot in slots),
             num_trainable=sum(slot.numel for slot in slots if slot.spec.is_trainable),
+            units=tuple((size.name, size.weight_bytes) for size in self.sizes),
+            param_tier=request.param_tier,
+            optimizer_tier=request.optimizer_tier,
+            update=request.update,
+            resting_bytes=resting_bytes(self.sizes, request, placement),
+            host_budget_bytes=request.budget_bytes,
             host_budget_source=self.budget_source,
+            minimum_budget_bytes=placement.minimum_bytes,
+            placement=placement,
+            num_micro_batches=request.num_micro_batches,
             bandwidth=bandwidth,
             drive_tbw=self.config.infinity.drive_tbw,
+            durable_bytes=0 if retention is None else retention.num_bytes,
             retention=retention,
+            activations_beyond="more is an error" if request.activations == "cpu" else "the rest spilled to NVMe",
+            update_workers=request.update_workers,
+            shares_host_memory=request.shares_host_memory,
         )
         expects_vertical = self.config.infinity.schedule == "vertical" and reason_against is None
-        return PlanTracker(plan, self.sizes, self.request, self.guess, expects_vertical=expects_vertical)
+        return PlanTracker(plan, self.sizes, request, self.guess, expects_vertical=expects_vertical)
 
     def volumes(self, placement: Placement) -> Volumes:
         """What is opened on drives with a placement."""

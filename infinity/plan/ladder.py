@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.machine import Machine, RoomBytes
 from infinity.plan.model_shapes import active_share
-from infinity.plan.page_sizes import PageSizes
+from infinity.plan.page_sizes import PAGE_KEY
 from infinity.plan.placement import HOST_KEY
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import UnitSize, guessed_order
@@ -148,10 +149,10 @@ class Ladder:
         return keys
 
     def smallest_change(self, given: Outcome) -> Outcome | None:
-        """The first that fits of: pages that are large enough, more of the memory that is free, the next rungs and those
-        before, large layers in tiles, narrower states."""
+        """The first that fits of: pages of the engine's own size where the config's are too small, more of the memory that is
+        free, the next rungs and those before, large layers in tiles, narrower states."""
         lowest = self._tiers("nvme", "nvme")
-        page = self._page_that_fits(given)
+        page = {PAGE_KEY: None} if PAGE_KEY in (given.problem or "") else {}
         candidates: list[dict[str, Any]] = [{}] if page else []
         if given.minimum_bytes and given.minimum_bytes < 0.95 * self._machine.host_free_bytes:
             candidates.append({HOST_KEY: given.minimum_bytes})
@@ -164,20 +165,6 @@ class Ladder:
         candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
         candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]
         return next((found for found in self._outcomes({**page, **each} for each in candidates) if found.fits), None)
-
-    def _page_that_fits(self, given: Outcome) -> dict[str, Any]:
-        """The least ``page_bytes``, where the config's are less; else nothing."""
-        config = self._config(given.changes)
-        if config.infinity.page_bytes is None:
-            return {}
-        try:
-            inputs = self._inputs(config, *self._cut(config))
-        except (ConfigError, OptimizerNotPageableError):
-            return {}
-        sizes = inputs.sizes
-        widest, largest = max(each.num_states for each in sizes), max(each.trainable_numel for each in sizes)
-        least = PageSizes.least_bytes(inputs.request, widest, largest)
-        return {"infinity.page_bytes": least} if config.infinity.page_bytes < least else {}
 
     def _outcomes(self, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Outcome]:
         """Of those changes with which there is a config: not every tier goes with every other key."""
@@ -297,7 +284,7 @@ class Ladder:
                 return False
             return self._drive_problem(Volumes.of(config, sizes, request, placement)) is None
 
-        count = _last(fits)
+        count = bisect_left(range(1, MOST_LAYERS + 1), True, key=lambda count: not fits(count))
         return None if not count else (count, layers.num_parameters(count))
 
 
@@ -340,19 +327,3 @@ class _Layers:
 
     def num_parameters(self, count: int) -> int:
         return self.others_numel + count * self.layer_numel
-
-
-def _last(fits: Callable[[int], bool]) -> int:
-    """The largest number up to which it fits, at most `MOST_LAYERS`; 0 if not even one does."""
-    if not fits(1):
-        return 0
-    low = 1
-    while low < MOST_LAYERS and fits(2 * low):
-        low *= 2
-    if low == MOST_LAYERS:
-        return low
-    high = 2 * low
-    while high - low > max(1, low // 128):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -49,17 +49,14 @@ def read_model(text: str) -> tuple[str, nn.Module]:
 
 def _of_equal_blocks(num_parameters: int) -> nn.Module:
     """A stack of blocks, as most large models are; nobody said how it is built."""
-    num_blocks = min(_num_blocks(num_parameters), num_parameters)
+    usual = max(4, round(_NUM_BLOCKS * math.pow(num_parameters / _OF_NUMBER, _DEPTH)))
+    num_blocks = min(usual, num_parameters)
     blocks = nn.ModuleList()
     for index in range(num_blocks):
         numel = num_parameters // num_blocks + (index < num_parameters % num_blocks)
         weight = nn.Parameter(torch.empty(numel, dtype=_DTYPE, device="meta"))
         blocks.append(nn.ParameterDict({"weight": weight}))
     return nn.ModuleDict({"blocks": blocks})
-
-
-def _num_blocks(num_parameters: int) -> int:
-    return max(4, round(_NUM_BLOCKS * math.pow(num_parameters / _OF_NUMBER, _DEPTH)))
 
 
 def _from_config(path: Path) -> nn.Module:

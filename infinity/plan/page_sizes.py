@@ -5,12 +5,11 @@ Pure arithmetic: knows bytes and elements; must not know what else shares the bu
 
 from __future__ import annotations
 
-import dataclasses
-
 from infinity.errors import ConfigError, format_bytes
 from infinity.plan.sizes import Request
 from infinity.units.layout import CHUNK_GRANULE
 
+PAGE_KEY = "infinity.page_bytes"
 FEWEST_PAGES = 3
 """One chunk being read, one updated, one written."""
 GOOD_PAGE_BYTES = 12 << 20
@@ -45,6 +44,8 @@ class PageSizes:
         self._widest = widest
         self._share = max(request.update_workers / 2, 1)
         """Beyond two, each worker needs as much again."""
+        self._fewest_pages = FEWEST_PAGES - 1 + request.update_workers
+        self._most_pages = int(_MOST_PAGES * self._share)
         self._largest_numel = max(largest_numel, CHUNK_GRANULE)  # of a model that is only evaluated: none
         self._largest_chunk = min(_LARGEST_CHUNK, self._largest_numel)
         if request.updates_whole_parameters:
@@ -63,14 +64,6 @@ class PageSizes:
         most_pages = self._fewest_pages if keeps_all_records else self._most_pages
         return {min(each, most_pages * self._bytes_for(self._largest_chunk)) for each in (enough, *more)}
 
-    @property
-    def _fewest_pages(self) -> int:
-        return FEWEST_PAGES - 1 + self._request.update_workers
-
-    @property
-    def _most_pages(self) -> int:
-        return int(_MOST_PAGES * self._share)
-
     def cut(self, area_bytes: int, *, keeps_all_records: bool) -> tuple[int, int, int]:
         """Elements per chunk, bytes per page, number of pages in ``area_bytes``; if that is 0, of the smallest.
 
@@ -88,28 +81,19 @@ class PageSizes:
         page_bytes = self._bytes_for(chunk_numel)
         return chunk_numel, page_bytes, max(min(area_bytes // page_bytes, self._most_pages), FEWEST_PAGES)
 
-    @classmethod
-    def least_bytes(cls, request: Request, widest: int, largest_numel: int) -> int:
-        """The least ``page_bytes`` that goes with a model and its config."""
-        sizes = cls(dataclasses.replace(request, page_bytes=None), widest, largest_numel)
-        return sizes._bytes_for(sizes._least_chunk)
-
-    @property
-    def _least_chunk(self) -> int:
-        return self._largest_numel if self._request.updates_whole_parameters else CHUNK_GRANULE
-
     def _find_smallest_chunk(self) -> int:
-        wanted, least = self._request.page_bytes, self._least_chunk
+        wanted, mixes = self._request.page_bytes, self._request.updates_whole_parameters
+        least = self._largest_numel if mixes else CHUNK_GRANULE
         numel = _SMALLEST_CHUNK if wanted is None else self._numel_in(wanted)
         if wanted is not None and numel < least:
             what = (
                 "the optimizer updates whole parameters, and a page must hold the largest unit with all its optimizer state"
-                if self._request.updates_whole_parameters
+                if mixes
                 else f"a page must hold {CHUNK_GRANULE} parameters with all their optimizer state"
             )
             cure = f"Set it to at least {format_bytes(self._bytes_for(least))}, or leave it out"
-            raise ConfigError.value("infinity.page_bytes", wanted, what, cure=cure)
-        return self._largest_numel if self._request.updates_whole_parameters else min(numel, self._largest_numel)
+            raise ConfigError.value(PAGE_KEY, wanted, what, cure=cure)
+        return self._largest_numel if mixes else min(numel, self._largest_numel)
 
     def _numel_in(self, num_bytes: int) -> int:
         return self._request.record_format.numel_in(num_bytes, self._widest, CHUNK_GRANULE)

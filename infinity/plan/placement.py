@@ -16,7 +16,7 @@ best for one unit more is not best for all of them. Hence:
   1. `_Planner.options`: some numbers of units that stay, with and without all states in memory. Each costs what all else
      needs at least: room for the two largest of the other units, three pages, the gradients of the largest unit.
   2. `_Planner.divide`, for each, with pages of some sizes: at most half of what is left goes to staging (pages first, see
-     `_Planner._staging`), all else keeps things off the drives, each kind as much as fits.
+     `_Planner._staged`), all else keeps things off the drives, each kind as much as fits.
   3. The option with the highest score is taken: bytes saved, less what its chunks cost. An engine simulates the first few.
 Eight units of 8 Mi parameters in bf16 with remainders: weights of 16 MiB, states of 80, gradients of 32 (fp32, one
 micro-batch, updates in backward). Keeping the weights of one saves 48 MiB in a step. A budget of 200, in MiB:
@@ -367,12 +367,10 @@ class _Planner:
         self, option: _Option, minimum_bytes: int, enough_page_bytes: int
     ) -> tuple[tuple[int, int], Placement]:
         units, request = self._units, self._request
-        left = request.budget_bytes - option.cost_bytes
         moving = [index for index in self._order if index not in option.residents]
-        pages, flats, uploads, gradients, landing = self._staging(option, moving, left, enough_page_bytes)
-        left -= pages + flats + uploads + gradients + landing
-        page_area = option.needs.pages + pages
-        chunk_numel, page_bytes, num_pages = self._pages.cut(page_area, keeps_all_records=option.keeps_all_records)
+        given = self._staged(option, moving, enough_page_bytes)
+        left = request.budget_bytes - sum(given)
+        chunk_numel, page_bytes, num_pages = self._pages.cut(given.pages, keeps_all_records=option.keeps_all_records)
 
         saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
         taken: list[int] = moving if option.hosts_all else []
@@ -380,15 +378,15 @@ class _Planner:
             sizes = self._sizes if request.shares_host_memory else [unit.stored_weight_bytes for unit in units]
             taken, left = take_weights(sizes, moving, left)
         saved += sum(request.saved_by_weights(units[index]) for index in taken)
-        capacity = self._all_gradients if self._gradients_on_device else option.needs.gradients + gradients
+        capacity = self._all_gradients if self._gradients_on_device else given.gradients
         if request.gradient_moves:
             spare = self._wished_gradients() - capacity
             capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
         states = tuple(unit.state_numel if option.keeps_all_records else 0 for unit in units)
         share = most_gradients(take_gradients(units, request, capacity))
         if self._may_keep_records() and not option.keeps_all_records:
-            held = option.needs.gradients + gradients
-            rooms = [(left - max(each.num_bytes - held, 0), each) for each in take_gradients(units, request, capacity)]
+            shares = take_gradients(units, request, capacity)
+            rooms = [(left - max(each.num_bytes - given.gradients, 0), each) for each in shares]
             most = [each.saved_bytes + 2 * min(room, self._records) for room, each in rooms]
             best = (-1, 0)
             for number in sorted(range(len(rooms)), key=lambda number: -most[number]):
@@ -399,18 +397,18 @@ class _Planner:
                 if (gain := (candidate.saved_bytes + 2 * (room - rest), -number)) > best:
                     best, share, states = gain, candidate, kept
         saved += share.saved_bytes + 2 * self._kept_records(states)
-        kept_bytes = option.needs.kept + (0 if option.keeps_all_records else self._kept_records(states))
-        left -= kept_bytes - option.needs.kept
-        gradient_bytes = max(share.num_bytes, option.needs.gradients + gradients)
+        kept_bytes = given.kept + (0 if option.keeps_all_records else self._kept_records(states))
+        left -= kept_bytes - given.kept
+        gradient_bytes = max(share.num_bytes, given.gradients)
         if not self._gradients_on_device:
-            left -= gradient_bytes - option.needs.gradients - gradients
+            left -= gradient_bytes - given.gradients
 
         is_resident = request.shares_host_memory and not option.hosts_all
         hosted = frozenset() if is_resident else frozenset(taken)
         residents = option.residents.union(taken) if is_resident else option.residents
         weights_bytes = self._device_bytes
         if request.shares_host_memory:
-            base = option.needs.flat + flats + (self._bytes_of(taken) if is_resident else 0)
+            base = given.flat + (self._bytes_of(taken) if is_resident else 0)
             weights_bytes = min(base + left, self._total)
             left -= max(weights_bytes - base, 0)
         elif not option.hosts_all:
@@ -427,8 +425,8 @@ class _Planner:
             num_pages=num_pages,
             chunk_numel=chunk_numel,
             upload_page_bytes=self._upload_page_bytes,
-            num_upload_pages=(option.needs.uploads + uploads) // self._upload_page_bytes,
-            landing_bytes=option.needs.landing + landing,
+            num_upload_pages=given.uploads // self._upload_page_bytes,
+            landing_bytes=given.landing,
             gradient_bytes=gradient_bytes,
             gradients_on_device=self._gradients_on_device,
             gradient_scratch_bytes=share.scratch_bytes,
@@ -458,11 +456,6 @@ class _Planner:
             return min(narrow, numel * request.scratch_itemsize)
         return numel * request.scratch_itemsize
 
-    def _least_on_the_way(self) -> int:
-        """Bytes without which no share is updated in backward, beyond those of one unit."""
-        is_early = self._is_divided and self._request.updates_in_backward
-        return self._largest_numel * self._request.scratch_itemsize if is_early else 0
-
     def _wished_landing(self) -> int:
         """Bytes for gradients that arrive: as backward makes them, or sums of several micro-batches."""
         request = self._request
@@ -471,36 +464,32 @@ class _Planner:
         itemsize = request.record_format.weight_dtype.itemsize if request.num_micro_batches == 1 else FP32_BYTES
         return _UNITS_LANDING * (self._largest_numel * itemsize + _LANDING_GAP_BYTES)
 
-    def _staging(
-        self, option: _Option, moving: Sequence[int], left: int, enough_page_bytes: int
-    ) -> tuple[int, int, int, int, int]:
-        """Bytes beyond the least, of at most half of ``left``: for pages, flat buffers, upload pages, gradients that wait and
-        gradients that arrive."""
-        request = self._request
-        wished = [0, 0, 0, 0, 0]
-        if option.needs.pages and not (request.page_bytes is not None and option.keeps_all_records):
-            wished[0] = max(enough_page_bytes - option.needs.pages, 0)
+    def _staged(self, option: _Option, moving: Sequence[int], enough_page_bytes: int) -> _Needs:
+        """What is needed at least, and more of it, for at most half of what the budget leaves."""
+        request, needs = self._request, option.needs
+        wished = dict.fromkeys(("pages", "flat", "uploads", "gradients", "landing"), 0)
+        if needs.pages and not (request.page_bytes is not None and option.keeps_all_records):
+            wished["pages"] = max(enough_page_bytes - needs.pages, 0)
         if request.shares_host_memory:
             ahead = _UNITS_AHEAD * max((self._sizes[index] for index in moving), default=0)
-            room = option.needs.flat - self._bytes_of([*option.residents])
-            wished[1] = max(min(ahead, self._bytes_of(moving) - room), 0)
-        elif option.needs.uploads:
+            room = needs.flat - self._bytes_of([*option.residents])
+            wished["flat"] = max(min(ahead, self._bytes_of(moving) - room), 0)
+        elif needs.uploads:
             fewest, most = self._num_upload_pages
-            wished[2] = (most - fewest) * self._upload_page_bytes
+            wished["uploads"] = (most - fewest) * self._upload_page_bytes
         if request.gradient_moves == 0 and not self._gradients_on_device:
-            wished[3] = max(self._wished_gradients() - option.needs.gradients, 0)
-        wished[4] = self._wished_landing() - option.needs.landing
-        granted = min(left // 2, sum(wished))
-        first = min(wished[0], granted // 2, GOOD_PAGE_BYTES)
-        wished[0] -= first
-        second = min(wished[3], granted - first, self._least_on_the_way())
-        wished[3] -= second
-        total = sum(wished)
-        shares = [(granted - first - second) * wish // total if total else 0 for wish in wished]
-        shares[0] += first
-        shares[3] += second
-        uploads = shares[2] // self._upload_page_bytes * self._upload_page_bytes
-        return shares[0], shares[1], uploads, shares[3], shares[4]
+            wished["gradients"] = max(self._wished_gradients() - needs.gradients, 0)
+        wished["landing"] = self._wished_landing() - needs.landing
+        granted = min((request.budget_bytes - option.cost_bytes) // 2, sum(wished.values()))
+        first = {"pages": min(wished["pages"], granted // 2, GOOD_PAGE_BYTES)}
+        if self._is_divided and request.updates_in_backward:  # with less, no share is updated in backward
+            least = self._largest_numel * request.scratch_itemsize
+            first["gradients"] = min(wished["gradients"], granted - first["pages"], least)
+        rest = {name: wish - first.get(name, 0) for name, wish in wished.items()}
+        left, total = granted - sum(first.values()), sum(rest.values())
+        given = {name: first.get(name, 0) + (left * wish // total if total else 0) for name, wish in rest.items()}
+        given["uploads"] -= given["uploads"] % self._upload_page_bytes
+        return needs._replace(**{name: getattr(needs, name) + more for name, more in given.items()})
 
 
 def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:

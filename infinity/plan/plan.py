@@ -42,8 +42,8 @@ class Plan:
     minimum_budget_bytes: int
     placement: Placement
     num_micro_batches: int
-    predicted_read_bytes_per_step: int
-    predicted_write_bytes_per_step: int
+    predicted_read_bytes_per_step: int = 0
+    predicted_write_bytes_per_step: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     """The order of the last step, which the predictions are for."""
     bandwidth: Bandwidth | None = None

@@ -10,15 +10,12 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from infinity.metrics import StepReport
 from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
-from infinity.plan.placement import Placement
 from infinity.plan.plan import Plan, Workload
 from infinity.plan.sizes import Request, UnitSize
-from infinity.plan.volumes import Retention, resting_bytes
 
 _WARM_UP = 2
 """Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""
@@ -82,7 +79,7 @@ class PlanTracker:
         if self._num_steps <= _WARM_UP:
             return
         self._reports.append(report)
-        steady = [_without(self._pause(report), report) for report in _steady(self._reports)]
+        steady = [self._without_pause(report) for report in _steady(self._reports)]
         moved = sum(report.read_bytes + report.write_bytes for report in steady)
         drive_seconds = sum(report.drive_busy_seconds for report in steady)
         longest = [max(_busy_seconds(report), report.drive_busy_seconds) for report in steady]
@@ -94,16 +91,15 @@ class PlanTracker:
             overlap_factor=statistics.median(factors) if factors else 1.0,
         )
 
-    def _pause(self, report: StepReport) -> float:
-        """How much longer than the script needs anyhow it took before this step. Few steps may all have come after a pause."""
+    def _without_pause(self, report: StepReport) -> StepReport:
+        """Without what the script took before it beyond what it needs anyhow. Few steps may all have come after a pause."""
         usual = self._least_pause
         if len(self._reports) >= _ENOUGH:
             usual = statistics.median(report.other_seconds for report in _steady(self._reports))
-        return max(0.0, report.other_seconds - usual)
-
-
-def _without(pause: float, report: StepReport) -> StepReport:
-    return dataclasses.replace(report, seconds=report.seconds - pause, compute_seconds=report.compute_seconds - pause)
+        pause = max(0.0, report.other_seconds - usual)
+        return dataclasses.replace(
+            report, seconds=report.seconds - pause, compute_seconds=report.compute_seconds - pause
+        )
 
 
 def _steady(reports: Collection[StepReport]) -> list[StepReport]:
@@ -114,26 +110,3 @@ def _steady(reports: Collection[StepReport]) -> list[StepReport]:
 def _busy_seconds(report: StepReport) -> float:
     """What the training thread did not wait, the GPU, the optimizer's thread: each works beside the others."""
     return max(report.compute_seconds, report.compute_busy_seconds, report.optimizer_seconds)
-
-
-def first_plan(units: Sequence[UnitSize], request: Request, placement: Placement, **known: Any) -> Plan:
-    """The plan as it is known before anything has run, without predictions; ``known``: what else a `Plan` has."""
-    retention: Retention | None = known["retention"]
-    return Plan(
-        units=tuple((unit.name, unit.weight_bytes) for unit in units),
-        param_tier=request.param_tier,
-        optimizer_tier=request.optimizer_tier,
-        update=request.update,
-        shares_host_memory=request.shares_host_memory,
-        resting_bytes=resting_bytes(units, request, placement),
-        host_budget_bytes=request.budget_bytes,
-        minimum_budget_bytes=placement.minimum_bytes,
-        placement=placement,
-        activations_beyond="more is an error" if request.activations == "cpu" else "the rest spilled to NVMe",
-        num_micro_batches=request.num_micro_batches,
-        predicted_read_bytes_per_step=0,
-        predicted_write_bytes_per_step=0,
-        durable_bytes=0 if retention is None else retention.num_bytes,
-        update_workers=request.update_workers,
-        **known,
-    )

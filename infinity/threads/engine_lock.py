@@ -85,13 +85,13 @@ class EngineLock:
     """Held by one call at a time: see [Note: engine lock].
 
     Attributes:
-        owner: The thread whose call is inside.
+        owner: The thread whose call is inside; None also while the lock is taken or freed.
         num_handovers: How often another thread than before has begun a call.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        """Taken while a call is inside."""
+        self._taken: dict[int, int] = {}
+        """0 -> the thread that has the lock. A dict's `setdefault` is one step: who is interrupted still knows it as his."""
         self.owner: int | None = None
         self._call = ""
         self._depth = 0
@@ -138,10 +138,10 @@ class EngineLock:
         self.check_process(call)
         if self._backward != -1 and self._last == me and not in_backward():
             self.break_off()  # it was a backward of this thread, which is not in it any more: an exception has cut it off
-        if not self._lock.acquire(blocking=False):
+        # Whatever an interrupt cuts off from here on, or in `_free`: the lock has no owner then, so the next call of this
+        # thread takes it once more, which does the rest. All of it may be done again.
+        if self._taken.setdefault(0, me) != me:
             raise self._busy(call)
-        # Whatever an interrupt cuts off here or in `_free`: the lock has no owner then, so the next call says that
-        # engine.reset() is needed, and that ends the rest.
         self._held.append(vars(_inside))
         _enter(self._held[0], self._key)
         if in_backward() and is_autograds_thread():
@@ -161,11 +161,11 @@ class EngineLock:
     def _free(self) -> None:
         self.owner, self._depth, self._backward = None, 0, -1
         _end(self._held, self._key)
-        self._lock.release()
+        self._taken.clear()
 
     def break_off(self) -> None:
         """The call that is inside, if there is one, was cut off and has not ended: end it."""
-        if self._lock.locked():
+        if self._taken:
             self._free()
 
     @property
@@ -189,7 +189,7 @@ class EngineLock:
             raise EngineClosedError.in_fork(call)
 
     def _busy(self, call: str) -> EngineBusyError:
-        name = next((thread.name for thread in threading.enumerate() if thread.ident == self.owner), "another")
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == self._taken.get(0)), "another")
         return EngineBusyError(
             call,
             f"a call of thread '{name}' is inside the engine ({self._call}), which takes one at a time",
@@ -227,7 +227,7 @@ class EngineLock:
 
     def _leave_to_parent(self) -> None:
         """This is a forked child: no other thread is there, and the weights are the parent's."""
-        self._lock = threading.Lock()
+        self._taken = {}
         self.owner, self._depth, self._backward = None, 0, -1
         self._members.clear()
         self._is_forked = True

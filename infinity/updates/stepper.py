@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from infinity.config import UpdateMode
+from infinity.config.resolved import UpdateMode
 from infinity.device.compute import ComputeDevice
 from infinity.device.host_memory import HeapTrimmer
 from infinity.distributed.meshes import Mesh

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import errno
 import itertools
-import queue
 import select
 import socket
 import threading
@@ -21,60 +19,36 @@ from typing import Any, TypeVar
 
 import aiofiles.os
 
-from swapper.backend import Direction, IORequest
+from swapper.backend import Direction, IORequest, ended
 from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
-from swapper.sync.callbacks import call_back
+from swapper.backends.workers import Workers
+from swapper.sync.callbacks import fulfil
 from swapper.sync.lifetimes import EXIT_SECONDS, Roll, when_gone
 from swapper.sync.limits import limits_in_words, start_threads
 from swapper.sync.patience import join_all
-from swapper.volumes.volume import Volume
+from swapper.volumes.volume import Piece, Volume
 
 _T = TypeVar("_T")
 
 
-class _DaemonExecutor(concurrent.futures.Executor):
-    """Knows threads that carry out functions. Unlike those of ``ThreadPoolExecutor``, nobody waits for them at exit.
-
-    A thread that hangs in the kernel must not keep the process.
+class _Executor(concurrent.futures.Executor):
+    """Workers as asyncio wants them. Unlike those of ``ThreadPoolExecutor``, nobody waits for them at exit: a thread that
+    hangs in the kernel must not keep the process.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._queue: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]
-        self._queue = queue.SimpleQueue()
-        self.threads = [
-            threading.Thread(target=_work, args=(self._queue,), name=f"{name}-{index}", daemon=True)
-            for index in range(num_threads)
-        ]
-        start_threads(*self.threads, stop=self.shutdown)
+        self.workers = Workers(name, num_threads)
 
     def submit(self, function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[_T]:
         """Have the next idle thread call the function."""
         future: concurrent.futures.Future[_T] = concurrent.futures.Future()
-        self._queue.put((future, lambda: function(*args, **kwargs)))
+        self.workers.submit(partial(fulfil, future, partial(function, *args, **kwargs)))
         return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads after what is queued; never waits for them."""
-        for _ in self.threads:
-            self._queue.put(None)
-
-
-def _work(work: queue.SimpleQueue[tuple[concurrent.futures.Future[Any], Callable[[], Any]] | None]) -> None:
-    while (item := work.get()) is not None:
-        future, call = item
-        try:
-            result = call()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-        # An idle thread must not keep the last buffer alive.
-        del item, future, call
 
 
 class _Loop:
-    """Knows an event loop, the thread it runs on, and the executors that wait in the kernel for it.
+    """An event loop, the thread it runs on, and the executors that wait in the kernel for it.
 
     It must not know its backend: the thread would keep that alive, and nobody would ever stop it.
     """
@@ -86,12 +60,12 @@ class _Loop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         # Of each file and direction its own: slow writes or a slow drive must not occupy the threads of others.
-        self._executors: dict[tuple[int, Direction], _DaemonExecutor] = {}
+        self._executors: dict[tuple[int, Direction], _Executor] = {}
         self._thread = threading.Thread(target=self._run, name="swapper-aiofiles-loop", daemon=True)
         try:
             for column, direction in itertools.product(range(num_files), Direction):
-                name = f"swapper-aiofiles-{column}-{direction.name.lower()}"
-                self._executors[column, direction] = _DaemonExecutor(name, num_threads)
+                name = f"aiofiles-{column}-{direction.name.lower()}"
+                self._executors[column, direction] = _Executor(name, num_threads)
             start_threads(self._thread)
         except BaseException:
             self._end()
@@ -102,12 +76,12 @@ class _Loop:
     @property
     def threads(self) -> list[threading.Thread]:
         """All threads, the loop's own first."""
-        return [self._thread, *(thread for executor in self._executors.values() for thread in executor.threads)]
+        return [self._thread, *(thread for executor in self._executors.values() for thread in executor.workers.threads)]
 
-    def submit(self, request: IORequest, column: int) -> None:
+    def submit(self, request: IORequest, pieces: list[Piece]) -> None:
         """Start a transfer, from any thread."""
         # The coroutine is made on the loop's thread: made here, it would never be awaited if the loop had just ended.
-        self._loop.call_soon_threadsafe(self._start, request, column)
+        self._loop.call_soon_threadsafe(self._start, request, pieces)
 
     def stop(self) -> None:
         """End the loop and all threads after what was submitted."""
@@ -122,10 +96,10 @@ class _Loop:
     def _end(self) -> None:
         self._loop.close()
         for executor in self._executors.values():
-            executor.shutdown()
+            executor.workers.stop()
 
-    def _start(self, request: IORequest, column: int) -> None:
-        task = self._loop.create_task(self._serve(request, column))
+    def _start(self, request: IORequest, pieces: list[Piece]) -> None:
+        task = self._loop.create_task(self._serve(request, pieces))
         self._tasks.add(task)  # the loop itself refers to its tasks only weakly
         task.add_done_callback(self._on_done)
 
@@ -139,20 +113,16 @@ class _Loop:
         if not self._tasks:
             self._loop.stop()
 
-    async def _serve(self, request: IORequest, column: int) -> None:
-        error: OSError | None = None
-        transferred = 0
-        try:
-            transferred = await self._transfer(
-                request, loop=self._loop, executor=self._executors[column, request.direction]
-            )
-        except OSError as os_error:
-            # The traceback's frames refer to the request and so to the user's memory; the number and text are enough.
-            error = os_error.with_traceback(None)
-        except Exception as other:
-            error = OSError(None, f"{type(other).__name__}: {other}")
-        # An exit would end the loop, and a task that is cancelled says nothing.
-        call_back(partial(request.complete, transferred, error), "completing a transfer")
+    async def _serve(self, request: IORequest, pieces: list[Piece]) -> None:
+        outcome: list[tuple[int, OSError | None]] = []
+        executor = self._executors[pieces[0][0], request.direction]
+        note = partial(_note, outcome)
+        await self._transfer(request, pieces, note, loop=self._loop, executor=executor)
+        request.complete(*outcome[0])
+
+
+def _note(outcome: list[tuple[int, OSError | None]], moved_bytes: int, error: OSError | None) -> None:
+    outcome.append((moved_bytes, error))
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
@@ -168,7 +138,7 @@ _open_backends: Roll[AiofilesBackend] = Roll(at_exit=lambda backend: backend.sto
 
 
 class AiofilesBackend(VolumeBackend):
-    """Knows a volume and the event loop that transfers its bytes; must not know extents.
+    """A volume and the event loop that transfers its bytes.
 
     Args:
         volume: Where the bytes go; closed together with the backend.
@@ -179,7 +149,7 @@ class AiofilesBackend(VolumeBackend):
         super().__init__(volume)
         self.num_threads = num_threads
         self.concurrency = num_threads * len(volume.files)
-        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
+        self._lock = threading.RLock()
         self._is_closed = False
         self._loop = _Loop(self._transfer, len(volume.files), num_threads)
         self._stop_once = when_gone(self, self._loop.stop)
@@ -197,9 +167,9 @@ class AiofilesBackend(VolumeBackend):
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
-                self._loop.submit(request, self.volume.column_of(request.offset))
-        if is_closed:  # by the end of the process: whoever still waits must not wait for his deadline
-            request.complete(0, OSError(errno.ESHUTDOWN, "the event loop has ended"))
+                self._loop.submit(request, self.volume.pieces(request.offset, len(request.memory)))
+        if is_closed:
+            request.complete(0, ended("the event loop has"))
 
     def stop(self, timeout_seconds: float) -> bool:
         """Take nothing more and end all threads after what was submitted; return whether all of them did in time."""

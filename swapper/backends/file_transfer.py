@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import Direction, IORequest
+from swapper.backend import NO_MEMORY, Direction, IORequest, as_os_error
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
-from swapper.volumes.volume import Volume
+from swapper.volumes.volume import Piece, Volume
 
 
 class FileTransfer:
@@ -24,42 +26,61 @@ class FileTransfer:
     writes whole blocks. The scheduler treats such blocks as touched by the request, so nobody else changes them
     meanwhile.
 
-    [Note: runs] A request may be longer than what is asked of the kernel at a time. It is then carried out piece by piece, in
-    one loop of this thread: for a piece, all that Python does is a system call and a view.
+    [Note: runs] A request may be longer than what is asked of the kernel at a time. It is then carried out step by step, in
+    one loop of this thread: for a step, all that Python does is a system call and a view.
 
     Args:
         volume: Where the bytes go.
-        piece_bytes: The most that is asked of the kernel at a time; a multiple of 4096. None: whole requests.
+        step_bytes: The most that is asked of the kernel at a time; a multiple of 4096. None: whole pieces.
     """
 
-    def __init__(self, volume: Volume, piece_bytes: int | None = None) -> None:
-        self._volume = volume
-        self._piece_bytes = piece_bytes
+    def __init__(self, volume: Volume, step_bytes: int | None = None) -> None:
+        self._files = volume.files
+        self._step_bytes = step_bytes or sys.maxsize
         self._needs_alignment = any(file.is_direct for file in volume.files)
         self._bounce = threading.local()
         self._bounce_lock = threading.Lock()
         self.num_bounced = 0
 
-    def __call__(self, request: IORequest) -> int:
-        file, offset = self._volume.locate(request.offset)
-        fd, memory, address, done = file.fd, request.memory, request.address, 0
+    def __call__(
+        self, request: IORequest, pieces: Sequence[Piece], then: Callable[[int, OSError | None], object]
+    ) -> None:
+        """Carry out the pieces of a request, one after the other.
+
+        Args:
+            request: What to do.
+            pieces: Where some of its bytes lie, in their order.
+            then: Called in the end, with the place in the request of the first byte that is not moved (the request's end if
+                there is none), and with the error if nothing was moved at all.
+        """
+        memory, address, step = request.memory, request.address, self._step_bytes
         move = os.preadv if request.direction is Direction.READ else os.pwritev
         num_bytes = len(memory)
-        step = min(self._piece_bytes or num_bytes, num_bytes)
-        while True:
-            piece = memory if step == num_bytes else memory[done : done + step]
-            try:
-                if self._needs_alignment and ((offset + done) | (address + done) | len(piece)) % ALIGNMENT:
-                    moved = self._through_bounce(request, piece, fd, offset + done)
-                else:
-                    moved = move(fd, (piece,), offset + done)
-            except OSError:
-                if not done:
-                    raise
-                return done  # the next attempt begins here, and tells why
-            done += moved
-            if done >= num_bytes or moved < len(piece):
-                return done
+        done, has_moved, view, failure = 0, False, memory, None
+        try:
+            for column, offset, done, high in pieces:
+                offset -= done
+                fd = self._files[column].fd
+                while done < high:
+                    stop = min(done + step, high)
+                    view = memory if stop - done == num_bytes else memory[done:stop]
+                    if self._needs_alignment and ((offset + done) | (address + done) | len(view)) % ALIGNMENT:
+                        moved = self._through_bounce(request, view, fd, offset + done)
+                    else:
+                        moved = move(fd, (view,), offset + done)
+                    has_moved = has_moved or moved > 0
+                    done += moved
+                    if done < stop:
+                        break
+                if done < high:
+                    break
+            else:
+                done = num_bytes
+        except BaseException as error:
+            if not has_moved:  # else the next attempt begins where this one has ended, and tells why
+                failure = as_os_error(error)
+        view = memory = NO_MEMORY  # before anybody hears that it is over
+        then(done, failure)
 
     def _through_bounce(self, request: IORequest, memory: memoryview, fd: int, offset: int) -> int:
         """A piece of a request. See [Note: bounced transfers]."""

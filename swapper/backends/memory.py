@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import Direction, IORequest
-from swapper.backends.workers import Transfer, WorkerPool
+from swapper.backend import Direction, IORequest, ended
+from swapper.backends.workers import Workers
 from swapper.config import round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
+from swapper.sync.lifetimes import EXIT_SECONDS
+from swapper.sync.patience import join_all
 from swapper.uncopyable import Uncopyable, closed_unless_made
 
 
-def _copy(region: npt.NDArray[np.uint8], request: IORequest) -> int:
+def _copy(region: npt.NDArray[np.uint8], request: IORequest) -> None:
     """Copy between a request's memory and the region; numpy lets other threads run meanwhile."""
     memory = np.frombuffer(request.memory, dtype=np.uint8)
     stored = region[request.offset : request.offset + memory.size]
@@ -23,11 +26,12 @@ def _copy(region: npt.NDArray[np.uint8], request: IORequest) -> int:
         memory[: stored.size] = stored
     else:
         stored[:] = memory[: stored.size]
-    return stored.size
+    del memory
+    request.complete(stored.size)
 
 
 class MemoryBackend(Uncopyable):
-    """Knows one region of host memory; must not know extents.
+    """One region of host memory.
 
     Args:
         capacity_bytes: Size of the region, rounded up to 4096.
@@ -45,9 +49,11 @@ class MemoryBackend(Uncopyable):
         self.capacity_bytes = round_up(capacity_bytes)
         self.region = AlignedRegion(max(1, self.capacity_bytes))
         self.concurrency = max(1, num_threads)
-        self._transfer: Transfer | None = functools.partial(_copy, self.region.array())
-        with closed_unless_made(self.region.release):
-            self._pool = WorkerPool("memory", self._transfer, num_threads) if num_threads else None
+        self._copy: Callable[[IORequest], None] | None = partial(_copy, self.region.array())
+        self._workers: list[Workers] = []
+        with closed_unless_made(self.close, EXIT_SECONDS):
+            for direction in Direction if num_threads else ():
+                self._workers.append(Workers(f"memory-{direction.name.lower()}", num_threads))
 
     def locate(self, offset: int) -> tuple[str, int]:
         """Return words for host memory, and the offset itself."""
@@ -59,17 +65,17 @@ class MemoryBackend(Uncopyable):
 
     def submit(self, request: IORequest) -> None:
         """Copy the bytes, here or on a worker thread."""
-        if self._pool is not None:
-            self._pool.submit(request)
-        elif self._transfer is None:
-            request.complete(0, OSError(None, "the memory backend is closed"))
-        else:
-            request.complete(self._transfer(request), None)
+        if self._copy is None:
+            request.complete(0, ended("the memory backend has"))
+        elif not self._workers:
+            self._copy(request)
+        elif not self._workers[request.direction].submit(partial(self._copy, request)):
+            request.complete(0, ended("the worker threads have"))
 
     def close(self, timeout_seconds: float) -> bool:
         """Stop the workers and give the memory back."""
-        ended = self._pool.close(timeout_seconds) if self._pool is not None else True
-        self._pool = None
-        self._transfer = None
+        self._copy = None
+        for workers in self._workers:
+            workers.stop()
         self.region.release()
-        return ended
+        return join_all([thread for workers in self._workers for thread in workers.threads], timeout_seconds)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from swapper.backend import IORequest
+from functools import partial
+from itertools import pairwise
+
+from swapper.backend import Batch, IORequest, ended
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
-from swapper.backends.workers import WorkerPool
+from swapper.backends.workers import Workers
+from swapper.config import ALIGNMENT
 from swapper.sync.patience import join_all
 from swapper.uncopyable import closed_unless_made
-from swapper.volumes.volume import Volume
+from swapper.volumes.volume import Piece, Volume
 
-_MOST_REQUESTS = 16
-"""In one transfer: 16 MiB of 1 MiB each, which a drive of 600 MB/s takes 27 ms for. So long may one that is waited for be held
-up by a transfer ahead of it."""
+_MOST_REQUESTS = 64
+_MOST_BYTES = 64 << 20
+"""In one transfer of several requests, which a drive of 600 MB/s takes 110 ms for. About so long may one that is waited for be
+held up by what is ahead of it."""
 
 
 class ThreadsBackend(VolumeBackend):
-    """Knows a volume and the threads that transfer its bytes; must not know extents.
+    """A volume and the threads that transfer its bytes.
 
-    Each file of the volume has threads of its own, so that a slow or hung drive never occupies those of another.
+    Each file of the volume has threads of its own, and of these each direction: so a slow or hung drive never occupies those
+    of another, nor do slow writes keep the drive from reading. A long transfer is spread over all threads of its files.
 
     Args:
         volume: Where the bytes go; closed together with the backend.
@@ -27,33 +33,72 @@ class ThreadsBackend(VolumeBackend):
 
     def __init__(self, volume: Volume, num_threads: int = 4, request_bytes: int | None = None) -> None:
         super().__init__(volume, request_bytes)
+        self.boundary_bytes = 0
         self.num_threads = num_threads
-        self.run_bytes = _MOST_REQUESTS * (request_bytes or 0)
-        """See `swapper.backend.RunsTransfers`."""
+        self._request_bytes = request_bytes or volume.capacity_bytes
+        self.run_bytes = max(request_bytes or 0, min(_MOST_REQUESTS * (request_bytes or 0), _MOST_BYTES))
+        """See `swapper.backend.IOBackend`."""
+        num_files = len(volume.files)
         # Stripes come in turn, drives take unequal times: without some in hand, one would wait for the turn of another.
-        num_ahead = -(-num_threads // 2) if len(volume.files) > 1 else 0
-        self.concurrency = (num_threads + num_ahead) * len(volume.files)
-        names = ["io"] if len(volume.files) == 1 else [f"io-{column}" for column in range(len(volume.files))]
-        self._pools: list[WorkerPool] = []
+        num_ahead = -(-num_threads // 2) if num_files > 1 else 0
+        self.concurrency = (num_threads + num_ahead) * num_files
+        self._workers: list[tuple[Workers, Workers]] = []
         with closed_unless_made(self.stop, STOP_SECONDS):
-            for name in names:
-                self._pools.append(WorkerPool(name, self._transfer, num_threads))
+            for column in range(num_files):
+                name = "io" if num_files == 1 else f"io-{column}"
+                reads = Workers(f"{name}-read", num_threads)
+                with closed_unless_made(reads.close, STOP_SECONDS):
+                    self._workers.append((reads, Workers(f"{name}-write", num_threads)))
 
     def describe(self) -> str:
         """Return one line for logs."""
-        each = " of each file" if len(self._pools) > 1 else ""
+        each = " of each file" if len(self._workers) > 1 else ""
         return (
             f"threads: {self.volume.describe()}, {self.num_threads} threads for reads and {self.num_threads} for "
             f"writes{each}"
         )
 
     def submit(self, request: IORequest) -> None:
-        """Hand the request to a worker thread of its file."""
-        pools = self._pools
-        (pools[0] if len(pools) == 1 else pools[self.volume.column_of(request.offset)]).submit(request)
+        """Hand the request, or its parts, to worker threads of its files."""
+        num_bytes = len(request.memory)
+        pieces = self.volume.pieces(request.offset, num_bytes)
+        parts, then, request.batch = [pieces], request.complete, None
+        if len(pieces) > 1 or num_bytes > self._request_bytes:
+            parts = self._spread(pieces)
+            request.batch = Batch({part[0][2] for part in parts}, num_bytes, request.complete)
+        for part in parts:
+            column, _, start, _ = part[0]
+            if request.batch is not None:
+                then = partial(request.batch.on_over, start)
+            workers = self._workers[column][request.direction]
+            if workers.is_closed:
+                then(start, ended("the worker threads have"))
+            else:
+                workers.jobs.put(partial(self._transfer, request, part, then))
+
+    def _spread(self, pieces: list[Piece]) -> list[list[Piece]]:
+        """Deal the pieces to the threads of each file; a piece that is alone on its file is cut."""
+        by_file: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            by_file.setdefault(piece[0], []).append(piece)
+        parts = []
+        for mine in by_file.values():
+            if len(mine) == 1:
+                mine = self._cut(*mine[0])
+            share = -(-len(mine) // self.num_threads)
+            parts += [mine[start : start + share] for start in range(0, len(mine), share)]
+        return parts
+
+    def _cut(self, column: int, offset: int, low: int, high: int) -> list[Piece]:
+        share = -(-(high - low) // self.num_threads)
+        share += -share % self._request_bytes
+        # Only the two ends of a request may be unaligned.
+        cuts = [low, *range(low + share - offset % ALIGNMENT, high, share), high]
+        return [(column, offset + start - low, start, stop) for start, stop in pairwise(cuts)]
 
     def stop(self, timeout_seconds: float) -> bool:
         """Stop the workers and leave the files open for another backend; return whether all ended in time."""
-        for pool in self._pools:
-            pool.stop()  # all of them before waiting for one, which may hang
-        return join_all([thread for pool in self._pools for thread in pool.threads], timeout_seconds)
+        all_workers = [workers for both in self._workers for workers in both]
+        for workers in all_workers:
+            workers.stop()  # all of them before waiting for one, which may hang
+        return join_all([thread for workers in all_workers for thread in workers.threads], timeout_seconds)

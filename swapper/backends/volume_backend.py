@@ -16,20 +16,20 @@ STOP_SECONDS = 10.0
 
 
 class VolumeBackend(Uncopyable):
-    """Knows a volume, which it closes, and how to make a positional transfer; must not know extents or threads."""
+    """A volume, which it closes, and how to make a positional transfer."""
 
-    def __init__(self, volume: Volume, piece_bytes: int | None = None) -> None:
+    def __init__(self, volume: Volume, step_bytes: int | None = None) -> None:
         """
         Args:
             volume: Where the bytes go; closed together with the backend.
-            piece_bytes: See `FileTransfer`.
+            step_bytes: See `FileTransfer`.
         """
         self.volume = volume
         self.capacity_bytes = volume.capacity_bytes
         self.is_direct = volume.is_direct
         self.block_bytes = ALIGNMENT if any(file.is_direct for file in volume.files) else 1
         self.boundary_bytes = volume.stripe_bytes
-        self._transfer = FileTransfer(volume, piece_bytes)
+        self._transfer = FileTransfer(volume, step_bytes)
 
     @property
     def num_bounced(self) -> int:

@@ -1,94 +1,67 @@
-"""Two pools of worker threads, one for reads and one for writes."""
+"""Threads that wait in the kernel, or copy, for others."""
 
 from __future__ import annotations
 
-import errno
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
 
-from swapper.backend import Direction, IORequest
-from swapper.sync.callbacks import call_back
+from swapper.sync.callbacks import log_raised
 from swapper.sync.lifetimes import EXIT_SECONDS, Roll, when_gone
 from swapper.sync.limits import start_threads
 from swapper.sync.patience import join_all
 from swapper.uncopyable import Uncopyable
 
-Transfer = Callable[[IORequest], int]
-"""Carries out one request; returns the number of bytes transferred, or raises ``OSError``."""
-RequestQueue = queue.SimpleQueue[IORequest | None]
+Job = Callable[[], object]
+_Jobs = queue.SimpleQueue[Job | None]
 
 
-def _serve(requests: RequestQueue, transfer: Transfer) -> None:
-    # A plain function and not a method: a running thread must not keep the pool alive, or nobody would ever stop it.
-    while True:
-        request = requests.get()
-        if request is None:
-            return
-        error: OSError | None = None
-        transferred = 0
+def _serve(jobs: _Jobs) -> None:
+    # A plain function and not a method: a running thread must not keep its owner alive, or nobody would ever stop it.
+    while (job := jobs.get()) is not None:
         try:
-            transferred = transfer(request)
-        except OSError as os_error:
-            # The traceback's frames refer to the request and so to the user's memory; the number and text are enough.
-            error = os_error.with_traceback(None)
-        except BaseException as other:
-            error = OSError(None, f"{type(other).__name__}: {other}")
-        call_back(partial(request.complete, transferred, error), "completing a transfer")
-        # An idle worker must not keep the last buffer alive.
-        del request, error
+            job()
+        except BaseException as error:
+            log_raised(error, "a worker's job")
+        del job  # an idle worker must not keep the last buffer alive
 
 
-def _stop(queues: tuple[RequestQueue, ...], num_threads: int) -> None:
-    for requests in queues:
-        for _ in range(num_threads):
-            requests.put(None)
+def _stop(jobs: _Jobs, num_threads: int) -> None:
+    for _ in range(num_threads):
+        jobs.put(None)
 
 
 # A thread that is inside native code when the interpreter goes away is ended there, which C++ code answers with abort.
-_open_pools: Roll[WorkerPool] = Roll(at_exit=lambda pool: pool.close(EXIT_SECONDS))
+_open: Roll[Workers] = Roll(at_exit=lambda workers: workers.close(EXIT_SECONDS))
 
 
-class WorkerPool(Uncopyable):
-    """Knows threads and the queues they take requests from; must not know what a transfer does.
+class Workers(Uncopyable):
+    """Daemon threads that do jobs in the order in which they come."""
 
-    Reads and writes have workers of their own: were they shared, slow writes could occupy all of them while the drive
-    sits idle in the other direction.
-    """
-
-    def __init__(self, name: str, transfer: Transfer, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self._queues: tuple[RequestQueue, RequestQueue] = (queue.SimpleQueue(), queue.SimpleQueue())
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.jobs: _Jobs = queue.SimpleQueue()
         self.threads = [
-            threading.Thread(
-                target=_serve,
-                args=(self._queues[direction], transfer),
-                name=f"swapper-{name}-{direction.name.lower()}-{index}",
-                daemon=True,
-            )
-            for direction in Direction
+            threading.Thread(target=_serve, args=(self.jobs,), name=f"swapper-{name}-{index}", daemon=True)
             for index in range(num_threads)
         ]
-        when_gone(self, _stop, self._queues, num_threads)
-        self._is_closed = False
+        when_gone(self, _stop, self.jobs, num_threads)
+        self.is_closed = False
         start_threads(*self.threads, stop=self.stop)
-        _open_pools.add(self)
+        _open.add(self)
 
-    def submit(self, request: IORequest) -> None:
-        """Hand a request to the next idle worker of its direction."""
-        if self._is_closed:  # by the end of the process: whoever still waits must not wait for his deadline
-            request.complete(0, OSError(errno.ESHUTDOWN, "the worker threads have ended"))
-        else:
-            self._queues[request.direction].put(request)
+    def submit(self, job: Job) -> bool:
+        """Have the next idle thread do the job; return false if they have been stopped, at the end of the process, say."""
+        if not self.is_closed:
+            self.jobs.put(job)
+        return not self.is_closed
 
     def stop(self) -> None:
-        """Take nothing more, and have the workers end after what is queued. Idempotent."""
-        self._is_closed = True
-        _stop(self._queues, self.num_threads)  # not by the finalizer, which an interrupt would use up
-        _open_pools.discard(self)
+        """Take nothing more, and have the threads end after what is queued. Idempotent."""
+        self.is_closed = True
+        _stop(self.jobs, len(self.threads))  # not by the finalizer, which an interrupt would use up
+        _open.discard(self)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Stop the workers after what is queued; return whether all of them ended in time."""
+        """Stop the threads after what is queued; return whether all of them ended in time."""
         self.stop()
         return join_all(self.threads, timeout_seconds)

@@ -21,16 +21,9 @@ class ExtentState(Enum):
     FREED = "freed"  # the volume again
 
 
-LEGAL_EXTENT_TRANSITIONS = {
-    ExtentState.LIVE: frozenset({ExtentState.FREEING}),
-    ExtentState.FREEING: frozenset({ExtentState.FREED}),
-    ExtentState.FREED: frozenset[ExtentState](),
-}
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Extent:
-    """Knows a byte range of a volume and who owns it; must not know what is stored there, files or threads.
+    """A byte range of a volume, and who owns it.
 
     Made by ``Swapper.allocate``.
 
@@ -71,9 +64,3 @@ class Extent:
             f"naming what lies in bytes {start} to {stop} of extent {self.name!r}",
         )
         return names[-1]
-
-    def move_to(self, state: ExtentState) -> None:
-        """Change the state; only legal transitions are possible."""
-        if state not in LEGAL_EXTENT_TRANSITIONS[self.state]:
-            raise RuntimeError(f"extent {self.name!r} cannot go from {self.state.value} to {state.value}")
-        self.state = state

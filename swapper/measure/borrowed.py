@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from swapper.config import pieces
 from swapper.measure.pattern import FileRange
 from swapper.volumes.striping import StripeMap, deal
 from swapper.volumes.volume import Volume
@@ -45,10 +44,8 @@ class BorrowedVolume(Volume):
     def _used_bytes(self) -> list[int]:
         """How far the address space reaches into each file."""
         used = [0 for _ in self.files]
-        for offset in range(0, self.capacity_bytes, self.stripe_bytes):
-            file, file_offset = self.locate(offset)
-            column = self.files.index(file)
-            used[column] = max(used[column], file_offset + self.stripe_bytes)
+        for column, file_offset, low, high in self.pieces(0, self.capacity_bytes):
+            used[column] = max(used[column], file_offset + high - low)
         return used
 
     def close(self) -> None:
@@ -56,11 +53,7 @@ class BorrowedVolume(Volume):
 
     def ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
         """Return where a range of the address space lies in the files."""
-        found: list[FileRange] = []
-        for low, high in pieces(offset, num_bytes, self.stripe_bytes):
-            file, file_offset = self.locate(offset + low)
-            found.append(FileRange(self.files.index(file), file_offset, high - low))
-        return found
+        return [FileRange(column, start, high - low) for column, start, low, high in self.pieces(offset, num_bytes)]
 
     def drop_cache(self) -> None:
         """Have the next reads go to the drives, also where they pass through the page cache."""

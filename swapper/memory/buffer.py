@@ -14,6 +14,7 @@ Buffer = Any
 """A contiguous CPU tensor of any dtype, a contiguous numpy array, or an object with the buffer protocol."""
 
 _EMPTY = np.empty(0, dtype=np.uint8)
+_BYTE = _EMPTY.dtype
 
 
 def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
@@ -29,6 +30,10 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
     if isinstance(buffer, torch.Tensor):
         return _bytes_of_tensor(buffer)
     if isinstance(buffer, np.ndarray):
+        if buffer.__class__ is np.ndarray and buffer.dtype is _BYTE and buffer.ndim == 1 and buffer.size:
+            flags = buffer.flags
+            if flags.c_contiguous and (flags.writeable or not for_read):
+                return buffer
         return _bytes_of_array(buffer, for_read=for_read)
     try:
         view = memoryview(buffer)
@@ -81,8 +86,8 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     if tensor.numel() == 0:
         return _EMPTY
     try:
-        # Not the method of the same name: whoever watches who is given memory does not mean us.
-        array: npt.NDArray[np.uint8] = torch._C.TensorBase.numpy(tensor.detach().view(-1).view(torch.uint8))
+        flat = tensor.detach().view(-1)
+        array: npt.NDArray[np.uint8] = (flat if tensor.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"a {tensor.dtype} tensor cannot be seen as bytes: {error}") from error
     return array

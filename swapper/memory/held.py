@@ -47,27 +47,20 @@ os.register_at_fork(after_in_child=_near.clear)
 def hold(tenant: Tenant) -> None:
     """The request has its memory from now on."""
     if tenant.num_bytes:
-        reference = weakref.ref(tenant)
-        stop = tenant.address + tenant.num_bytes
-        for part in _parts(tenant.address, stop):
+        reference, start = weakref.ref(tenant), tenant.address
+        stop = start + tenant.num_bytes
+        for part in range(start >> _PART_BITS, ((stop - 1) >> _PART_BITS) + 1):
             _near.setdefault(part, {})[reference] = None
-        _tenants[reference] = tenant.address, stop
+        _tenants[reference] = start, stop
 
 
 def let_go(tenant: Tenant) -> None:
     """The backend does not touch the request's memory any more, if it ever had it."""
-    _forget(weakref.ref(tenant))
-
-
-def _forget(reference: weakref.ref[Tenant]) -> None:
+    reference = weakref.ref(tenant)
     memory = _tenants.pop(reference, None)
     if memory is not None:
-        for part in _parts(*memory):
+        for part in range(memory[0] >> _PART_BITS, ((memory[1] - 1) >> _PART_BITS) + 1):
             _near.get(part, {}).pop(reference, None)
-
-
-def _parts(start: int, stop: int) -> range:
-    return range(start >> _PART_BITS, ((stop - 1) >> _PART_BITS) + 1)
 
 
 def is_held(address: int, num_bytes: int) -> bool:
@@ -83,12 +76,14 @@ def hang_of(address: int, num_bytes: int) -> SwapperError | None:
 
 def _holders(address: int, num_bytes: int) -> Iterator[Tenant]:
     stop = address + num_bytes
-    for part in _parts(address, stop):
-        for reference in _near.get(part, {}).copy():
+    for part in range(address >> _PART_BITS, ((stop - 1) >> _PART_BITS) + 1):
+        references = _near.get(part, {})
+        for reference in references.copy():
             start, end = _tenants.get(reference, (stop, stop))
             if start < stop and address < end:
                 tenant = reference()
-                if tenant is None:
-                    _forget(reference)
-                else:
+                if tenant is not None:
                     yield tenant
+                else:
+                    references.pop(reference, None)
+                    _tenants.pop(reference, None)

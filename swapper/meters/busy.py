@@ -44,19 +44,21 @@ class BusyTimes:
 
     def begin(self, direction: Direction, worker: object = None) -> None:
         """``worker`` has begun to work in this direction; nothing happens if it has already."""
-        self._since.setdefault((direction, id(worker)), time.perf_counter())
-        if self._total is not None:
-            self._total.begin(direction, self)
+        times: BusyTimes | None = self
+        while times is not None:
+            times._since.setdefault((direction, id(worker)), time.perf_counter())
+            worker, times = times, times._total
 
     def end(self, direction: Direction, worker: object = None) -> None:
         """``worker`` has nothing more to do in this direction."""
-        since = self._since.pop((direction, id(worker)), None)
-        if since is not None:
-            self._spans.append((direction, since, time.perf_counter()))
-            if len(self._spans) > _MOST_SPANS:
-                self.seconds()
-        if self._total is not None:
-            self._total.end(direction, self)
+        times: BusyTimes | None = self
+        while times is not None:
+            since = times._since.pop((direction, id(worker)), None)
+            if since is not None:
+                times._spans.append((direction, since, time.perf_counter()))
+                if len(times._spans) > _MOST_SPANS:
+                    times.seconds()
+            worker, times = times, times._total
 
     def seconds(self) -> BusySeconds:
         """Return the times until now, all of the same moment."""

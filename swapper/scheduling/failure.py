@@ -62,8 +62,10 @@ def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> S
 
 def stall_error(operation: Operation, request: IORequest | None, backend: IOBackend, detail: str) -> StallError:
     """Return the error of an operation, or of one of its transfers, that does not end."""
-    start = operation.start if request is None else request.offset
-    num_bytes = operation.num_bytes if request is None else len(request.memory)
+    start, num_bytes = operation.start, operation.num_bytes
+    if request is not None:
+        first = min(request.batch.left.copy(), default=0) if request.batch is not None else 0
+        start, num_bytes = request.offset + first, len(request.memory) - first
     detail = (
         f"{detail}; see the kernel log for this drive, or raise deadline_seconds (in a training, config key "
         "infinity.io_deadline_seconds) if it is only slow"

@@ -9,8 +9,8 @@ from swapper.config import Priority, as_priority
 from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
 from swapper.scheduling.operation import Operation
-from swapper.scheduling.pending import observe
 from swapper.scheduling.scheduler import IOScheduler
+from swapper.scheduling.waiting import observe
 from swapper.uncopyable import Uncopyable
 
 

@@ -1,5 +1,10 @@
 """Orders reads and writes, bounds what is in flight, and remembers every error until somebody has seen it.
 
+[Note: one row of work]
+What an operation needs is decided once, at its submission: who comes before it, its priority, its deadline. It then goes down in
+as few transfers as keep the backend busy, and Python has to do with it once more, when the last of them is over. What a
+transfer may need by itself, further attempts and an error of its own, is below, and costs nothing while all goes well.
+
 [Note: hung transfers]
 A transfer that misses its deadline ends its operation for everybody who waits (``StallError``), but the kernel may
 still move the bytes later. So a stalled operation stays among the active ones of its extent until the backend lets go
@@ -9,8 +14,7 @@ memory (see [Note: whose memory it is] in ``swapper.memory.held``).
 [Note: signals]
 A transfer that an interrupt cuts off while it is handed over would be lost: nobody could tell whether the backend has it, so its
 memory could be neither used again nor given up. So changes are `uninterrupted`, and waits are not (see [Note: interrupts] in
-``swapper.sync.interrupts``). What a signal handler may call, and what is refused, says [Note: coming in between] in
-``swapper.sync.reentry``.
+``swapper.sync.interrupts``). A signal handler or finalizer that comes into a change is refused (`ReentryError`).
 """
 
 from __future__ import annotations
@@ -19,38 +23,69 @@ import errno
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from threading import get_ident
+from typing import Any
 
-from swapper.backend import NO_MEMORY, Direction, IOBackend, IORequest, RunsTransfers
+from swapper.backend import NO_MEMORY, Direction, IOBackend, IORequest
 from swapper.config import Priority, SwapperConfig, bounded_seconds
-from swapper.errors import ExtentError, SwapperClosedError, SwapperError
+from swapper.errors import ExtentError, ReentryError, SwapperClosedError, SwapperError
 from swapper.extents.extent import Extent, ExtentState
-from swapper.memory.held import hold
+from swapper.memory.held import hold, let_go
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.operation import Operation, OperationState, Transfer
-from swapper.scheduling.pending import PendingErrors, observe
-from swapper.scheduling.retries import BackOff, delay_seconds
 from swapper.scheduling.statistics import Statistics, take_snapshot
 from swapper.scheduling.transfer_queue import TransferQueue
-from swapper.scheduling.waiting import WaitingRoom, announce, announce_callbacks
-from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
-from swapper.sync.caller import Caller
+from swapper.scheduling.waiting import (
+    TICKS_PER_DEADLINE,
+    PendingErrors,
+    announce,
+    announce_callbacks,
+    observe,
+    tick_seconds,
+)
+from swapper.sync.bell import Bell
+from swapper.sync.callbacks import call_back
 from swapper.sync.interrupts import uninterrupted
-from swapper.sync.reentry import refuse_owned, refuse_reentry
+from swapper.sync.lifetimes import when_gone
+from swapper.sync.limits import start_threads
+from swapper.sync.patience import wait_in_parts
+from swapper.sync.reentry import refuse_owned
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 10.0
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
+_FIRST_DELAY_SECONDS = 0.001
+_MOST_DELAY_SECONDS = 0.25
+_QUEUED, _STALLED, _DONE = OperationState.QUEUED, OperationState.STALLED, OperationState.DONE
+
+
+def delay_seconds(num_retries: int, *, has_moved: bool) -> float:
+    """Return how long to wait before a transfer is tried for the ``num_retries``-th time again: doubled each time.
+
+    One that has moved something goes on at once: what came in its way was a signal, or the end of a file system's extent.
+    """
+    return 0.0 if has_moved else min(_FIRST_DELAY_SECONDS * 2.0 ** min(num_retries - 1, 16), _MOST_DELAY_SECONDS)
+
+
+def _watch(reference: weakref.ref[IOScheduler], stop: Bell, seconds: float) -> None:
+    while not stop.wait(seconds):
+        scheduler = reference()
+        if scheduler is None:
+            return
+        call_back(scheduler._on_tick, "looking for transfers that hang")
+        del scheduler
 
 
 class IOScheduler(Uncopyable):
-    """Knows all unfinished operations and in which order they may run; must not know how bytes move.
+    """All unfinished operations, and in which order they may run.
 
     Thread safe. Callbacks and waiters never run under its lock.
     """
@@ -67,23 +102,26 @@ class IOScheduler(Uncopyable):
         self._backend = backend
         self._give_back = give_back
         self._config = config
-        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        limit = min(config.max_inflight, backend.concurrency)
+        self._lock: Any = (
+            threading.RLock()
+        )  # a finalizer that asks in the midst of a change is refused, and does not hang
         self.observers = Observers()
-        run_bytes = backend.run_bytes if isinstance(backend, RunsTransfers) else 0
-        shared = (limit, backend.boundary_bytes, run_bytes, self._on_complete, BusyTimes(busy), self.observers)
-        self.queues = tuple(TransferQueue(direction, config, *shared) for direction in Direction)
+        shared = (config, backend, self._on_complete, BusyTimes(busy), self.observers)
+        self.queues = tuple(TransferQueue(direction, *shared) for direction in Direction)
         self._ledgers: dict[Extent, Ledger] = {}
         self._active: dict[Operation, Ledger] = {}  # unfinished or stalled, in submission order
+        self._delayed: dict[Transfer, threading.Timer] = {}  # to be tried again, but not at once
         self._tick = 0
         self._closed_because = ""
         self._thread = threading.local()  # .backlog: what this thread is handing over
         self._num_errors = 0
         self.pending = PendingErrors()
-        self._back_off = BackOff(self._try_again)
-        self._waiting = WaitingRoom(self._lock, self.pending, backend, config.deadline_seconds, self._num_completed)
-        interval = tick_seconds(config.deadline_seconds)
-        self._watchdog = Caller(self._on_tick, "swapper-watchdog", "looking for transfers that hang", interval)
+        self._tick_seconds = tick_seconds(config.deadline_seconds)
+        self._stop = Bell()
+        when_gone(self, self._stop.ring)
+        arguments = (weakref.ref(self), self._stop, self._tick_seconds)
+        self._watchdog = threading.Thread(target=_watch, args=arguments, name="swapper-watchdog", daemon=True)
+        start_threads(self._watchdog)
 
     def check_process(self) -> None:
         """Raise `SwapperClosedError` in a forked child: it has none of the threads, and locks may be taken for ever."""
@@ -101,64 +139,56 @@ class IOScheduler(Uncopyable):
             SwapperClosedError: The scheduler has been closed.
             ReentryError: A signal handler asks, in the midst of a change.
         """
-        refuse_owned(self._lock, "a read or a write")
-        over: list[Operation] = []
-        taken: deque[Transfer] = deque()
+        if self._lock._is_owned():
+            refuse_owned(self._lock, "a read or a write")
         with uninterrupted():
+            over: list[Operation] = []
+            taken: deque[Transfer] = deque()
             with self._lock:
-                ledger = self._ledgers.get(operation.extent) or Ledger(operation.extent)
-                self._check(operation, ledger)
-                try:
-                    self._ledgers[operation.extent] = ledger
-                    self._admit(operation, ledger, over)
-                except BaseException:
-                    self._forget(operation, ledger)
-                    raise
-                self._take(taken)
-            self._hand_over(taken)
-            announce(over)
+                self._admit(operation, over)
+                queue = self.queues[operation.direction]
+                if queue.num_queued:
+                    queue.take(self._tick, taken)
+            if taken:
+                self._hand_over(taken)
+            if over:
+                announce(over)
 
-    def _check(self, operation: Operation, ledger: Ledger) -> None:
+    def _admit(self, operation: Operation, over: list[Operation]) -> None:
         if self._closed_because:
             raise SwapperClosedError(self._closed_because)
         extent = operation.extent
         if extent.state is not ExtentState.LIVE:
             raise ExtentError(extent.name, f"extent {extent.name!r} has been freed; allocate it again to use it")
-        ledger.check(operation)
-
-    def _admit(self, operation: Operation, ledger: Ledger, over: list[Operation]) -> None:
-        hold(operation)
+        ledger = self._ledgers.get(extent)
+        if ledger is None:
+            ledger = self._ledgers[extent] = Ledger(extent)
         ledger.admit(operation)
         self._active[operation] = ledger
-        for earlier in operation.blockers:
-            earlier.dependents.append(operation)
-            self._promote(earlier, operation.priority)
-            if earlier.state is OperationState.STALLED:
-                operation.error = behind_error(operation, earlier, self._backend)
-        if operation.error is not None or (not operation.blockers and not self._make_ready(operation, ledger)):
-            self._finish(operation, over)
-
-    def _forget(self, operation: Operation, ledger: Ledger) -> None:
-        """Undo a half-made admission."""
-        for earlier in operation.blockers:
-            if operation in earlier.dependents:
-                earlier.dependents.remove(operation)
-        self.queues[operation.direction].withdraw(operation)
-        operation.state = OperationState.DONE
-        operation.drop_memory()
-        operation.is_finished = True
-        operation.error = SwapperClosedError("an error came before it started")
-        # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
-        ledger.settle(operation)
-        ledger.discharge(operation)
-        self._active.pop(operation, None)
+        try:
+            hold(operation)
+            for earlier in operation.blockers:
+                earlier.dependents.append(operation)
+                self._promote(earlier, operation.priority)
+                if earlier.state is _STALLED:
+                    operation.error = behind_error(operation, earlier, self._backend)
+            if operation.error is not None or (not operation.blockers and not self._make_ready(operation, ledger)):
+                self._finish(operation, over)
+        except BaseException:
+            # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
+            operation.error = SwapperClosedError("an error came before it started")
+            self.queues[operation.direction].withdraw(operation)
+            if operation in self._active:
+                self._finish(operation, over)
+            raise
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
         """Queue an operation that waits for nothing any more; return false if it is over instead."""
         try:
             if self._closed_because:
                 raise SwapperClosedError(self._closed_because)
-            ledger.check_broken(operation)
+            if ledger.has_broken:
+                ledger.check_broken(operation)
         except SwapperError as error:
             operation.error = error.with_traceback(None)
             return False
@@ -168,13 +198,6 @@ class IOScheduler(Uncopyable):
         return True
 
     # -- hand-over ---------------------------------------------------------------------------------------------------
-
-    def _pump(self) -> None:
-        """Give the backend as much as it takes."""
-        taken: deque[Transfer] = deque()
-        with self._lock:
-            self._take(taken)
-        self._hand_over(taken)
 
     def _take(self, taken: deque[Transfer]) -> None:
         """Take from the queues what the backend has room for."""
@@ -188,8 +211,6 @@ class IOScheduler(Uncopyable):
         A backend may complete requests inside ``submit``, which comes back here with the next transfers: they are left
         to the outer call, so that the stack does not grow with their number.
         """
-        if not taken:
-            return
         backlog: deque[Transfer] | None = getattr(self._thread, "backlog", None)
         if backlog is not None:
             backlog.extend(taken)
@@ -197,41 +218,40 @@ class IOScheduler(Uncopyable):
         self._thread.backlog = taken
         try:
             while taken:
-                self._submit(taken.popleft())
+                transfer = taken.popleft()
+                try:
+                    self._backend.submit(transfer)
+                except BaseException as error:
+                    logger.exception("the backend raised instead of completing a transfer with an error")
+                    self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
         finally:
             self._thread.backlog = None
 
-    def _submit(self, transfer: Transfer) -> None:
-        try:
-            self._backend.submit(transfer)
-        except BaseException as error:
-            logger.exception("the backend raised instead of completing a transfer with an error")
-            self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
-
     def _on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         """Take note of a completed transfer; called by the backend on any thread."""
-        if not isinstance(request, Transfer):
-            raise TypeError("a backend must complete the very request that it was given")
         over: list[Operation] = []
         taken: deque[Transfer] = deque()
-        operation = request.operation
         queue = self.queues[request.direction]
-        is_over = True
         with self._lock:
-            if request not in queue.inflight:
-                logger.warning("a transfer of extent %r was completed twice", operation.extent.name)
+            if not isinstance(request, Transfer) or request not in queue.inflight:
+                logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
                 return
-            del queue.inflight[request]
+            operation = request.operation
+            queue.inflight_bytes -= queue.inflight.pop(request)
             operation.outstanding -= 1
+            is_again = False
             if error is None and transferred_bytes == len(request.memory):
-                queue.count(request, transferred_bytes, is_whole=True)
+                queue.num_transfers += 1
+                queue.count(request, transferred_bytes)
             elif operation.error is None:
-                is_over = not self._on_trouble(request, queue, transferred_bytes, error)
-            if is_over:
+                is_again = self._on_trouble(request, queue, transferred_bytes, error)
+            if not is_again:
                 request.memory = NO_MEMORY
-            if not operation.outstanding and operation.state is not OperationState.QUEUED:
+            if not operation.outstanding and operation.state is not _QUEUED:
                 self._finish(operation, over)
-            self._take(taken)
+            for each in self.queues:
+                if each.num_queued:
+                    each.take(self._tick, taken)
             if not queue.inflight:
                 queue.rest()
         if taken:
@@ -250,11 +270,11 @@ class IOScheduler(Uncopyable):
         is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
-            queue.note_retry()
+            queue.num_retries += 1
             num_bytes = transfer.advance(0 if error is not None else transferred_bytes)
             queue.count(transfer, num_bytes)
             seconds = delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)
-            if seconds and self._back_off.put(transfer, seconds):
+            if seconds and self._delay(transfer, seconds):
                 operation.outstanding += 1  # until its turn comes
             else:
                 queue.enqueue_again(transfer)
@@ -268,25 +288,33 @@ class IOScheduler(Uncopyable):
         queue.withdraw(operation)
         return False
 
-    def _try_again(self, transfers: Iterable[Transfer]) -> None:
-        """The turn of transfers has come that had to wait after they failed."""
+    def _delay(self, transfer: Transfer, seconds: float) -> bool:
+        """Have the transfer's turn come in so many seconds; return false if there can be no thread (any more)."""
+        timer = threading.Timer(seconds, self._try_again, (transfer,))
+        timer.daemon, timer.name = True, "swapper-back-off"
+        try:
+            timer.start()
+        except RuntimeError:  # too many threads, or the interpreter ends
+            return False
+        self._delayed[transfer] = timer
+        return True
+
+    def _try_again(self, transfer: Transfer) -> None:
+        """The turn of a transfer has come that had to wait after it failed."""
         over: list[Operation] = []
         taken: deque[Transfer] = deque()
+        operation = transfer.operation
         with self._lock:
-            for transfer in transfers:
-                operation = transfer.operation
-                operation.outstanding -= 1
-                if operation.error is None:
-                    self.queues[operation.direction].enqueue_again(transfer)
-                elif not operation.outstanding and operation in self._active:
-                    self._finish(operation, over)
+            if self._delayed.pop(transfer, None) is None:  # all is being closed
+                return
+            operation.outstanding -= 1
+            if operation.error is None:
+                self.queues[operation.direction].enqueue_again(transfer)
+            elif not operation.outstanding and operation in self._active:
+                self._finish(operation, over)
             self._take(taken)
         self._hand_over(taken)
         announce(over)
-
-    def _num_completed(self) -> int:
-        """Transfers that the backend has completed so far."""
-        return sum(queue.num_taken - len(queue.inflight) for queue in self.queues)
 
     # -- the end of an operation -------------------------------------------------------------------------------------
 
@@ -295,39 +323,29 @@ class IOScheduler(Uncopyable):
         ending = {operation: None}
         while ending:
             operation, _ = ending.popitem()
-            operation.drop_memory()  # before it is seen to be over: its memory is lent again at once
-            if not operation.is_finished:
-                self._settle(operation)
-                over.append(operation)
-            operation.move_to(OperationState.DONE)
+            let_go(operation)  # before it is seen to be over: its memory is lent again at once
+            operation.memory = None
             ledger = self._active.pop(operation)
-            ledger.discharge(operation)
+            if not operation.is_finished:
+                operation.is_finished = True
+                if operation.error is not None or ledger.has_broken:
+                    self._settle(operation, ledger)
+                over.append(operation)
+            operation.state = _DONE
+            ledger.working[operation.direction].pop(operation)
             if ledger.extent.state is ExtentState.FREEING:
                 self._retire(ledger.extent)
             for later in operation.dependents:
                 later.blockers.pop(operation, None)
-                if later.is_finished or later in ending:
-                    continue
-                self._inherit(later, operation)
-                if later.error or not (later.blockers or self._make_ready(later, self._active[later])):
+                is_next = not later.is_finished and later not in ending and not later.blockers
+                if is_next and not self._make_ready(later, self._active[later]):
                     ending[later] = None
             operation.dependents.clear()
 
-    def _inherit(self, later: Operation, ended: Operation) -> None:
-        """Have an operation wait for what the one that has ended hid from it, or end it if that hangs."""
-        for earlier in ended.blockers:
-            if earlier.hazard_stop <= later.hazard_start or later.hazard_stop <= earlier.hazard_start:
-                continue
-            if earlier not in later.blockers:
-                later.blockers[earlier] = None
-                earlier.dependents.append(later)
-            if earlier.state is OperationState.STALLED and later.error is None:
-                later.error = behind_error(later, earlier, self._backend)
-
-    def _settle(self, operation: Operation) -> None:
-        """Fix how an operation ended."""
+    def _settle(self, operation: Operation, ledger: Ledger) -> None:
+        """Fix how an operation ended, if it failed or others have."""
         operation.is_finished = True
-        self._active[operation].settle(operation)
+        ledger.settle(operation)
         if operation.error is not None and not isinstance(operation.error, SwapperClosedError):
             self._num_errors += 1
             self.pending.add(operation)
@@ -335,16 +353,18 @@ class IOScheduler(Uncopyable):
     def _on_tick(self) -> None:
         """End operations whose transfers hang; see [Note: hung transfers]."""
         over: list[Operation] = []
+        taken: deque[Transfer] = deque()
         with self._lock:
             self._tick += 1
             for queue in self.queues:
                 for transfer in queue.inflight:
                     is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
-                    if is_late and transfer.operation.state is not OperationState.STALLED:
+                    if is_late and transfer.operation.state is not _STALLED:
                         self._stall(transfer, queue, over)
                 if (hung := queue.blocked_by) is not None:
                     self._end_behind(hung, queue.queued, over)
-        self._pump()
+            self._take(taken)
+        self._hand_over(taken)
         announce(over)
 
     def _stall(self, transfer: Transfer, queue: TransferQueue, over: list[Operation]) -> None:
@@ -352,8 +372,8 @@ class IOScheduler(Uncopyable):
         operation = transfer.operation
         queue.withdraw(operation)
         operation.error = operation.error or stall_error(operation, transfer, self._backend, detail)
-        self._settle(operation)
-        operation.move_to(OperationState.STALLED)
+        self._settle(operation, self._active[operation])
+        operation.state = _STALLED
         over.append(operation)
         self._end_behind(operation, list(operation.dependents), over)
 
@@ -366,53 +386,115 @@ class IOScheduler(Uncopyable):
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
+    def _refuse_between(self, what: str) -> None:
+        """Raise `ReentryError` if this thread is in the midst of a change, or hands over what would be waited for."""
+        refuse_owned(self._lock, what)
+        if getattr(self._thread, "backlog", None) is not None:
+            raise ReentryError(what, "the start of a read or a write")
+
     def wait(self, operation: Operation, timeout_seconds: float | None) -> None:
         """Block until the operation is over and raise its error; see ``Handle.wait``."""
         if not operation.is_finished:
-            self.check_process()
-            if operation.priority > Priority.DEMAND:
+            if operation.priority > Priority.DEMAND and operation.state is not OperationState.RUNNING:
                 self.promote(operation, Priority.DEMAND)
-            self._waiting.wait(operation, timeout_seconds, observes=True)
+            self.sleep(operation, timeout_seconds, observes=True)
         if operation.error is not None:
             observe(operation)
             raise operation.error.with_traceback(None)
 
+    def sleep(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
+        """Block until the operation is over.
+
+        Args:
+            operation: What to wait for.
+            timeout_seconds: How long at most; by default, until nothing has completed for the deadline.
+            observes: The caller will see to the operation's error, so that it need not be remembered.
+
+        Raises:
+            StallError: It is not over.
+            ReentryError: A signal handler or finalizer waits, in the midst of a change that has to go on first.
+        """
+        if os.getpid() != self._pid:
+            self.check_process()
+        if self._lock._is_owned() or getattr(self._thread, "backlog", None) is not None:
+            self._refuse_between("waiting")
+        left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
+        # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            if operation.is_finished:
+                return
+            operation.waiters.append(waiter)
+            operation.num_observers += observes
+        is_woken = False
+        try:
+            is_woken = self._sleep(operation, waiter, left_seconds)
+        finally:
+            with self._lock:
+                operation.num_observers -= observes
+                if waiter in operation.waiters:
+                    operation.waiters.remove(waiter)
+                if observes and not is_woken and _is_over(operation) and operation.error is not None:
+                    self.pending.add(operation)  # it failed when the only one who wanted to know had gone
+        if not is_woken and not _is_over(operation):
+            limit = self._config.deadline_seconds if timeout_seconds is None else timeout_seconds
+            detail = f"is not over after a wait of {limit:g} seconds ({operation.state.value})"
+            raise stall_error(operation, None, self._backend, detail)
+
+    def _sleep(self, operation: Operation, waiter: threading.Lock, timeout_seconds: float | None) -> bool:
+        if timeout_seconds is not None:
+            return wait_in_parts(lambda seconds: waiter.acquire(timeout=seconds), timeout_seconds)
+        # One tick longer than the watchdog takes: it knows which transfer hangs, and ends this wait with that error.
+        num_idle, num_completed = 0, -1
+        while num_idle <= TICKS_PER_DEADLINE + 1:
+            if waiter.acquire(timeout=self._tick_seconds) or _is_over(operation):
+                return True
+            before, num_completed = num_completed, sum(queue.num_taken - len(queue.inflight) for queue in self.queues)
+            num_idle = num_idle + 1 if num_completed == before else 1
+        return False
+
+    def _wait_for_all(self, operations: Iterable[Operation]) -> None:
+        """Block until all of them are over; their errors are left for whoever asks next."""
+        for operation in reversed([*operations]):  # when the last is over, the others are, as a rule
+            if not operation.is_finished:
+                self.sleep(operation, observes=False)
+
     def wait_for_writes(self) -> None:
         """Block until all writes submitted so far are over; their errors stay pending."""
-        refuse_reentry("a flush")
+        self._refuse_between("a flush")
         with self._lock:
             writes = [operation for operation in self._active if operation.direction is Direction.WRITE]
-        self._waiting.wait_for_all(writes)
+        self._wait_for_all(writes)
 
     def release(self, extent: Extent) -> None:
         """Take no more requests of an extent, and block until all that there are are over.
 
         Its space goes back when the backend has let go of all of them, whether somebody waits for that or not.
         """
-        refuse_reentry("freeing an extent")
+        self._refuse_between("freeing an extent")
         with uninterrupted(), self._lock:
             if extent.state is ExtentState.FREED:
                 raise ExtentError(extent.name, f"extent {extent.name!r} was freed twice")
-            if extent.state is ExtentState.LIVE:
-                extent.move_to(ExtentState.FREEING)
+            extent.state = ExtentState.FREEING
             ledger = self._ledgers.get(extent)
             operations = ledger.operations if ledger is not None else []
             self._retire(extent)
-        self._waiting.wait_for_all(operations)
+        self._wait_for_all(operations)
 
     def _retire(self, extent: Extent) -> None:
         """Give the space of an extent back that is being freed, if nothing is at work on it."""
         ledger = self._ledgers.get(extent)
-        if extent.state is ExtentState.FREEING and (ledger is None or not ledger.operations):
+        if ledger is None or not ledger.operations:
             self._give_back(extent)
             self._ledgers.pop(extent, None)
-            extent.move_to(ExtentState.FREED)
+            extent.state = ExtentState.FREED
 
     def promote(self, operation: Operation, priority: Priority) -> None:
         """Raise the priority of an operation and of those it waits for."""
         self.check_process()
         refuse_owned(self._lock, "raising a priority")
-        with uninterrupted(), self._lock:
+        with self._lock:
             self._promote(operation, priority)
 
     def _promote(self, operation: Operation, priority: Priority) -> None:
@@ -428,9 +510,8 @@ class IOScheduler(Uncopyable):
         """Have a function called when the operation is over."""
         self.check_process()
         operation.callbacks.append(function)
-        if (
-            operation.is_finished
-        ):  # whoever announces that may have come before the function: each of us takes what is there
+        # Whoever announces the end may have come before the function: each of us takes what is there.
+        if operation.is_finished:
             announce_callbacks(operation)
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -442,22 +523,26 @@ class IOScheduler(Uncopyable):
             because: What later calls are told.
             patience_seconds: How long to wait for what is at the backend; the deadline by default.
         """
-        refuse_reentry("closing")
+        self._refuse_between("closing")
         if patience_seconds is None:
             patience_seconds = self._config.deadline_seconds
         patience_seconds = bounded_seconds(patience_seconds, "patience_seconds")
         over: list[Operation] = []
         with self._lock:
             self._closed_because = self._closed_because or because
-            for transfer in self._back_off.cancel():
+            delayed = dict(self._delayed)
+            self._delayed.clear()
+            for transfer in delayed:
                 transfer.operation.outstanding -= 1
-            has_hung = any(operation.state is OperationState.STALLED for operation in self._active)
+            has_hung = any(operation.state is _STALLED for operation in self._active)
             for operation in list(self._active):
                 if not operation.is_finished:
                     operation.error = operation.error or SwapperClosedError(self._closed_because)
                     self.queues[operation.direction].withdraw(operation)
                     if not operation.outstanding:
                         self._finish(operation, over)
+        for timer in delayed.values():
+            timer.cancel()
         announce(over)
         if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
             patience_seconds = max(patience_seconds, _IDLE_SECONDS)
@@ -468,7 +553,9 @@ class IOScheduler(Uncopyable):
             is_ended = False
         if not is_ended:
             logger.error("closed while transfers hang; what they use is left alone: %s", self._backend.describe())
-        self._watchdog.close(threading.TIMEOUT_MAX)
+        self._stop.ring()
+        if get_ident() != self._watchdog.ident:
+            self._watchdog.join()
         self._end_lost(is_ended)
         while (error := self.pending.take()) is not None:
             logger.error("closed with an error that nobody has seen: %s", error)
@@ -477,11 +564,11 @@ class IOScheduler(Uncopyable):
         """End operations whose transfers no backend will ever complete."""
         over: list[Operation] = []
         with self._lock:
-            for operation in list(self._active):
-                if is_ended:
+            for operation, ledger in list(self._active.items()):
+                if is_ended and operation in self._active:
                     self._finish(operation, over)
                 elif not operation.is_finished:
-                    self._settle(operation)
+                    self._settle(operation, ledger)
                     over.append(operation)
         announce(over)
 
@@ -490,3 +577,8 @@ class IOScheduler(Uncopyable):
         self.check_process()
         with self._lock:
             return take_snapshot(self.queues, self._active, self._backend, self._num_errors, capacity_bytes, free_bytes)
+
+
+def _is_over(operation: Operation) -> bool:
+    # A call, because other threads change the attribute: a type checker would take its first value for the last.
+    return operation.is_finished

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from swapper.backend import Direction, IOBackend
 from swapper.scheduling.operation import Operation, OperationState
@@ -64,24 +64,12 @@ class Statistics:
 
     def __sub__(self, before: Statistics) -> Statistics:
         """Return what happened since ``before``."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in _COUNTERS:
-            values[name] -= getattr(before, name)
-        return Statistics(**values)
+        counters = [field.name for field in fields(self)[:_NUM_COUNTERS]]
+        return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in counters})
 
 
-_COUNTERS = (
-    "read_bytes",
-    "write_bytes",
-    "num_reads",
-    "num_writes",
-    "num_retries",
-    "num_errors",
-    "num_bounced",
-    "read_busy_seconds",
-    "write_busy_seconds",
-    "busy_seconds",
-)
+_NUM_COUNTERS = 10
+"""The first fields of `Statistics`; the others are gauges."""
 
 
 def take_snapshot(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 
-from swapper.backend import CompletionCallback, Direction
+from swapper.backend import CompletionCallback, Direction, IOBackend
 from swapper.config import ALIGNMENT, Priority, SwapperConfig
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers, TransferRecord
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 
+_QUEUED, _RUNNING, _STALLED = OperationState.QUEUED, OperationState.RUNNING, OperationState.STALLED
+
 
 class TransferQueue:
-    """Knows the operations of one direction that are ready, and the transfers at the backend. Its owner locks.
+    """The operations of one direction that are ready, and the transfers at the backend. Its owner locks.
 
     Operations of one priority are served in the order in which they became ready. A higher priority goes first, but
     only ``max_overtakes`` transfers may pass a waiting lower one before that gets its turn: nothing starves.
@@ -23,28 +26,27 @@ class TransferQueue:
         self,
         direction: Direction,
         config: SwapperConfig,
-        limit: int,
-        boundary_bytes: int,
-        run_bytes: int,
+        backend: IOBackend,
         on_complete: CompletionCallback,
         busy: BusyTimes,
         observers: Observers,
     ) -> None:
         self.direction = direction
-        self.limit = limit
+        self.limit = min(config.max_inflight, backend.concurrency)
         self.num_queued = 0
         self.num_taken = 0
         """Transfers handed to the backend so far, each attempt of one counted."""
-        self.inflight: dict[Transfer, None] = {}
-        self.num_bytes = 0
-        self.num_transfers = 0
-        self.num_retries = 0
+        self.inflight: dict[Transfer, int] = {}
+        """Transfers at the backend, and how long they are."""
+        self.inflight_bytes = 0
+        self.num_bytes = self.num_transfers = self.num_retries = 0
         self.busy = busy
         self._is_busy = False
-        self._request_bytes = config.request_bytes
-        self._boundary_bytes = boundary_bytes
-        self._run_bytes = max(run_bytes, config.request_bytes)
-        """The longest transfer."""
+        self._boundary_bytes = backend.boundary_bytes
+        run_bytes: int = getattr(backend, "run_bytes", 0)
+        self._longest_bytes = max(run_bytes, config.request_bytes)
+        self._most_bytes = run_bytes or sys.maxsize
+        """Nothing more is handed over while more than this is at the backend: what somebody waits for must not be far behind."""
         self._max_overtakes = config.max_overtakes
         self._on_complete = on_complete
         self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
@@ -54,21 +56,20 @@ class TransferQueue:
     @property
     def queued(self) -> list[Operation]:
         """The operations that are not handed over completely."""
-        return [each for queue in self._queues for each in queue if each.state is OperationState.QUEUED]
+        return [each for queue in self._queues for each in queue if each.state is _QUEUED]
 
     @property
     def blocked_by(self) -> Operation | None:
         """One of the operations that hang, if everything that the backend takes at once hangs: nothing more can start."""
-        if len(self.inflight) < self.limit:
-            return None
         operations = [transfer.operation for transfer in self.inflight]
-        return operations[0] if all(each.state is OperationState.STALLED for each in operations) else None
+        is_full = len(operations) >= self.limit or self.inflight_bytes > self._most_bytes
+        return operations[0] if is_full and all(each.state is _STALLED for each in operations) else None
 
     def enqueue(self, operation: Operation) -> None:
         """Take an operation that is ready."""
         if self._observers.present:
             operation.ready_seconds = time.perf_counter()
-        operation.move_to(OperationState.QUEUED)
+        operation.state = _QUEUED
         self._queues[operation.priority].append(operation)
         self.num_queued += 1
 
@@ -76,22 +77,22 @@ class TransferQueue:
         """Take a transfer that has to be tried again; it goes before everything of its priority."""
         operation = transfer.operation
         operation.retries.append(transfer)
-        if operation.state is OperationState.RUNNING:
-            operation.move_to(OperationState.QUEUED)
+        if operation.state is _RUNNING:
+            operation.state = _QUEUED
             self._queues[operation.priority].appendleft(operation)
             self.num_queued += 1
 
     def promote(self, operation: Operation, priority: Priority) -> None:
         """Give a queued operation a higher priority; its old place is skipped when its turn comes there."""
-        operation.priority = priority
-        if operation.state is OperationState.QUEUED:
+        if operation.state is _QUEUED:
             self._queues[priority].append(operation)
+        operation.priority = priority
 
     def withdraw(self, operation: Operation) -> None:
         """Hand nothing more of an operation over; its transfers at the backend still complete."""
         operation.retries.clear()
-        if operation.state is OperationState.QUEUED:
-            operation.move_to(OperationState.RUNNING)
+        if operation.state is _QUEUED:
+            operation.state = _RUNNING
             self.num_queued -= 1
 
     def take(self, tick: int, taken: deque[Transfer]) -> None:
@@ -101,41 +102,38 @@ class TransferQueue:
             tick: The watchdog's time.
             taken: Where they are put.
         """
-        while self.num_queued and len(self.inflight) < self.limit:
+        inflight = self.inflight
+        while self.num_queued and len(inflight) < self.limit and self.inflight_bytes <= self._most_bytes:
             operation = self._choose()
             if operation is None:
                 break
             transfer = operation.retries.pop() if operation.retries else self._cut(operation)
             operation.outstanding += 1
             if operation.cursor >= operation.num_bytes and not operation.retries:
-                operation.move_to(OperationState.RUNNING)
+                operation.state = _RUNNING
                 self._queues[operation.priority].popleft()
                 self.num_queued -= 1
             if transfer.submitted_tick < 0:  # another attempt has what is left of the time of the first
                 transfer.submitted_tick = tick
             transfer.began_seconds = time.perf_counter() if self._observers.present else 0.0
-            self.inflight[transfer] = None
+            inflight[transfer] = num_bytes = len(transfer.memory)
+            self.inflight_bytes += num_bytes
             self.num_taken += 1
             taken.append(transfer)
-        if self.inflight and not self._is_busy:
+        if inflight and not self._is_busy:
             self._is_busy = True
             self.busy.begin(self.direction)
 
     def rest(self) -> None:
         """Nothing is at the backend, for now: the time at work ends."""
-        if self._is_busy and not self.inflight:
+        if self._is_busy:
             self._is_busy = False
             self.busy.end(self.direction)
 
-    def note_retry(self) -> None:
-        """Count a transfer that is tried again."""
-        self.num_retries += 1
-
-    def count(self, transfer: Transfer, num_bytes: int, *, is_whole: bool = False) -> None:
-        """Count what a completed transfer has moved: all of it (``is_whole``), a part, or 0 if it failed."""
+    def count(self, transfer: Transfer, num_bytes: int) -> None:
+        """Count what a completed transfer has moved: all of it, a part, or 0 if it failed."""
         self.num_bytes += num_bytes
-        self.num_transfers += is_whole
-        if self._observers.present and transfer.began_seconds:
+        if transfer.began_seconds and self._observers.present:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
             name = operation.extent.name
@@ -143,48 +141,41 @@ class TransferQueue:
 
     def _choose(self) -> Operation | None:
         """Return the operation whose turn it is, and leave it at the head of its queue."""
-        first: int | None = None
-        chosen: int | None = None
+        chosen = -1
         for priority, queue in enumerate(self._queues):
-            while queue and (queue[0].state is not OperationState.QUEUED or queue[0].priority != priority):
+            while queue and (queue[0].state is not _QUEUED or queue[0].priority != priority):
                 queue.popleft()
             if not queue:
                 self._overtaken[priority] = 0
-            elif first is None:
-                first = chosen = priority
-            elif self._overtaken[priority] >= self._max_overtakes:
+            elif chosen < 0 or self._overtaken[priority] >= self._max_overtakes:
                 chosen = priority
             else:
                 self._overtaken[priority] += 1
-        if chosen is None:
+        if chosen < 0:
             return None
         self._overtaken[chosen] = 0
         return self._queues[chosen][0]
 
     def _cut(self, operation: Operation) -> Transfer:
-        """Return the next piece of an operation: to the end, the next boundary, or so far that all that the backend takes at
-        once have one.
+        """Return the next piece of an operation: to the end, the next boundary, or as much as the backend takes.
 
         The first piece ends on a block, so that only the two ends of an operation can be unaligned.
         """
-        cursor = operation.cursor
-        start = operation.start + cursor
-        length = self._request_bytes
-        if self._run_bytes > length and operation.num_bytes > length * self.limit:
-            length = min(-(-operation.num_bytes // (length * self.limit)) * length, self._run_bytes)
-        if cursor == 0:
+        memory, num_bytes, cursor = operation.memory, operation.num_bytes, operation.cursor
+        if memory is None:
+            raise RuntimeError("an operation without memory was queued")
+        start, length = operation.start + cursor, self._longest_bytes
+        if not cursor:
             length -= start % ALIGNMENT
         if self._boundary_bytes:
             length = min(length, self._boundary_bytes - start % self._boundary_bytes)
-        length = min(length, operation.num_bytes - cursor)
-        memory = operation.memory
-        if memory is None:
-            raise RuntimeError("an operation without memory was queued")
-        operation.cursor = stop = cursor + length
+        operation.cursor = stop = min(cursor + length, num_bytes)
+        if stop - cursor < num_bytes:
+            memory = memory[cursor:stop]
         return Transfer(
             operation.direction,
             start,
-            memory if length == operation.num_bytes else memory[cursor:stop],
+            memory,
             operation.address + cursor,
             self._on_complete,
             operation.may_pad,

@@ -10,8 +10,10 @@ What an interrupt in a forward, a backward, a step or a save leaves behind is wh
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from signal import SIGINT
+from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,17 +24,25 @@ POLL_SECONDS = 1.0
 """How often a wait looks up, in case whoever was to wake it has gone."""
 
 
+_main = threading.main_thread().ident
+
+
+def _find_main() -> None:
+    global _main
+    _main = threading.main_thread().ident
+
+
+os.register_at_fork(after_in_child=_find_main)
+
+
 class uninterrupted:
     """Ctrl-C that comes inside the ``with`` block does what it does, raise KeyboardInterrupt as a rule, at its end."""
 
-    __slots__ = ("_before", "_came")
-
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._came: tuple[int, FrameType | None] | None = None
+    _before: Any = None
+    _came: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        if threading.get_ident() == threading.main_thread().ident:  # no other thread is interrupted
+        if get_ident() == _main:  # no other thread is interrupted
             handler = _signal.getsignal(SIGINT)
             if callable(handler) and not isinstance(getattr(handler, "__self__", None), uninterrupted):
                 self._before = handler

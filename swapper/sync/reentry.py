@@ -37,17 +37,6 @@ def watch(module: str) -> None:
     _own = (*_own, _folder_of_package(module))
 
 
-def refuse_reentry(what: str) -> None:
-    """Raise if a signal handler or finalizer calls this that came into the midst of our own work on this thread.
-
-    Raises:
-        ReentryError: It did. Names the cure.
-    """
-    frame = interrupted_frame()
-    if frame is not None:
-        raise ReentryError(what, f"{frame.f_code.co_qualname} ({os.path.basename(frame.f_code.co_filename)})")
-
-
 def refuse_owned(lock: Any, what: str) -> None:
     """Raise if this thread has the lock already. The cheap way to know, for what is called often.
 

@@ -47,17 +47,17 @@ class Completion:
         self.num_calls = 0
         self.transferred_bytes = -1
         self.error: OSError | None = None
-        self._is_over = threading.Event()
+        self.is_over = threading.Event()
 
     def __call__(self, _: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         self.num_calls += 1
         self.transferred_bytes = transferred_bytes
         self.error = error
-        self._is_over.set()
+        self.is_over.set()
 
     def wait(self) -> None:
         """Block until the request is over."""
-        is_over = self._is_over.wait(_TIMEOUT_SECONDS)
+        is_over = self.is_over.wait(_TIMEOUT_SECONDS)
         require(is_over, f"a request was not completed within {_TIMEOUT_SECONDS:g} seconds")
 
     def require_whole(self, num_bytes: int) -> None:

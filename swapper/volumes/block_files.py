@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
 from swapper.uncopyable import Closable, closed_unless_made
 from swapper.volumes.scratch_file import extend, write_all
-from swapper.volumes.thread_pool import ThreadPool, Work
+from swapper.volumes.thread_pool import ThreadPool
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -96,7 +97,7 @@ class BlockThreads(Closable):
         self._num_threads = num_threads
         self._free: list[Bytes] = []
         self._regions: list[AlignedRegion] = []
-        self._writes: deque[Work[None]] = deque()
+        self._writes: deque[Future[None]] = deque()
 
     def close(self) -> None:
         """Return when nothing is under way, and let go of the memory."""
@@ -142,7 +143,7 @@ class BlockThreads(Closable):
         while self._writes:
             self._writes.popleft().result()
 
-    def read(self, file: BlockFile, num_bytes: int, offset: int, check: Callable[[Bytes], None]) -> Work[Bytes]:
+    def read(self, file: BlockFile, num_bytes: int, offset: int, check: Callable[[Bytes], None]) -> Future[Bytes]:
         """Start to read a block; the result is its memory, of ``block_bytes``, after ``check`` has seen what was read."""
         block = self.take()
         file.use()

@@ -7,9 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from swapper.errors import VolumeError, error_words
 
-_O_PATH: int = getattr(os, "O_PATH", 0)
 _MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _NETWORK_NAMES = (
     "9p acfs afpfs afs beegfs ceph cifs coda davfs glusterfs gpfs lustre ncpfs nfs nfs4 orangefs panfs pvfs2 smb2 smb3 "
@@ -88,48 +89,16 @@ def describe_drive(path: str | os.PathLike[str]) -> Drive:
 
 
 def _mount_of(path: Path) -> tuple[str, str]:
-    """Return the kind and the source of the mounted file system that holds a path."""
+    """Return the kind and the source of the mounted file system that holds a path: of the deepest one above it."""
+    deepest, kind, source = -1, "unknown", ""
     with contextlib.suppress(OSError):
-        text = Path("/proc/self/mountinfo").read_text(errors="replace")
-        return _parse_mounts(text, _mount_id(path), path.resolve())
-    return "unknown", ""
-
-
-def _mount_id(path: Path) -> str:
-    """Return the number of the mount that holds a path, empty if the kernel does not say."""
-    try:
-        fd = os.open(path, _O_PATH | os.O_CLOEXEC)
-        try:
-            lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-        finally:
-            os.close(fd)
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("mnt_id:")), "")
-
-
-def _parse_mounts(text: str, mount_id: str, path: Path) -> tuple[str, str]:
-    """Return kind and source of the mount with a number or, in a sandbox that hides it, of the deepest one above."""
-    best, kind, source = -1, "unknown", ""
-    for line in text.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, described = left.split(" "), right.split(" ")
-        if len(fields) < 5 or len(described) < 2:
-            continue
-        if fields[0] == mount_id:
-            return described[0], _unescaped(described[1])
-        point = Path(_unescaped(fields[4]))
-        # Of two mounts on the same point, the later one hides the earlier.
-        if len(point.parts) >= best and (point == path or point in path.parents):
-            best, kind, source = len(point.parts), described[0], _unescaped(described[1])
+        path = path.resolve()
+        for mount in psutil.disk_partitions(all=True):
+            point = Path(mount.mountpoint)
+            # Of two mounts on the same point, the later one hides the earlier.
+            if len(point.parts) >= deepest and (point == path or point in path.parents):
+                deepest, kind, source = len(point.parts), mount.fstype, mount.device
     return kind, source
-
-
-def _unescaped(field: str) -> str:
-    # The kernel writes a blank as \040, and so on, so that a field has none.
-    for code in ("040", "011", "012", "134"):
-        field = field.replace("\\" + code, chr(int(code, 8)))
-    return field
 
 
 def _device_number(made_up: int, source: str) -> int:

@@ -27,15 +27,13 @@ from swapper.errors import (
 )
 from swapper.memory.region import AlignedRegion
 from swapper.sync.lifetimes import Roll
-from swapper.uncopyable import Uncopyable, closed_unless_made
+from swapper.uncopyable import Uncopyable
 from swapper.volumes.file_system import Drive
 
 logger = logging.getLogger(__name__)
 
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-_O_TMPFILE: int = getattr(os, "O_TMPFILE", 0)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_CANNOT_BE_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT})
 _NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _FILL_BYTES = 8 << 20
@@ -232,16 +230,8 @@ def open_nameless(directory: Path) -> int:
         if not directory.is_dir():
             problem = f"{str(directory)!r} is not a directory; scratch files need a directory of their drive"
             raise VolumeError(directory, problem)
-        if _O_TMPFILE:
-            try:
-                return os.open(directory, os.O_RDWR | _O_TMPFILE | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                if error.errno not in _CANNOT_BE_UNNAMED:
-                    raise
-        fd, path = tempfile.mkstemp(prefix=".swapper-", dir=directory)
-        with closed_unless_made(os.close, fd):
-            os.unlink(path)
-        return fd
+        with tempfile.TemporaryFile(buffering=0, prefix=".swapper-", dir=directory) as file:
+            return os.dup(file.fileno())
     except OSError as error:
         if error.errno in FULL:
             raise VolumeTooSmallError(directory, ALIGNMENT, _free_bytes(directory), "no room for a file") from error

@@ -21,29 +21,34 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 LONGEST_CYCLE = 32
 _EQUAL_WITHIN = 0.1
 _GOOD_SHARE = 0.97
 
 
-class _Zone:
-    """Knows how the stripes of one part of the address space are dealt."""
+class _Zone(NamedTuple):
+    """How the stripes of one part of the address space are dealt.
 
-    __slots__ = ("_columns", "_firsts", "_length", "_places", "_turns", "first_stripe")
+    Attributes:
+        first_stripe: Its first one.
+        columns: By turn of a cycle: which drive it goes to.
+        turns: How many turns of a cycle that drive has.
+        firsts: In which stripe of the drive's file this turn of the first cycle lies.
+    """
 
-    def __init__(self, first_stripe: int, cycle: Sequence[int], firsts: Sequence[int]) -> None:
-        self.first_stripe = first_stripe
-        self._length = len(cycle)
-        self._columns = tuple(cycle)
-        self._turns = tuple(cycle.count(column) for column in cycle)
-        # In which stripe of its file each turn of the first cycle lies.
-        self._firsts = tuple(firsts[column] + cycle[:turn].count(column) for turn, column in enumerate(cycle))
+    first_stripe: int
+    columns: tuple[int, ...]
+    turns: tuple[int, ...]
+    firsts: tuple[int, ...]
 
-    def locate(self, stripe: int) -> tuple[int, int]:
-        """Return the drive of a stripe, and which stripe of that drive's file it is."""
-        cycle, turn = divmod(stripe - self.first_stripe, self._length)
-        return self._columns[turn], self._firsts[turn] + cycle * self._turns[turn]
+    @classmethod
+    def of(cls, first_stripe: int, cycle: Sequence[int], used: Sequence[int]) -> _Zone:
+        """The zone of a cycle, from where so many stripes of each drive are used."""
+        turns = tuple(cycle.count(column) for column in cycle)
+        firsts = tuple(used[column] + cycle[:turn].count(column) for turn, column in enumerate(cycle))
+        return cls(first_stripe, tuple(cycle), turns, firsts)
 
 
 class StripeMap:
@@ -98,7 +103,7 @@ class StripeMap:
                     pools_left[pools[column]] -= num_turns
                     self._used[column] += num_turns
                     stop += num_turns
-            self._zones.append(_Zone(first_stripe, cycle, firsts))
+            self._zones.append(_Zone.of(first_stripe, cycle, firsts))
             first_stripe = stop
         self._starts = [zone.first_stripe for zone in self._zones]
 
@@ -108,11 +113,23 @@ class StripeMap:
 
     def locate(self, offset: int) -> tuple[int, int]:
         """Return the drive of a byte of the address space, and the offset in that drive's file."""
-        stripe, within = divmod(offset, self.stripe_bytes)
-        zones = self._zones
-        zone = zones[0] if len(zones) == 1 else zones[bisect.bisect_right(self._starts, stripe) - 1]
-        column, place = zone.locate(stripe)
-        return column, place * self.stripe_bytes + within
+        ((column, file_offset, _, _),) = self.pieces(offset, 1)
+        return column, file_offset
+
+    def pieces(self, offset: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
+        """Return where bytes of the address space lie, stripe by stripe: the drive, the offset in its file, and which of the
+        bytes these are, from where to where."""
+        zones, stripe_bytes, found = self._zones, self.stripe_bytes, []
+        stripe, within = divmod(offset, stripe_bytes)
+        low = 0
+        while low < num_bytes:
+            zone = zones[0] if len(zones) == 1 else zones[bisect.bisect_right(self._starts, stripe) - 1]
+            cycle, turn = divmod(stripe - zone.first_stripe, len(zone.columns))
+            high = min(low + stripe_bytes - within, num_bytes)
+            file_offset = (zone.firsts[turn] + cycle * zone.turns[turn]) * stripe_bytes + within
+            found.append((zone.columns[turn], file_offset, low, high))
+            stripe, within, low = stripe + 1, 0, high
+        return found
 
 
 def were_full(num_held: Sequence[int]) -> list[bool]:

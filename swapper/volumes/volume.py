@@ -22,6 +22,10 @@ from swapper.volumes.thread_pool import ThreadPool
 logger = logging.getLogger(__name__)
 
 
+Piece = tuple[int, int, int, int]
+"""Which of the files, the offset in it, and which of the bytes that were asked for lie there: from where to where."""
+
+
 class Volume(Uncopyable):
     """Knows scratch files and how one address space is striped over them; must not know extents.
 
@@ -99,9 +103,15 @@ class Volume(Uncopyable):
         column, file_offset = self._map.locate(offset)
         return self.files[column], file_offset
 
+    def pieces(self, offset: int, num_bytes: int) -> list[Piece]:
+        """Return where bytes of the address space lie, in their order; one piece at least."""
+        if self._map is None or not num_bytes:
+            return [(0, offset, 0, num_bytes)]
+        return self._map.pieces(offset, num_bytes)
+
     def column_of(self, offset: int) -> int:
         """Return which of ``files`` holds a byte of the address space."""
-        return 0 if self._map is None else self._map.locate(offset)[0]
+        return self.pieces(offset, 1)[0][0]
 
     def sync(self) -> None:
         """Whatever was written is on the drives when this returns, all of which work at it at once.

@@ -9,7 +9,7 @@ from swapper.memory.region import AlignedRegion
 
 
 class BackendWrapper:
-    """Knows another backend and passes everything on; subclasses change what they are about.
+    """Passes everything on to another backend; subclasses change what they are about. Its attributes are those of `IOBackend`.
 
     Args:
         inner: The backend that does the work; closed together with this one.
@@ -17,31 +17,11 @@ class BackendWrapper:
 
     def __init__(self, inner: IOBackend) -> None:
         self.inner = inner
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Size of the address space."""
-        return self.inner.capacity_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        """See :class:`IOBackend`."""
-        return self.inner.block_bytes
-
-    @property
-    def boundary_bytes(self) -> int:
-        """See :class:`IOBackend`."""
-        return self.inner.boundary_bytes
-
-    @property
-    def concurrency(self) -> int:
-        """See :class:`IOBackend`."""
-        return self.inner.concurrency
-
-    @property
-    def is_direct(self) -> bool:
-        """See :class:`IOBackend`."""
-        return self.inner.is_direct
+        self.capacity_bytes = inner.capacity_bytes
+        self.block_bytes = inner.block_bytes
+        self.boundary_bytes = inner.boundary_bytes
+        self.concurrency = inner.concurrency
+        self.is_direct = inner.is_direct
 
     @property
     def num_bounced(self) -> int:
@@ -57,7 +37,7 @@ class BackendWrapper:
         return f"{type(self).__name__}({self.inner.describe()})"
 
     def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
-        """See :class:`swapper.backend.MemoryRegistrar`."""
+        """See `swapper.backend.register_memory`."""
         return register_memory(self.inner, region)
 
     def submit(self, request: IORequest) -> None:

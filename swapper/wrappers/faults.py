@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -44,11 +45,16 @@ class FaultRule:
     flipped_bit: int | None = None
     hangs: bool = False
 
-    def matches(self, request: IORequest) -> bool:
-        """Return whether the rule is about such a request."""
-        return (self.direction is None or self.direction is request.direction) and (
-            self.offset is None or request.offset <= self.offset < request.offset + len(request.memory)
-        )
+    def fires(self, request: IORequest, counts: Counter[str]) -> bool:
+        """Return whether the rule applies to this request, and count that."""
+        is_of_direction = self.direction is None or self.direction is request.direction
+        is_there = self.offset is None or request.offset <= self.offset < request.offset + len(request.memory)
+        if not (is_of_direction and is_there) or (self.times is not None and counts["fired"] >= self.times):
+            return False
+        counts["matched"] += 1
+        does_fire = self.nth is None or counts["matched"] == self.nth
+        counts["fired"] += does_fire
+        return does_fire
 
 
 class FaultInjectingBackend(BackendWrapper):
@@ -62,7 +68,8 @@ class FaultInjectingBackend(BackendWrapper):
     def __init__(self, inner: IOBackend, rules: Iterable[FaultRule] = ()) -> None:
         super().__init__(inner)
         self._lock = threading.Lock()
-        self._rules: list[_CountedRule] = [_CountedRule(rule) for rule in rules]
+        self._rules: list[tuple[FaultRule, Counter[str]]] = [(rule, Counter()) for rule in rules]
+        """Each with how often it has matched, and fired."""
         self._hung: list[IORequest] = []
         self._delays = DelayLine()
         self._num_faults = 0
@@ -80,7 +87,7 @@ class FaultInjectingBackend(BackendWrapper):
     def add(self, rule: FaultRule) -> None:
         """Have more go wrong from now on."""
         with self._lock:
-            self._rules.append(_CountedRule(rule))
+            self._rules.append((rule, Counter()))
 
     def clear(self) -> None:
         """Have nothing go wrong from now on; what hangs goes on hanging."""
@@ -97,7 +104,7 @@ class FaultInjectingBackend(BackendWrapper):
     def submit(self, request: IORequest) -> None:
         """Pass the request on, or do it wrong."""
         with self._lock:
-            rule = next((counted.rule for counted in self._rules if counted.fires(request)), None)
+            rule = next((rule for rule, counts in self._rules if rule.fires(request, counts)), None)
             if rule is not None:
                 self._num_faults += 1
                 if rule.hangs:
@@ -135,26 +142,6 @@ class FaultInjectingBackend(BackendWrapper):
         self._delays.close()
         is_ended = self.inner.close(timeout_seconds)
         return is_ended and not self._hung
-
-
-@dataclass
-class _CountedRule:
-    """Knows a rule and how often it has matched and fired."""
-
-    rule: FaultRule
-    num_matches: int = 0
-    num_fired: int = 0
-
-    def fires(self, request: IORequest) -> bool:
-        """Return whether the rule applies to this request."""
-        rule = self.rule
-        if not rule.matches(request) or (rule.times is not None and self.num_fired >= rule.times):
-            return False
-        self.num_matches += 1
-        if rule.nth is not None and self.num_matches != rule.nth:
-            return False
-        self.num_fired += 1
-        return True
 
 
 def _flip(memory: memoryview, bit: int) -> None:

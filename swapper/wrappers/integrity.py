@@ -8,8 +8,7 @@ need that.
 
 Nobody has to wait for anybody. Before a write is handed on, what it will change is no longer part of any segment; so
 the bytes of a segment do not change while it is in the table, and what was read back of them stays true, even if others
-write between and beside. Only joining segments would break what others rely on: it is left for a moment in which the
-page has no other request.
+write between and beside.
 
 A write that is not made of whole blocks rewrites the rest of the blocks at its two ends (see ``IOBackend.block_bytes``),
 and if it fails, that rest may be torn. So segments are cut at the ends of these blocks as well: what lies behind them
@@ -22,8 +21,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -31,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import CorruptedDataError, Direction, IOBackend, IORequest
+from swapper.backend import CorruptedDataError, Direction, IOBackend, IORequest, as_os_error
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
@@ -41,9 +39,6 @@ from swapper.wrappers.checksum import PAGE_BYTES, Bytes, ChecksumTable, Segment,
 
 logger = logging.getLogger(__name__)
 
-_MOST_SEGMENTS = 64
-"""A page with as many segments as this has them joined by the next write that is alone in it."""
-
 
 class _Job:
     """Knows one request on its way, and what was read back for it.
@@ -52,12 +47,11 @@ class _Job:
         cuts: Addresses at which segments have to end.
         drops: Of these addresses nothing is known once a write has begun.
         edges: Pages of which the request covers a part, at most two.
-        joins: Those of them of which it joins the segments.
         to_read: Ranges to be read back before it can go on.
         read_back: By page, the first address and the bytes of such a range.
     """
 
-    __slots__ = ("cuts", "drops", "edges", "joins", "read_back", "request", "start", "stop", "to_read")
+    __slots__ = ("cuts", "drops", "edges", "read_back", "request", "start", "stop", "to_read")
 
     def __init__(self, request: IORequest, block_bytes: int, table: ChecksumTable) -> None:
         self.request = request
@@ -73,7 +67,6 @@ class _Job:
         first, last = start // size, (stop - 1) // size
         ends = (first,) if first == last else (first, last)
         self.edges = tuple(page for page in ends if start > page * size or stop < (page + 1) * size)
-        self.joins: set[int] = set()
         self.to_read: list[tuple[int, int]] = []
         self.read_back: dict[int, tuple[int, Bytes]] = {}
 
@@ -105,26 +98,16 @@ class IntegrityBackend(BackendWrapper):
         for name, value in (("page_bytes", page_bytes), ("boundary_bytes", boundary_bytes)):
             if value % ALIGNMENT or value < 0 or not page_bytes:
                 raise ArgumentError(f"{name} must be a positive multiple of {ALIGNMENT}, got {value}")
-        self._boundary_bytes = inner.boundary_bytes or boundary_bytes
+        self.boundary_bytes = inner.boundary_bytes or boundary_bytes
         # A page is read back in one request, which must not cross a boundary.
-        self._table = ChecksumTable(inner.capacity_bytes, math.gcd(page_bytes, inner.boundary_bytes))
+        self.page_bytes = math.gcd(page_bytes, inner.boundary_bytes)
+        """Bytes per checksum."""
+        self._table = ChecksumTable(inner.capacity_bytes, self.page_bytes)
         self._lock = threading.RLock()  # guards all that follows, and the table
         self._changed = threading.Condition(self._lock)  # entered by its lock: see [Note: bells] in swapper.sync.bell
-        self._num_requests: Counter[int] = Counter()  # by page, of which they cover a part
-        self._joiners: dict[int, _Job] = {}  # by page, the write that will join its segments if it stays alone
         self._preparing: set[_Job] = set()  # what is still read back for
         if not is_fast():
             logger.warning("checksums are computed in Python, which is slow; reinstall google-crc32c from its wheel")
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes per checksum."""
-        return self._table.page_bytes
-
-    @property
-    def boundary_bytes(self) -> int:
-        """See :class:`IOBackend`."""
-        return self._boundary_bytes
 
     def describe(self) -> str:
         """Return one line for logs."""
@@ -152,9 +135,14 @@ class IntegrityBackend(BackendWrapper):
         try:
             with self._lock:
                 self._preparing.add(job)
-                for page in job.edges:
-                    self._num_requests[page] += 1
-                    self._plan(job, page)
+                for page in job.edges:  # see [Note: partial segments]
+                    known = [
+                        each
+                        for each in self._table.segments(page)
+                        if each.checksum is not None and job.is_cutting(each)
+                    ]
+                    if known:
+                        job.to_read.append((known[0].start, known[-1].stop))
             self._go_on(job)
         except BaseException:  # a KeyboardInterrupt, say: then close must not wait for it
             self._is_prepared(job)
@@ -169,19 +157,6 @@ class IntegrityBackend(BackendWrapper):
         return self.inner.close(max(timeout_seconds / 2, timeout_seconds - (time.monotonic() - started)))
 
     # -- the way of a request ----------------------------------------------------------------------------------------
-
-    def _plan(self, job: _Job, page: int) -> None:
-        """Decide what has to be read back of a page; see [Note: partial segments]."""
-        if page in self._joiners:
-            self._joiners.pop(page).joins.discard(page)
-        segments = self._table.segments(page)
-        is_crowded = job.request.direction is Direction.WRITE and len(segments) >= _MOST_SEGMENTS
-        if is_crowded and self._num_requests[page] == 1:
-            job.joins.add(page)
-            self._joiners[page] = job
-        known = [each for each in segments if each.checksum is not None and (page in job.joins or job.is_cutting(each))]
-        if known:
-            job.to_read.append((known[0].start, known[-1].stop))
 
     def _go_on(self, job: _Job) -> None:
         """Read back what is still missing, then carry out the request itself."""
@@ -210,9 +185,9 @@ class IntegrityBackend(BackendWrapper):
                 self._go_on(job)
                 return
             except Exception as found:  # no memory for one more page: whoever waits must hear of it
-                error = OSError(None, f"{type(found).__name__}: {found}")
+                error = as_os_error(found)
         self._is_prepared(job)
-        self._finish(job, 0, error)  # without an error this is a short transfer, to be tried again
+        job.request.complete(0, error)  # without an error this is a short transfer, to be tried again
 
     def _transfer(self, job: _Job) -> None:
         outer, on_complete = job.request, partial(self._on_transferred, job)
@@ -227,33 +202,16 @@ class IntegrityBackend(BackendWrapper):
                 self._remember(job, transferred_bytes if error is None else 0)
             elif error is None:
                 transferred_bytes = self._verify(job, transferred_bytes)
-        except OSError as found:
-            transferred_bytes, error = 0, found.with_traceback(None)
         except Exception as found:  # whoever waits must hear of it
-            transferred_bytes, error = 0, OSError(None, f"{type(found).__name__}: {found}")
-        self._finish(job, transferred_bytes, error)
-
-    def _finish(self, job: _Job, transferred_bytes: int, error: OSError | None) -> None:
-        with self._lock:
-            for page in job.joins:
-                del self._joiners[page]
-            for page in job.edges:
-                self._num_requests[page] -= 1
-                if not self._num_requests[page]:
-                    del self._num_requests[page]
+            transferred_bytes, error = 0, as_os_error(found)
         job.request.complete(transferred_bytes, error)
 
     # -- checksums ---------------------------------------------------------------------------------------------------
 
     def _cut(self, job: _Job, page: int) -> None:
         """Take what a write is about to change out of a page, and give what stays of cut segments new checksums."""
-        segments = self._table.segments(page)
-        if page in job.joins:
-            segments = self._joined(job, page, segments)
-            job.joins.remove(page)
-            del self._joiners[page]
         kept: list[Segment] = []
-        for segment in segments:
+        for segment in self._table.segments(page):
             if not job.is_cutting(segment):
                 kept.append(segment)
                 continue
@@ -264,17 +222,6 @@ class IntegrityBackend(BackendWrapper):
                 kept.append(Segment(start, stop, checksum))
         low, high = job.drops
         self._table.replace(page, [each for each in kept if each.stop <= low or high <= each.start])
-
-    def _joined(self, job: _Job, page: int, segments: Iterable[Segment]) -> list[Segment]:
-        """Verify segments and join those that touch; wrong ones stay alone and count as damaged."""
-        joined: list[Segment] = []
-        for segment in segments:
-            start, is_right = segment.start, self._is_right(job, page, segment)
-            if is_right and joined and joined[-1].checksum is not None and joined[-1].stop == start:
-                start = joined.pop().start
-            checksum = crc32c(job.bytes_on_drive(page, start, segment.stop)) if is_right else None
-            joined.append(Segment(start, segment.stop, checksum))
-        return joined
 
     def _is_right(self, job: _Job, page: int, segment: Segment) -> bool:
         if segment.checksum is None:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from swapper.backend import Direction, IOBackend, IORequest
+from swapper.backend import Batch, Direction, IOBackend, IORequest
 from swapper.config import ALIGNMENT, pieces
 from swapper.errors import ArgumentError
 from swapper.extents.intervals import IntervalSet
@@ -53,7 +53,9 @@ class VersionedBackend(BackendWrapper):
             raise ArgumentError(
                 f"capacity_bytes must be a multiple of {ALIGNMENT} and at most {inner.capacity_bytes}, got {capacity_bytes}"
             )
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
+        self.block_bytes = ALIGNMENT
+        self.boundary_bytes = 0  # transfers are cut here as the inner backend wants it
         self._num_slots = inner.capacity_bytes // ALIGNMENT
         self._lock = threading.RLock()  # guards all that follows
         self._slots = np.zeros(
@@ -71,23 +73,6 @@ class VersionedBackend(BackendWrapper):
         """What the map takes, with what :meth:`retain` takes for a moment; but for snapshots, which are small."""
         num_blocks, num_slots = -(-capacity_bytes // ALIGNMENT), -(-inner_bytes // ALIGNMENT)
         return 4 * num_blocks + 5 * num_slots
-
-    # -- what a backend promises -------------------------------------------------------------------------------------
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Size of the address space."""
-        return self._capacity_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        """See :class:`IOBackend`."""
-        return ALIGNMENT
-
-    @property
-    def boundary_bytes(self) -> int:
-        """See :class:`IOBackend`: transfers are cut here as the inner backend wants it."""
-        return 0
 
     def locate(self, offset: int) -> tuple[str, int]:
         """See :class:`IOBackend`."""
@@ -182,9 +167,7 @@ class VersionedBackend(BackendWrapper):
                 parts.append(((slot - 1) * ALIGNMENT + within, request.memory[low:high], request.address + low))
             else:
                 request.memory[low:high] = bytes(high - low)
-        whole = _Parts(self.inner, Direction.READ, parts, request.complete, len(request.memory))
-        parts.clear()  # it may be over before this thread is: who waits for it must find nobody looking at the memory
-        whole.start()
+        self._move(Direction.READ, parts, len(request.memory), request.complete)
 
     def _write(self, request: IORequest) -> None:
         start, stop = request.offset, request.offset + len(request.memory)
@@ -208,7 +191,7 @@ class VersionedBackend(BackendWrapper):
             if before[block - first] and not request.may_pad
         ]
 
-        def put(is_whole: int, error: OSError | None = None) -> None:
+        def put(is_whole: int, error: OSError | None) -> None:
             if error is None and not is_whole:
                 error = OSError(errno.EAGAIN, _SHORT)
             if error is not None:
@@ -219,7 +202,7 @@ class VersionedBackend(BackendWrapper):
                 array[low - block * ALIGNMENT : high - block * ALIGNMENT] = np.frombuffer(
                     request.memory[low - start : high - start], dtype=np.uint8
                 )
-            _Parts(self.inner, Direction.WRITE, list(parts()), end, len(request.memory)).start()
+            self._move(Direction.WRITE, list(parts()), len(request.memory), end)
 
         def parts() -> Iterator[tuple[int, memoryview, int]]:
             begin = first
@@ -236,12 +219,32 @@ class VersionedBackend(BackendWrapper):
                         yield place, request.memory[head : end_block * ALIGNMENT - start], request.address + head
                 begin += high - low
 
-        def end(transferred_bytes: int, error: OSError | None = None) -> None:
+        def end(transferred_bytes: int, error: OSError | None) -> None:
             if error is None and transferred_bytes < len(request.memory):
                 error = OSError(errno.EAGAIN, _SHORT)
             self._end_write(request, first, ranges, error)
 
-        _Parts(self.inner, Direction.READ, old, put, True).start()
+        self._move(Direction.READ, old, 1, put)
+
+    def _move(
+        self,
+        direction: Direction,
+        parts: list[tuple[int, memoryview, int]],
+        num_bytes: int,
+        then: Callable[[int, OSError | None], None],
+    ) -> None:
+        """Transfer parts of a request: their place in the slots, their memory, its address. They are taken out of the list.
+
+        ``num_bytes``: What ``then`` is told if all of them went well, and there may be none; else it is told 0.
+        """
+        batch = Batch(set(), num_bytes, then)
+        requests = [
+            IORequest(direction, offset + low, memory[low:high], address + low, batch.on_complete)
+            for offset, memory, address in parts
+            for low, high in pieces(offset, len(memory), self.inner.boundary_bytes)
+        ]
+        parts.clear()  # it may be over before this thread is: who waits for it must find nobody looking at the memory
+        batch.submit(self.inner, requests)
 
     def _end_write(self, request: IORequest, first: int, ranges: list[tuple[int, int]], error: OSError | None) -> None:
         with self._lock:
@@ -278,56 +281,6 @@ class VersionedBackend(BackendWrapper):
             number -= high - low
             self._cursor = high % self._num_slots
         return found
-
-
-class _Parts:
-    """Knows the transfers that one request becomes, and tells when all of them are over."""
-
-    def __init__(
-        self,
-        inner: IOBackend,
-        direction: Direction,
-        parts: Iterable[tuple[int, memoryview, int]],
-        then: Callable[[int, OSError | None], None],
-        num_bytes: int,
-    ) -> None:
-        """``num_bytes``: what is told if all of them went well; else it is 0, or less if a transfer was short."""
-        self._inner = inner
-        self._then = then
-        self._num_bytes = num_bytes
-        self._lock = threading.RLock()
-        self._error: OSError | None = None
-        self._is_short = False
-        boundary = inner.boundary_bytes
-        self._requests = [
-            IORequest(direction, offset + low, memory[low:high], address + low, self._on_complete)
-            for offset, memory, address in parts
-            for low, high in pieces(offset, len(memory), boundary)
-        ]
-        self._remaining = len(self._requests) + 1
-
-    def start(self) -> None:
-        for request in list(self._requests):
-            try:
-                self._inner.submit(request)
-            except Exception as error:  # others are on their way: all of them have to end
-                self._on_complete(request, 0, OSError(None, f"{type(error).__name__}: {error}"))
-        self._one_is_over()
-
-    def _on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
-        with self._lock:
-            self._error = self._error or error
-            self._is_short = self._is_short or transferred_bytes < len(request.memory)
-        request.let_go()
-        self._one_is_over()
-
-    def _one_is_over(self) -> None:
-        with self._lock:
-            self._remaining -= 1
-            is_over = not self._remaining
-        if is_over:
-            self._requests.clear()
-            self._then(0 if self._error is not None or self._is_short else self._num_bytes, self._error)
 
 
 def _runs_of(slots: list[int]) -> Iterator[tuple[int, int, int]]:

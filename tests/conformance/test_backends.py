@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,121 +19,56 @@ from swapper.backends import (
     UringBackend,
 )
 from swapper.testing import BackendConformance, ConformanceError, run_conformance
+from swapper.wrappers.versions import VersionedBackend
 from tests.latency import delayed
 from tests.uring import needs_uring
 
+_Paths = list[Path]
 
-class _OnDrive(BackendConformance):
+
+def _uneven(paths: _Paths) -> list[Directory | Path]:
+    small = Directory(paths[0], capacity_bytes=256 << 10, bytes_per_second=3e9)
+    return [small, Directory(paths[1], bytes_per_second=1e9), paths[2]]
+
+
+_MAKERS: dict[str, Callable[[_Paths, int], IOBackend]] = {
+    "threads": lambda paths, size: ThreadsBackend(Volume(paths[:1], size)),
+    "threads, long": lambda paths, size: ThreadsBackend(Volume(paths[:1], size), 3, request_bytes=4096),
+    "threads, page cache": lambda paths, size: ThreadsBackend(Volume(paths[:1], size, direct=False), num_threads=1),
+    "threads, striped": lambda paths, size: ThreadsBackend(Volume(paths, size, stripe_bytes=64 << 10)),
+    "threads, uneven": lambda paths, size: ThreadsBackend(Volume(_uneven(paths), size, stripe_bytes=16 << 10), 2, 8192),
+    "aiofiles": lambda paths, size: AiofilesBackend(Volume(paths[:1], size)),
+    "aiofiles, page cache": lambda paths, size: AiofilesBackend(Volume(paths[:1], size, direct=False), num_threads=1),
+    "aiofiles, striped": lambda paths, size: AiofilesBackend(Volume(paths, size, stripe_bytes=64 << 10), 2),
+    "checked": lambda paths, size: IntegrityBackend(ThreadsBackend(Volume(paths[:1], size)), boundary_bytes=1 << 20),
+    "checked, striped": lambda paths, size: IntegrityBackend(ThreadsBackend(Volume(paths, size, stripe_bytes=12288))),
+    "checked, inline": lambda paths, size: IntegrityBackend(MemoryBackend(size), page_bytes=4096),
+    "versions": lambda paths, size: VersionedBackend(ThreadsBackend(Volume(paths, 4 * size)), size),
+    "uring": lambda paths, size: UringBackend(Volume(paths[:1], size)),
+    "uring, one by one": lambda paths, size: UringBackend(Volume(paths[:1], size), queue_depth=1),
+    "uring, page cache": lambda paths, size: UringBackend(Volume(paths[:1], size, direct=False), queue_depth=4),
+    "uring, uneven": lambda paths, size: UringBackend(Volume(_uneven(paths), size, stripe_bytes=64 << 10), 3),
+    "memory": lambda paths, size: MemoryBackend(size, num_threads=3),
+    "memory, inline": lambda paths, size: MemoryBackend(size),
+    "wrapper": lambda paths, size: BackendWrapper(MemoryBackend(size, 2)),
+    "late": lambda paths, size: delayed(MemoryBackend(size, 2), read_seconds=0.0003, write_seconds=0.0002),
+    "no faults": lambda paths, size: FaultInjectingBackend(ThreadsBackend(Volume(paths[:1], size))),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[needs_uring] if "uring" in kind else []) for kind in _MAKERS]
+)
+class TestBackends(BackendConformance):
     @pytest.fixture(autouse=True)
-    def _directories(self, tmp_path: Path) -> None:
-        self.directories = [tmp_path / name for name in "abc"]
-        for directory in self.directories:
-            directory.mkdir()
+    def _directories(self, kind: str, tmp_path: Path) -> None:
+        self._make = _MAKERS[kind]
+        self._paths = [tmp_path / name for name in "abc"]
+        for path in self._paths:
+            path.mkdir()
 
-
-class TestThreads(_OnDrive):
     def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return ThreadsBackend(Volume(self.directories[:1], capacity_bytes))
-
-
-class TestThreadsThroughPageCache(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return ThreadsBackend(Volume(self.directories[:1], capacity_bytes, direct=False), num_threads=1)
-
-
-class TestThreadsStriped(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return ThreadsBackend(Volume(self.directories, capacity_bytes, stripe_bytes=64 << 10))
-
-
-class TestThreadsOnUnevenDrives(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        directories = [
-            Directory(self.directories[0], capacity_bytes=256 << 10, bytes_per_second=3e9),
-            Directory(self.directories[1], bytes_per_second=1e9),
-            self.directories[2],
-        ]
-        return ThreadsBackend(Volume(directories, capacity_bytes, stripe_bytes=16 << 10), num_threads=2)
-
-
-class TestAiofiles(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return AiofilesBackend(Volume(self.directories[:1], capacity_bytes))
-
-
-class TestAiofilesThroughPageCache(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return AiofilesBackend(Volume(self.directories[:1], capacity_bytes, direct=False), num_threads=1)
-
-
-class TestAiofilesStriped(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return AiofilesBackend(Volume(self.directories, capacity_bytes, stripe_bytes=64 << 10), num_threads=2)
-
-
-class TestIntegrity(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return IntegrityBackend(ThreadsBackend(Volume(self.directories[:1], capacity_bytes)), boundary_bytes=1 << 20)
-
-
-class TestIntegrityStriped(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return IntegrityBackend(ThreadsBackend(Volume(self.directories, capacity_bytes, stripe_bytes=12 << 10)))
-
-
-class TestIntegrityInline(BackendConformance):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return IntegrityBackend(MemoryBackend(capacity_bytes), page_bytes=4096)
-
-
-@needs_uring
-class TestUring(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return UringBackend(Volume(self.directories[:1], capacity_bytes))
-
-
-@needs_uring
-class TestUringOneByOne(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return UringBackend(Volume(self.directories[:1], capacity_bytes), queue_depth=1)
-
-
-@needs_uring
-class TestUringThroughPageCache(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return UringBackend(Volume(self.directories[:1], capacity_bytes, direct=False), queue_depth=4)
-
-
-@needs_uring
-class TestUringOnUnevenDrives(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        directories = [Directory(self.directories[0], bytes_per_second=3e9), self.directories[1]]
-        return UringBackend(Volume(directories, capacity_bytes, stripe_bytes=64 << 10), queue_depth=3)
-
-
-class TestMemory(BackendConformance):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return MemoryBackend(capacity_bytes, num_threads=3)
-
-
-class TestMemoryInline(BackendConformance):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return MemoryBackend(capacity_bytes)
-
-
-class TestWrapper(BackendConformance):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return BackendWrapper(MemoryBackend(capacity_bytes, 2))
-
-
-class TestLatency(BackendConformance):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return delayed(MemoryBackend(capacity_bytes, 2), read_seconds=0.0003, write_seconds=0.0002)
-
-
-class TestFaultInjectingWithoutFaults(_OnDrive):
-    def make_backend(self, capacity_bytes: int) -> IOBackend:
-        return FaultInjectingBackend(ThreadsBackend(Volume(self.directories[:1], capacity_bytes)))
+        return self._make(self._paths, capacity_bytes)
 
 
 class _Forgetful(MemoryBackend):

@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.errors import CheckpointError, ModelError, RankError, StorageError
+from tests.distributed.common import require_same, states_of, weights_of
 from tests.internals import agreement, checkpoint_loading, saved, training_checkpoint, world
 from tests.ranks import run_ranks
 from tests.waiting import wait_until
@@ -64,17 +65,9 @@ def _steps(engine: Any, batches: Any, num: int) -> list[float]:
 
 def _contents(engine: Any) -> dict[str, Any]:
     """All that is the same on all ranks."""
-    found: dict[str, Any] = dict(engine.module.state_dict())
-    for index, state in engine.optimizer.state_dict()["state"].items():
-        found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
+    found = weights_of(engine) | states_of(engine)
     found |= {f"{i} main": engine._settled.gather_main_weight(p) for i, p in enumerate(engine.module.parameters())}
     return found | {"lr": torch.tensor(engine.get_lr()), "steps": torch.tensor(engine.global_steps)}
-
-
-def _require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 def _run(num: int, function: Callable[[int], Any], directory: Path) -> None:
@@ -100,7 +93,7 @@ def test_what_any_number_wrote_any_number_loads(tmp_path: Path) -> None:
         assert (tmp_path / "saved" / "latest").read_text() == f"of {num}"
         first = torch.load(tmp_path / f"contents {num} 0")
         for rank in range(1, num):
-            _require_equal(torch.load(tmp_path / f"contents {num} {rank}"), first)
+            require_same(torch.load(tmp_path / f"contents {num} {rank}"), first)
     for num in _NUMS:
 
         def read(rank: int) -> None:
@@ -108,7 +101,7 @@ def test_what_any_number_wrote_any_number_loads(tmp_path: Path) -> None:
                 for other in _NUMS:
                     folder, client_state = engine.load_checkpoint(tmp_path / "saved", tag=f"of {other}")
                     assert (folder, client_state) == (str(tmp_path / "saved" / f"of {other}"), {"from": 0})
-                    _require_equal(_contents(engine), torch.load(tmp_path / f"contents {other} 0"))
+                    require_same(_contents(engine), torch.load(tmp_path / f"contents {other} 0"))
                 assert engine.load_checkpoint(tmp_path / "saved", tag="none", missing_ok=True) == (None, None)
                 with pytest.raises(CheckpointError, match="there is no checkpoint 'none' in it"):
                     engine.load_checkpoint(tmp_path / "saved", tag="none")
@@ -256,7 +249,7 @@ def test_what_one_rank_cannot_read_changes_nothing_or_is_noted_on_all(tmp_path: 
                     patch.setattr(checkpoint_loading.Loading, "check_model", _raise)
                 with pytest.raises(ModelError, match="of another model"):
                     engine.load_checkpoint(tmp_path / "saved")
-            _require_equal(_contents(engine), before)
+            require_same(_contents(engine), before)
             for name in ("optimizer", "parameters"):
                 with pytest.MonkeyPatch.context() as patch:
                     if rank == 1:
@@ -322,7 +315,7 @@ def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
                 engine.save_checkpoint(tmp_path / "saved")
             _steps(engine, iter(engine.training_dataloader), 1)
             engine.load_checkpoint(tmp_path / "saved")
-            _require_equal(_contents(engine), expected)
+            require_same(_contents(engine), expected)
 
     _run(3, train, tmp_path / "ranks")
 

@@ -24,6 +24,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from swapper import TransferRecord
+from tests.distributed.common import require_same, weights_of
 from tests.internals import (
     Arrival,
     DividedWeights,
@@ -34,7 +35,7 @@ from tests.internals import (
     world,
 )
 from tests.lazy_device import LazyDevice
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks, run_ranks
 
 _WIDTH = 64
 
@@ -100,21 +101,6 @@ def _step(engine: Any, rank: int, number: int) -> torch.Tensor:
     return loss.detach()
 
 
-def _weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
-
-
-def _require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
-    errors = run_ranks(num, function, directory)
-    assert not any(errors), "\n".join(errors)
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("num", "changes"),
@@ -142,19 +128,19 @@ def test_tied_and_frozen_weights_train_as_whole_ones(
                     engine.module.layers[0].weight.mul_(1.25)
                     engine.module.layers[1].weight.data.add_(0.5)
                 found |= {f"then {number}": _step(engine, rank, number) for number in range(3, 5)}
-                changed = {name: value * 0.5 for name, value in _weights(engine).items()}
+                changed = {name: value * 0.5 for name, value in weights_of(engine).items()}
                 engine.module.load_state_dict(changed)
                 found["loaded"] = _step(engine, rank, 5)
                 for graph in range(2):  # the second backward of a graph, of which a unit's memory is seen by the user
                     kept = engine.module.first.weight.data
                     found[f"kept {graph}"] = _step(engine, rank, 6 + graph)
                     found[f"seen {graph}"] = kept.clone()
-                found |= _weights(engine)
+                found |= weights_of(engine)
             found |= {f"closed {name}": value for name, value in engine.module.state_dict().items()}
             expected = expected or found
-            _require_same(found, expected)
+            require_same(found, expected)
 
-    _require(num, train, tmp_path)
+    require_ranks(num, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -208,7 +194,7 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
 
         directory = tmp_path / str(num)
         directory.mkdir()
-        _require(num, train, directory)
+        require_ranks(num, train, directory)
         others = (num - 1) / num
         of_ranks = [json.loads((tmp_path / f"measured {num} {rank}").read_text()) for rank in range(num)]
         for found in of_ranks:
@@ -282,12 +268,12 @@ def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update
                 predicted, _ = predict(*given).kinds["weights"]
                 assert (predicted > 0) == (rank in lacking)
                 assert lacking or moved["READ"] == 0
-            found |= _weights(engine)
+            found |= weights_of(engine)
             engine.close()
             expected = expected or found
-            _require_same(found, expected)
+            require_same(found, expected)
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -318,7 +304,7 @@ def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Pa
             assert engine.report.read_bytes == engine.report.write_bytes == 0
             assert 3 * world().sent_bytes["fetches"] > model_bytes
 
-    _require(num, train, tmp_path)
+    require_ranks(num, train, tmp_path)
     if memory == "device":
         return  # what such a budget lacks is told in the words for offload_param
     tight: dict[str, Any] = {"infinity": {"host_memory_budget": "200KB"}}
@@ -336,7 +322,7 @@ def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: st
     def train(rank: int) -> None:
         with _engine(tmp_path, stage=2) as engine:
             expected = [_step(engine, rank, number) for number in range(3)]
-            weights, units = _weights(engine), engine._parts.parameter_map.units
+            weights, units = weights_of(engine), engine._parts.parameter_map.units
         room = sum(unit.num_bytes for unit in units) - 4096 * (rank in lacking)
         for budget, is_divided in ((room, True), (2 * room, False)):
             section = {"device_memory_budget": budget, "keep_in_memory": False}
@@ -346,9 +332,9 @@ def test_what_devices_have_no_room_for_is_divided(lacking: list[int], memory: st
                 assert all(exchange.divides(unit) == is_divided for unit in engine._parts.parameter_map.units)
                 assert storage.pool.capacity_bytes <= budget
                 assert [_step(engine, rank, number) for number in range(3)] == expected
-                _require_same(_weights(engine), weights)
+                require_same(weights_of(engine), weights)
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -365,10 +351,10 @@ def test_replaced_main_weights_are_stored_once(tmp_path: Path) -> None:
                     assert torch.equal(weight.float(), torch.full(weight.shape, number + 0.3).bfloat16().float())
                     main = infinity.safe_get_full_fp32_param(weight)
                     assert main is not None and main.eq(number + 0.3).all()
-            stored = _weights(engine)
+            stored = weights_of(engine)
         assert stored["first.weight"].eq(torch.tensor(3.3).bfloat16()).all()
 
-    _require(2, replace, tmp_path)
+    require_ranks(2, replace, tmp_path)
 
 
 @pytest.mark.deep
@@ -378,7 +364,7 @@ def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
         with _engine(tmp_path, tier=tier) as engine:
             _step(engine, rank, 0)
             if rank == 1:
-                found = _weights(engine)
+                found = weights_of(engine)
                 with infinity.GatheredParameters(engine.module.last.weight):
                     assert torch.equal(engine.module.last.weight, found["last.weight"])
                 assert engine.module.layers[0].weight.sum() == found["layers.0.weight"].sum()
@@ -393,7 +379,7 @@ def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
                 assert infinity.safe_get_full_fp32_param(engine.module.layers[2].weight) is not None
             infinity.deepspeed.comm.barrier()
 
-    _require(2, look, tmp_path)
+    require_ranks(2, look, tmp_path)
 
 
 @pytest.mark.deep
@@ -416,7 +402,7 @@ def test_a_script_may_end_with_an_export(is_garbage: bool, tmp_path: Path) -> No
             gc.collect()
         atexit._run_exitfuncs()
 
-    _require(2, export, tmp_path)
+    require_ranks(2, export, tmp_path)
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
@@ -432,7 +418,7 @@ def test_a_rank_that_fails_waits_for_nobody_at_its_end(tmp_path: Path) -> None:
         else:
             time.sleep(2)
 
-    _require(2, fail, tmp_path)
+    require_ranks(2, fail, tmp_path)
 
 
 def _write_alone(engine: Any) -> None:
@@ -498,6 +484,6 @@ def test_a_failing_initialize_gives_the_weights_back(tmp_path: Path, monkeypatch
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(ValueError, match="in the midst"):
             infinity.initialize(model=model, config=_config(tmp_path))
-        _require_same(dict(model.state_dict()), expected)
+        require_same(dict(model.state_dict()), expected)
 
-    _require(2, begin, tmp_path)
+    require_ranks(2, begin, tmp_path)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -176,29 +177,40 @@ def test_parameters_that_came_later_are_refused(tmp_path: Path) -> None:
     assert run_ranks(2, train, tmp_path) == ["", ""]
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+_SAME = r"on rank 0, .* on rank 1. Give all processes the same config"
+_REFUSED: dict[str, tuple[type[Exception], str, Callable[[int], Any]]] = {
+    "another model": (
+        *(RankError, r"infinity\.initialize with a model of 4 tensors"),
+        lambda rank: _engine(width=8 + rank),
+    ),
+    "a config for one process": (
+        *(ConfigError, "loaded for 1 processes, and 2 train together"),
+        lambda rank: infinity.initialize(model=nn.Linear(8, 8), config=infinity.load_config(_CONFIG, world_size=1)),
+    ),
+    "other clipping": (
+        *(ConfigError, f"'gradient_clipping' .*{_SAME}"),
+        lambda rank: _engine(gradient_clipping=0.5 + rank),
+    ),
+    "other accumulation": (
+        *(ConfigError, f"'gradient_accumulation_steps' .*{_SAME}"),
+        lambda rank: _engine(gradient_accumulation_steps=1 + rank),
+    ),
+    "another dtype": (*(ConfigError, f"'bf16, fp16' .*{_SAME}"), lambda rank: _engine(bf16={"enabled": rank == 1})),
+    "another stage": (
+        *(ConfigError, rf"'zero_optimization\.stage' .*{_SAME}"),
+        lambda rank: _engine(zero_optimization={"stage": 3 * rank}),
+    ),
+}
+
+
+@pytest.mark.deep(but=3)
+@pytest.mark.parametrize(("error", "words", "begin"), _REFUSED.values(), ids=_REFUSED)
+def test_ranks_that_begin_with_something_else_are_refused(
+    error: type[Exception], words: str, begin: Callable[[int], Any], tmp_path: Path
+) -> None:
     def train(rank: int) -> None:
-        with pytest.raises(RankError, match=r"infinity\.initialize with a model of 4 tensors"):
-            _engine(width=8 + rank)
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize(
-    ("key", "changes"),
-    [
-        ("gradient_clipping", {"gradient_clipping": 0.5}),
-        ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2}),
-        ("bf16, fp16", {"bf16": {"enabled": True}}),
-        ("zero_optimization.stage", {"zero_optimization": {"stage": 3}}),
-    ],
-)
-def test_configs_that_would_make_other_weights_are_refused(key: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        with pytest.raises(ConfigError, match=r"on rank 0, .* on rank 1. Give all processes the same config") as error:
-            _engine(**changes if rank else {})
-        assert error.value.key == key
+        with pytest.raises(error, match=words):
+            begin(rank)
 
     assert run_ranks(2, train, tmp_path) == ["", ""]
 
@@ -239,16 +251,6 @@ def test_hyperparameters_of_one_rank_update_nothing(what: str, message: str, sta
             _step(engine)
         for name, value in engine.module.state_dict().items():
             assert torch.equal(value, before[name])
-
-    assert run_ranks(2, train, tmp_path) == ["", ""]
-
-
-def test_a_config_for_another_number_of_processes_is_refused(tmp_path: Path) -> None:
-    config = infinity.load_config(_CONFIG)
-
-    def train(rank: int) -> None:
-        with pytest.raises(ConfigError, match="loaded for 1 processes, and 2 train together"):
-            infinity.initialize(model=nn.Linear(8, 8), config=config)
 
     assert run_ranks(2, train, tmp_path) == ["", ""]
 

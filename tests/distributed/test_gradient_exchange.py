@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.errors import ConfigError, RankError, StepError
+from tests.distributed.common import weights_of
 from tests.internals import world
 from tests.ranks import require_ranks
 
@@ -74,7 +75,7 @@ def _trained(config: dict[str, Any], rank: int, hook: tuple[Any, Callable[..., A
             engine.backward(mse_loss(engine(x, rank + 1).float(), y))
             engine.step()
     sent = world().sent_bytes["gradients"] - sent
-    found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    found: dict[str, Any] = weights_of(engine)
     engine.close()
     return found | {"sent": sent}
 
@@ -149,25 +150,6 @@ def test_a_hook_that_averages_gives_the_same_bits(
     require_ranks(2, train, tmp_path)
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(0, "nvme"), (1, "none")])
-def test_a_hook_gives_the_bits_of_ddp(stage: int, offload: str, tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        found = _trained(_config(tmp_path / str(rank), offload, stage), rank, (None, fp16_compress_hook))
-        model = _model()
-        parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-        parallel.register_comm_hook(None, fp16_compress_hook)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01, fused=True)
-        for step in range(_STEPS):
-            x, y = _batch(step, rank)
-            mse_loss(parallel(x, rank + 1), y).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        _assert_equal(found, model.state_dict())
-
-    require_ranks(2, train, tmp_path)
-
-
 @pytest.mark.parametrize("stage", [0, 1])
 def test_power_sgd_gives_the_bits_of_ddp(stage: int, tmp_path: Path) -> None:
     """One parameter, for DDP's buckets have another order than units, and each draws random numbers."""
@@ -208,36 +190,6 @@ def test_power_sgd_gives_the_bits_of_ddp(stage: int, tmp_path: Path) -> None:
         losses(parallel, rank, with_torch)
         assert torch.equal(engine.module.state_dict()["weight"], model.weight)
         assert own.iter == others.iter > 3 and own.compression_stats() == others.compression_stats()
-
-    require_ranks(2, train, tmp_path)
-
-
-@pytest.mark.deep
-def test_power_sgd_converges_as_adam_does(tmp_path: Path) -> None:
-    def final_loss(rank: int, name: str) -> tuple[float, float, Any]:
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)]
-        model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 1))
-        config = _config(tmp_path / f"{name} {rank}", "nvme", 1)
-        engine = infinity.initialize(model=model, config=config)[0]
-        state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10)
-        if name == "PowerSGD":
-            engine.register_comm_hook(state, powerSGD_hook)
-        losses = []
-        for step in range(80):
-            x, y = _batch(step, rank)
-            loss = mse_loss(engine(x), y)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        engine.close()
-        return sum(losses[:5]) / 5, sum(losses[-20:]) / 20, state
-
-    def train(rank: int) -> None:
-        first, exact, _ = final_loss(rank, "Adam")
-        _, compressed, state = final_loss(rank, "PowerSGD")
-        assert exact < first / 4 and compressed < 1.5 * exact + 0.02
-        assert state.total_numel_before_compression > 4 * state.total_numel_after_compression > 0
 
     require_ranks(2, train, tmp_path)
 
@@ -286,7 +238,7 @@ def test_a_hook_beside_tensor_parallelism_is_told_its_group(tmp_path: Path) -> N
                 x, y = _batch(step, rank // 2)
                 engine.backward(mse_loss(engine(x, 2), y))
                 engine.step()
-            found = {name: value.clone() for name, value in engine.module.state_dict().items()}
+            found: dict[str, Any] = weights_of(engine)
             engine.close()
             return found
 

@@ -20,6 +20,7 @@ from torch.nn.functional import mse_loss
 import infinity
 from infinity.errors import ConfigError, ModelError
 from swapper import TransferRecord
+from tests.distributed.common import offload, require_same, states_of, weights_of
 from tests.internals import Pulls, predict, world
 from tests.ranks import require_ranks
 
@@ -45,7 +46,7 @@ class _Model(nn.Module):
 
 
 def _config(directory: Path, stage: int, tier: str = "none", size: int = -1, **changes: Any) -> dict[str, Any]:
-    where = {"device": tier} | ({"nvme_path": str(directory)} if tier == "nvme" else {})
+    where = offload(tier, directory)
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": where, "mics_shard_size": size}
     if stage == 3:
         zero["offload_param"] = where
@@ -70,26 +71,13 @@ def _step(engine: Any, rank: int, number: int) -> torch.Tensor:
     return loss.detach()
 
 
-def _state(engine: Any) -> dict[str, torch.Tensor]:
-    found = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    for index, state in engine.optimizer.state_dict()["state"].items():
-        found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
-    return found
-
-
 def _trained(config: dict[str, Any], rank: int, **options: Any) -> dict[str, torch.Tensor]:
     with infinity.initialize(model=_Model(), config=config, **options)[0] as engine:
         found: dict[str, torch.Tensor] = {}
         for number in range(4):
             found[f"loss {number}"] = _step(engine, rank, number)
             found[f"norm {number}"] = torch.tensor(engine.get_global_grad_norm())
-        return found | _state(engine)
-
-
-def _require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        return found | weights_of(engine) | states_of(engine)
 
 
 @pytest.mark.deep
@@ -98,19 +86,9 @@ def test_groups_of_any_size_give_the_same_bits(changes: dict[str, Any], tmp_path
     def train(rank: int) -> None:
         expected = _trained(_config(tmp_path, 0, **changes), rank)
         for stage, tier, size in [(1, "nvme", 2), (2, "cpu", 2), (3, "nvme", 2), (3, "none", 1), (3, "nvme", 4)]:
-            _require_same(_trained(_config(tmp_path, stage, tier, size, **changes), rank), expected)
+            require_same(_trained(_config(tmp_path, stage, tier, size, **changes), rank), expected)
 
     require_ranks(4, train, tmp_path)
-
-
-@pytest.mark.deep
-def test_six_ranks_in_groups_of_three_and_of_two(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        expected = _trained(_config(tmp_path, 0), rank)
-        for size in (2, 3):
-            _require_same(_trained(_config(tmp_path, 3, "nvme", size), rank), expected)
-
-    require_ranks(6, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -124,7 +102,7 @@ def test_a_mesh_says_who_has_copies(names: tuple[str, str], tmp_path: Path) -> N
             division = engine._parts.exchange.division
             mine = mesh.mesh.tolist()[rank // 2] if names[1] == "dp_shard" else mesh.mesh.t().tolist()[rank % 2]
             assert list(division.sharers.members) == mine and division.copies.num == 2
-        _require_same(_trained(config, rank, mesh_param=mesh), expected)
+        require_same(_trained(config, rank, mesh_param=mesh), expected)
 
     require_ranks(4, train, tmp_path)
 
@@ -164,7 +142,7 @@ def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
                 assert engine.global_steps == first
                 for number in range(first, last):
                     _step(engine, rank, number)
-                torch.save(_state(engine), tmp_path / f"state {size} {last} {rank}")
+                torch.save(weights_of(engine) | states_of(engine), tmp_path / f"state {size} {last} {rank}")
 
         return train
 
@@ -178,7 +156,7 @@ def test_a_durable_run_of_groups_goes_on(tmp_path: Path) -> None:
             run(4, 4, 5)(rank)
         expected = _trained(_config(tmp_path, 0), rank)
         found = torch.load(tmp_path / f"state 2 4 {rank}")
-        _require_same(found, {name: value for name, value in expected.items() if name in found})
+        require_same(found, {name: value for name, value in expected.items() if name in found})
 
     require_ranks(4, refused, tmp_path / "other")
 
@@ -208,12 +186,12 @@ def _used(config: dict[str, Any], rank: int, directory: Path) -> dict[str, torch
         engine.optimizer.load_state_dict(engine.optimizer.state_dict())
         engine.save_checkpoint(directory / "saved", tag="last")
         found |= {f"then {number}": _step(engine, rank, number) for number in range(4, 6)}
-        found |= _state(engine)
+        found |= weights_of(engine) | states_of(engine)
         engine.load_checkpoint(directory / "saved", tag="last")
         assert [found[f"then {number}"] for number in range(4, 6)] == [
             _step(engine, rank, number) for number in range(4, 6)
         ]
-        _require_same(found | _state(engine), found)
+        require_same(found | weights_of(engine) | states_of(engine), found)
     return found
 
 
@@ -235,7 +213,7 @@ def test_weights_divided_among_fewer_have_the_same_bits(
         for tier, size, near in kinds:
             config = _near(_config(tmp_path, 3, tier, size, **changes), near)
             config["infinity"] |= {"keep_in_memory": False}
-            _require_same(_used(config, rank, tmp_path), expected)
+            require_same(_used(config, rank, tmp_path), expected)
 
     require_ranks(num, train, tmp_path)
 
@@ -263,16 +241,16 @@ def test_checkpoints_and_exports_of_groups(
             engine.save_16bit_model(tmp_path / "exported")
             weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
             then = [_step(engine, rank, number) for number in range(2, 4)]
-            expected = _state(engine)
+            expected = weights_of(engine) | states_of(engine)
         exported: dict[str, torch.Tensor] = {}
         for path in (tmp_path / "exported").glob("*.safetensors"):
             exported |= load_file(path)
-        _require_same(exported, weights)
+        require_same(exported, weights)
         for other in (written, *others):
             with infinity.initialize(model=_Model(), config=config_of(*other))[0] as engine:
                 engine.load_checkpoint(tmp_path / "saved")
                 assert [_step(engine, rank, number) for number in range(2, 4)] == then
-                _require_same(_state(engine), expected)
+                require_same(weights_of(engine) | states_of(engine), expected)
 
     require_ranks(4, train, tmp_path)
 

@@ -13,7 +13,7 @@ import torch._dynamo  # which optimizers import at their first use: once here, n
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.nn.functional import mse_loss
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 import infinity
 from infinity.errors import AccessError, ConfigError
@@ -172,59 +172,6 @@ def test_the_trainer(tmp_path: Path) -> None:
             if not resumes:
                 _require_equal_to_the_engine(tmp_path, model.got, weights[0], norm)
             infinity.deepspeed.comm.barrier()
-        for name, value in weights[0].items():
-            assert torch.equal(weights[1][name], value), name
-
-    _run(train, tmp_path)
-
-
-class _Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(8, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return {"loss": mse_loss(self.head(x), labels)}
-
-
-class _Schedules(TrainerCallback):
-    """Writes down in which order each step went, and why."""
-
-    def __init__(self) -> None:
-        self.trainer: Any = None
-        self.found: list[tuple[str, str]] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        report = self.trainer.engine.report
-        self.found.append((report.schedule, report.schedule_reason))
-
-
-@pytest.mark.deep
-def test_the_trainers_micro_batches_go_vertically_with_the_same_bits(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        weights: list[dict[str, torch.Tensor]] = []
-        for schedule in ("ordinary", "vertical"):
-            schedules = _Schedules()
-            config = _config(tmp_path, infinity={"progress_bars": False, "schedule": schedule})
-            trainer = InfinityTrainer(
-                model=_Deep(),
-                args=_arguments(tmp_path),
-                train_dataset=_data(),
-                infinity_config=config,
-                callbacks=[schedules],
-            )
-            schedules.trainer = trainer
-            trainer.train()
-            assert [found for found, _ in schedules.found] == [schedule] * 3, schedules.found
-            assert trainer.engine is not None
-            weights.append({name: value.clone() for name, value in trainer.engine.module.state_dict().items()})
-            trainer.engine.close()
         for name, value in weights[0].items():
             assert torch.equal(weights[1][name], value), name
 

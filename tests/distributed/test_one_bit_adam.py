@@ -69,8 +69,7 @@ def _run(function: Callable[[int], Any], directory: Path) -> None:
 class _Published:
     """Algorithm 1 and section 4.2 of the paper for two workers, in plain torch. Per parameter; both workers in one process."""
 
-    def __init__(self, clip: float = 0.0, freeze_step: int = _FREEZE) -> None:
-        self.freeze_step = freeze_step
+    def __init__(self, clip: float) -> None:
         self.model = _model()
         self.parameters = list(self.model.parameters())
         self.adam = torch.optim.AdamW(self.parameters, lr=_LR, betas=_BETAS, weight_decay=_DECAY, fused=True)
@@ -92,11 +91,11 @@ class _Published:
         for rank in range(2):
             x, y = _batch(step, rank)
             of_rank = torch.autograd.grad(mse_loss(self.model(x), y), self.parameters)
-            if self.clip and step >= self.freeze_step:
+            if self.clip and step >= _FREEZE:
                 norm = torch.nn.utils.get_total_norm(of_rank)
                 of_rank = tuple(each * torch.clamp(self.clip / (norm + 1e-6), max=1.0) for each in of_rank)
             gradients.append([each.flatten() for each in of_rank])
-        if step < self.freeze_step:
+        if step < _FREEZE:
             for index, parameter in enumerate(self.parameters):
                 parameter.grad = (gradients[0][index] / 2 + gradients[1][index] / 2).view_as(parameter)
             if self.clip:
@@ -121,7 +120,7 @@ class _Published:
                     self.server[index][error] = corrected - means[-1]
                 state["exp_avg"].copy_(torch.cat(means).view_as(parameter))
                 state["step"] += 1
-                variance = state["exp_avg_sq"] / (1 - _BETAS[1] ** self.freeze_step)
+                variance = state["exp_avg_sq"] / (1 - _BETAS[1] ** _FREEZE)
                 update = state["exp_avg"] / (variance.sqrt() + 1e-8)
                 update = torch.where(state["exp_avg_sq"] == 0, 0.0, update)
                 correction = 1 - _BETAS[0] ** float(state["step"])
@@ -228,34 +227,5 @@ def test_a_durable_run_is_refused(tmp_path: Path) -> None:
         config["zero_optimization"]["offload_param"] = config["zero_optimization"]["offload_optimizer"]
         with pytest.raises(ConfigError, match="OneBitAdam's signs leave out"):
             infinity.initialize(model=_model(), config=config)
-
-    _run(train, tmp_path)
-
-
-@pytest.mark.deep
-def test_it_converges_as_adam(tmp_path: Path) -> None:
-    """A quarter of the steps is warm-up. The last ten losses are 15 % above Adam's at most, and an eighth of the first."""
-    num_steps = 120
-    rates = [0.03 * (1 - step / num_steps) for step in range(num_steps)]
-    adam, of_adam = _Published(freeze_step=num_steps), []
-    for step, rate in enumerate(rates):
-        x, y = _batch(step, 0)
-        with torch.no_grad():
-            of_adam.append(mse_loss(adam.model(x), y).item())
-        adam.adam.param_groups[0] |= {"lr": rate, "weight_decay": 0.0}
-        adam.step(step)
-
-    def train(rank: int) -> None:
-        config = _config(0)
-        config["optimizer"]["params"] |= {"freeze_step": num_steps // 4, "weight_decay": 0.0}
-        losses = []
-        with infinity.initialize(model=_model(), config=config)[0] as engine:
-            for step, engine.optimizer.param_groups[0]["lr"] in enumerate(rates):
-                losses += _train(engine, step, step + 1, rank)
-        if rank == 0:
-            assert losses[: num_steps // 4] == of_adam[: num_steps // 4]
-            assert losses[-10:] != of_adam[-10:]
-            assert sum(losses[-10:]) < 1.15 * sum(of_adam[-10:])
-            assert sum(losses[-10:]) / 10 < losses[0] / 8
 
     _run(train, tmp_path)

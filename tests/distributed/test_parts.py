@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +22,9 @@ from torch.nn.functional import linear, mse_loss
 
 import infinity
 from infinity.errors import CheckpointError, ConfigError, ModelError, RankError
+from tests.distributed.common import require_same, weights_of
 from tests.internals import training_checkpoint as checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks, run_ranks
 
 _WIDTH, _HIDDEN, _LAYERS = 16, 32, 3
 
@@ -173,17 +173,6 @@ class _Plain:
         return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _require_equal(engine: Any, model: nn.Module) -> None:
-    found = engine.module.state_dict()
-    for name, value in model.state_dict().items():
-        assert torch.equal(found[name], value), name
-
-
-def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
-    errors = run_ranks(num, function, directory)
-    assert not any(errors), "\n".join(errors)
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("is_mesh", [False, True])
@@ -205,10 +194,10 @@ def test_tensor_parallelism_beside_ddp(stage: int, is_mesh: bool, tmp_path: Path
             for mine, others in zip(_train(engine, rank // 2, steps), plain.train(rank // 2, steps), strict=True):
                 assert torch.equal(mine, others)
             assert engine.get_global_grad_norm() == float(plain.norm)
-        _require_equal(engine, plain.model)
+        require_same(weights_of(engine), plain.model.state_dict())
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def _stage(stage: int) -> nn.Module:
@@ -253,10 +242,10 @@ def test_stages_of_torchs_pipelining_beside_data_parallelism(stage_of_zero: int,
             optimizer.step()
             optimizer.zero_grad()
             assert engine.get_global_grad_norm() == float(norm)
-        _require_equal(engine, plain)
+        require_same(weights_of(engine), plain.state_dict())
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def _norm_of_stages(plain: nn.Module, data: Any, pipe: Any) -> torch.Tensor:
@@ -289,7 +278,7 @@ def test_processes_may_be_in_different_numbers_of_groups(tmp_path: Path) -> None
             assert dist.get_process_group_ranks(getattr(groups, f"get_{name}_parallel_group")()) == expected
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -311,7 +300,7 @@ def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) 
             assert torch.equal(value, before[key])
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def _other_groups(rank: int) -> Any:
@@ -347,7 +336,7 @@ def test_what_makes_no_sense_is_refused_by_all(who: Any, error: Any, message: st
         with pytest.raises(error, match=message):
             infinity.initialize(model=nn.Linear(4, 4), config=_config(tmp_path), **who(rank))
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep(but=1)
@@ -368,7 +357,7 @@ def test_all_may_have_the_whole_model(who: Any, tmp_path: Path) -> None:
         assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (4, 1, rank)
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -386,7 +375,7 @@ def test_a_step_that_overflows_in_one_part_is_skipped_by_all(tmp_path: Path) -> 
             assert engine.loss_scale() == 8
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def _tensor_engine(rank: int, directory: Path, **changes: Any) -> Any:
@@ -420,9 +409,9 @@ def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monk
         engine = _tensor_engine(rank, tmp_path)
         path, state = engine.load_checkpoint(saved)
         assert (path, state) == (str(saved / f"part{rank % 2}-of-2" / "global_step2"), {"rank": rank % 2})
-        _require_bits(engine, expected)
+        require_same(weights_of(engine), expected)
         _train(engine, rank // 2, range(2, 3))
-        _require_bits(engine, after)
+        require_same(weights_of(engine), after)
         with pytest.raises(CheckpointError, match=r"all 2 parts of the model have; some have global_step3"):
             engine.load_checkpoint(saved, tag="global_step3")
         assert engine.load_checkpoint(tmp_path / "nothing", missing_ok=True) == (None, None)
@@ -432,7 +421,7 @@ def test_what_is_loaded_is_a_checkpoint_that_all_parts_have(tmp_path: Path, monk
             other.load_checkpoint(saved)
         other.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -455,7 +444,7 @@ def test_a_first_save_that_was_cut_off_is_none_and_a_lost_part_is_an_error(tmp_p
             engine.load_checkpoint(saved)
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -481,14 +470,14 @@ def test_a_tag_that_only_some_parts_saved_again_is_none_that_all_have(
         for tag in (None, "last"):
             with pytest.raises(CheckpointError, match="last is of the steps 1, 2 in different parts"):
                 engine.load_checkpoint(saved, tag=tag)
-        _require_bits(engine, before)
+        require_same(weights_of(engine), before)
         _train(engine, rank // 2, range(2, 3))
         engine.save_checkpoint(saved, tag="last")
         engine.load_checkpoint(saved)
         assert engine.global_steps == 3
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
@@ -504,16 +493,11 @@ def test_tensor_ranks_draw_numbers_of_their_own(tmp_path: Path) -> None:
             assert torch.equal(found, torch.rand(4))
         engine.close()
 
-    _require(4, draw, tmp_path)
+    require_ranks(4, draw, tmp_path)
 
 
 def _seed_again(seed: int) -> None:
     infinity.deepspeed.checkpointing.model_parallel_reconfigure_tp_seed(seed)
-
-
-def _require_bits(engine: Any, expected: dict[str, torch.Tensor]) -> None:
-    for name, value in engine.module.state_dict().items():
-        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.deep
@@ -554,7 +538,7 @@ def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
         assert torch.equal(found["0.rows"], engine.module.state_dict()["0.rows"])
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 def test_nothing_is_updated_before_all_parts_have_met(tmp_path: Path) -> None:
@@ -571,10 +555,10 @@ def test_nothing_is_updated_before_all_parts_have_met(tmp_path: Path) -> None:
                 assert not torch.equal(engine.module.state_dict()["0.weight"], before["0.weight"])
         with pytest.raises(RankError, match=r"that of '0.weight' is"):
             engine.step()
-        _require_bits(engine, before)
+        require_same(weights_of(engine), before)
         engine.close()
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_tiles_are_parts_as_their_weight_is(tmp_path: Path) -> None:
@@ -590,7 +574,7 @@ def test_tiles_are_parts_as_their_weight_is(tmp_path: Path) -> None:
         engine.step()
         engine.close()
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -611,14 +595,14 @@ def test_a_durable_run_goes_on_from_a_step_of_all_parts(tmp_path: Path) -> None:
         _train(engine, rank // 2, range(engine.global_steps, 4))
         plain = _tensor_engine(rank, tmp_path / "other")
         _train(plain, rank // 2, range(4))
-        _require_bits(engine, plain.module.state_dict())
+        require_same(weights_of(engine), plain.module.state_dict())
         plain.close()
         engine.close()
 
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     run_ranks(4, begin, tmp_path / "first")
-    _require(4, go_on, tmp_path / "second")
+    require_ranks(4, go_on, tmp_path / "second")
 
 
 @pytest.mark.deep

@@ -108,16 +108,3 @@ def test_errors_and_kills_end_all_ranks_and_the_next_start_goes_on(
         assert (num, attempt) == (2, 2)
         for name, value in torch.load(whole / f"end {rank}")[2].items():
             assert torch.equal(weights[name], value), name
-
-
-def test_fewer_go_on_from_the_same_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", str(tmp_path), "error"])
-    first, second = run_ranks(2, lambda rank: exec(_SCRIPT, {"__name__": "__main__"}), tmp_path)
-    assert "Input/output error" in second
-    assert "rank 1 failed with OSError: [Errno 5] Input/output error" in first
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    assert run_ranks(1, lambda rank: exec(_SCRIPT, {"__name__": "__main__"}), alone) == [""]
-    assert torch.load(tmp_path / "end 0")[:2] == [1, 0]
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step6"  # of 24 samples

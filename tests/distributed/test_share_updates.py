@@ -14,82 +14,40 @@ from torch import nn
 
 import infinity
 from infinity.errors import RankError, StepError
-from tests.ranks import At, require_ranks, run_ranks
+from tests.distributed.common import (
+    LITTLE,
+    WIDTH,
+    Deep,
+    deep_config,
+    input_of,
+    require_all_same,
+    require_same_everywhere,
+    states_of,
+    weights_of,
+)
+from tests.ranks import require_ranks, run_ranks
 
-_WIDTH = 128
 _PATIENCE_SECONDS = 60.0
 
 
-class _Model(nn.Module):
-    """``near_end`` is called when its backward has left all blocks. Without ``expert`` one of its units gets no gradient."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.near_end: Callable[[], Any] = lambda: None
-        self.first = nn.Linear(_WIDTH, _WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(6))
-        self.expert = nn.Linear(_WIDTH, _WIDTH)
-        self.scale = nn.Parameter(torch.ones(_WIDTH))
-        self.dtype = dtype
-
-    def forward(self, x: torch.Tensor, *, takes_expert: bool = True) -> torch.Tensor:
-        x = At.apply(self.first(x.to(self.dtype)), lambda: self.near_end())
-        for block in self.blocks:
-            x = x + block(x)
-        return ((self.expert(x) if takes_expert else x) * self.scale).float().square().mean()
-
-
 def _config(directory: Path, stage: int, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    drive = {"device": "nvme", "nvme_path": str(directory)}
-    zero = {"stage": stage, "offload_optimizer": drive} | ({"offload_param": drive} if stage == 3 else {})
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "gradient_clipping": 0,
-        "zero_optimization": zero,
-        "infinity": {"keep_in_memory": False},
-    } | (changes or {})
+    return deep_config(directory, stage, {"gradient_clipping": 0} | (changes or {}))
 
 
-_LITTLE: dict[str, Any] = {"infinity": {"keep_in_memory": False, "host_memory_budget": "2000KiB"}}
 _BF16 = {"bf16": {"enabled": True}}
-
-
-def _input(rank: int, number: int) -> torch.Tensor:
-    return torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(1000 * rank + number))
 
 
 def _engine(directory: Path, stage: int, changes: dict[str, Any] | None = None) -> Any:
     config = _config(directory, stage, changes)
-    engine = infinity.initialize(model=_Model(torch.bfloat16 if "bf16" in config else torch.float32), config=config)[0]
+    engine = infinity.initialize(model=Deep(6, torch.bfloat16 if "bf16" in config else torch.float32), config=config)[0]
     assert engine.config.infinity.update == ("in_backward" if stage else "deferred")
     return engine
 
 
 def _step(engine: Any, rank: int, number: int, **kwargs: Any) -> None:
     for micro_batch in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(_input(rank, 10 * number + micro_batch), **kwargs))
+        engine.backward(engine(input_of(rank, 10 * number + micro_batch), **kwargs))
         engine.step()
-
-
-def _weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in engine.module.state_dict().items()}
-
-
-def _states(engine: Any) -> dict[str, torch.Tensor]:
-    return {
-        f"{name} {key}": torch.as_tensor(value).clone()
-        for name, parameter in engine.module.named_parameters()
-        for key, value in engine.optimizer.state[parameter].items()
-    }
-
-
-def _require_same(found: dict[Any, dict[str, torch.Tensor]]) -> None:
-    first = next(iter(found))
-    for key, values in found.items():
-        assert values.keys() == found[first].keys()
-        assert all(torch.equal(values[name], value) for name, value in found[first].items()), key
 
 
 def _updates_of(engine: Any) -> list[str]:
@@ -104,8 +62,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "one": {},
     "three": {"gradient_accumulation_steps": 3},
     "bf16": _BF16,
-    "little": _LITTLE,
-    "little-three": {"gradient_accumulation_steps": 3} | _LITTLE,
+    "little": LITTLE,
+    "little-three": {"gradient_accumulation_steps": 3} | LITTLE,
     "sgd": {"optimizer": {"type": "SGD", "params": {"lr": 0.01}}},
 }
 
@@ -124,9 +82,9 @@ def test_bits_are_those_of_undivided_states(num: int, changes: dict[str, Any], t
                 takes_expert = number != 2 or rank == 0  # once it is one rank's alone
                 _step(engine, rank, number, takes_expert=takes_expert)
                 norms[f"norm {number}"] = torch.tensor(engine.get_global_grad_norm())
-            found[stage] = _weights(engine) | norms | _states(engine)
+            found[stage] = weights_of(engine) | norms | states_of(engine)
             engine.close()
-        _require_same(found)
+        require_all_same(found)
 
     require_ranks(num, train, tmp_path)
 
@@ -159,7 +117,7 @@ def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> N
 def test_weights_are_gathered_in_the_order_of_updates(modes: tuple[str, str], tmp_path: Path) -> None:
     def train(rank: int) -> None:
         own = {"keep_in_memory": False, "update": modes[rank]}
-        engine = infinity.initialize(model=_Model(), config=_config(tmp_path, 1, {"infinity": own}))[0]
+        engine = infinity.initialize(model=Deep(6), config=_config(tmp_path, 1, {"infinity": own}))[0]
         exchange, gathered = engine._parts.exchange, list[str]()
         gather = exchange.gather
         exchange.gather = lambda units: (gathered.extend(unit.name for unit in units), gather(units))[1]
@@ -182,7 +140,7 @@ def test_what_only_some_have_waits_for_the_step(tmp_path: Path) -> None:
         for number in range(3):
             _step(engine, rank, number)
         begun = _updates_of(engine)
-        engine.backward(engine(_input(rank, 9), takes_expert=rank == 0))
+        engine.backward(engine(input_of(rank, 9), takes_expert=rank == 0))
         engine._stepper.gradients._finish()
         assert "expert" not in begun
         assert len(begun) >= 6
@@ -202,13 +160,13 @@ def test_vertical_steps_do_so_too(num_micro_batches: int, tmp_path: Path) -> Non
             place = {"infinity": {"keep_in_memory": False, "schedule": schedule}}
             engine = _engine(tmp_path, stage, {"gradient_accumulation_steps": num_micro_batches} | place)
             for number in range(4):
-                batches = ((_input(rank, 10 * number + each),) for each in range(num_micro_batches))
+                batches = ((input_of(rank, 10 * number + each),) for each in range(num_micro_batches))
                 begun = _updates_of(engine)
                 engine.train_batch(batches)
                 assert sorted(begun) == sorted({*begun})
-            found[stage] = _weights(engine) | _states(engine)
+            found[stage] = weights_of(engine) | states_of(engine)
             engine.close()
-        _require_same(found)
+        require_all_same(found)
 
     require_ranks(2, train, tmp_path)
 
@@ -217,8 +175,8 @@ def _begun(engine: Any, rank: int) -> dict[str, torch.Tensor]:
     """Two steps, and the backward of a third, in which updates begin. Returns the weights before it."""
     for number in range(2):
         _step(engine, rank, number)
-    before = _weights(engine)
-    engine.backward(engine(_input(rank, 99)))
+    before = weights_of(engine)
+    engine.backward(engine(input_of(rank, 99)))
     return before
 
 
@@ -232,7 +190,7 @@ def _set_rate(engine: Any, value: float) -> None:
     [
         (lambda engine, _: (_set_rate(engine, 0.5), engine.step()), StepError),
         (lambda engine, _: engine.optimizer.zero_grad(), StepError),
-        (lambda engine, rank: engine(_input(rank, 5)), StepError),
+        (lambda engine, rank: engine(input_of(rank, 5)), StepError),
         (lambda engine, _: engine.optimizer.step(), StepError),
         (lambda engine, _: engine.save_checkpoint("anywhere"), StepError),
         (lambda engine, _: engine.module.state_dict(), StepError),
@@ -250,10 +208,7 @@ def test_what_is_an_error_is_one_on_all_ranks_however_fast(
         with pytest.raises(error):
             change(engine, rank)
         engine.reset()
-        found = torch.cat([value.flatten() for value in _weights(engine).values()])
-        others = [torch.empty_like(found) for _ in range(2)]
-        torch.distributed.all_gather(others, found)
-        assert all(torch.equal(other, found) for other in others), "ranks have different weights"
+        require_same_everywhere(weights_of(engine).values())
         engine.optimizer.param_groups[0]["lr"] = 0.01
         _step(engine, rank, 3)
         engine.close()
@@ -269,7 +224,7 @@ def test_other_rates_on_one_rank_are_named_and_nothing_is_updated(tmp_path: Path
             _step(engine, rank, number)
         _set_rate(engine, 0.01 * (1 + rank))
         begun = _updates_of(engine)
-        engine.backward(engine(_input(rank, 7)))
+        engine.backward(engine(input_of(rank, 7)))
         try:
             engine.step()
         finally:
@@ -286,13 +241,6 @@ class _CutOffError(Exception):
     pass
 
 
-def _require_same_everywhere(values: dict[str, torch.Tensor]) -> None:
-    found = torch.cat([value.flatten().float() for value in values.values()])
-    others = [torch.empty_like(found) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(others, found)
-    assert all(torch.equal(other, found) for other in others), "ranks have different weights"
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("num", "stage", "zero"),
@@ -307,7 +255,7 @@ def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(
     def train(rank: int) -> None:
         config = _config(tmp_path, stage)
         config["zero_optimization"] |= zero
-        engine = infinity.initialize(model=_Model(), config=config)[0]
+        engine = infinity.initialize(model=Deep(6), config=config)[0]
         for number in range(2):
             _step(engine, rank, number)
 
@@ -319,11 +267,11 @@ def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(
 
         engine.module.near_end = fail
         with pytest.raises(_CutOffError):
-            engine.backward(engine(_input(rank, 8)))
+            engine.backward(engine(input_of(rank, 8)))
         engine.module.near_end = lambda: None
         engine.reset()
         for number in range(2):
-            _require_same_everywhere(_weights(engine) | _states(engine))
+            require_same_everywhere((weights_of(engine) | states_of(engine)).values())
             _step(engine, rank, 10 + number)
         engine.close()
 
@@ -341,7 +289,7 @@ def test_ranks_that_are_cut_off_at_other_places_go_on_together(stage: int, tmp_p
         def fail(*_: Any) -> None:
             raise _CutOffError
 
-        loss = engine(_input(rank, 8))
+        loss = engine(input_of(rank, 8))
         if rank:
             engine.module.near_end = fail
         else:
@@ -350,9 +298,9 @@ def test_ranks_that_are_cut_off_at_other_places_go_on_together(stage: int, tmp_p
             engine.backward(loss)
         engine.module.near_end = lambda: None
         engine.reset()
-        _require_same_everywhere(_weights(engine) | _states(engine))
+        require_same_everywhere((weights_of(engine) | states_of(engine)).values())
         _step(engine, rank, 10)
-        _require_same_everywhere(_weights(engine))
+        require_same_everywhere(weights_of(engine).values())
         engine.close()
 
     require_ranks(2, train, tmp_path)
@@ -371,12 +319,12 @@ def test_weights_written_while_they_are_gathered(tmp_path: Path) -> None:
                 with torch.no_grad():
                     for parameter in gathered:
                         parameter.mul_(0.5)
-                engine.backward(engine(_input(rank, 5)))
+                engine.backward(engine(input_of(rank, 5)))
                 time.sleep(0.5 * rank)  # the other one takes means back at another place
                 engine.step()
-            found[stage] = _weights(engine)
+            found[stage] = weights_of(engine)
             engine.close()
-        _require_same(found)
+        require_all_same(found)
 
     require_ranks(2, train, tmp_path)
 
@@ -386,8 +334,8 @@ class _Late(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(_WIDTH, _WIDTH)
-        self.late = nn.Parameter(torch.full((_WIDTH,), 0.1))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.late = nn.Parameter(torch.full((WIDTH,), 0.1))
 
     def forward(self, x: torch.Tensor, *, takes_late: bool) -> torch.Tensor:
         return x + torch.tanh(self.linear(x + self.late if takes_late else x))
@@ -427,9 +375,9 @@ def test_a_gradient_that_nobody_expects_is_averaged_once(clip: float, lacks_room
             if stage and rank and lacks_room != "nobody":
                 _take_room(engine._stepper.gradients, until_the_step=lacks_room == "until the step")
             _step(engine, rank, 5, takes_late=True)
-            found[stage] = _weights(engine)
+            found[stage] = weights_of(engine)
             engine.close()
-        _require_same(found)
+        require_all_same(found)
 
     require_ranks(2, train, tmp_path)
 
@@ -441,7 +389,7 @@ def test_a_gradient_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
         for number in range(2):
             _step(engine, rank, number)
         beside = (engine.module.first.weight * 2).sum()  # whose backward needs no weight
-        engine.backward(engine(_input(rank, 99)))
+        engine.backward(engine(input_of(rank, 99)))
         beside.backward()
         with pytest.raises(StepError, match=r"first\.weight"):
             engine.step()
@@ -470,7 +418,7 @@ def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weight
     def train(rank: int) -> None:
         config = _config(tmp_path, 3)
         config["infinity"]["update"] = update
-        engine = infinity.initialize(model=_Model(), config=config)[0]
+        engine = infinity.initialize(model=Deep(6), config=config)[0]
         for number in range(2):
             _step(engine, rank, number)
         stepper = engine._stepper
@@ -481,16 +429,13 @@ def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weight
             raise _CutOffError
 
         stepper._gather_weights = fail
-        engine.backward(engine(_input(rank, 8)))
+        engine.backward(engine(input_of(rank, 8)))
         with pytest.raises(_CutOffError):
             engine.step()
         del stepper._gather_weights
         engine.reset()
-        outputs = engine(_input(0, 3)).detach()
-        others = [torch.empty_like(outputs) for _ in range(2)]
-        torch.distributed.all_gather(others, outputs)
-        assert all(torch.equal(other, outputs) for other in others), "ranks compute with different weights"
-        _require_same_everywhere(_weights(engine))
+        require_same_everywhere([engine(input_of(0, 3)).detach()])
+        require_same_everywhere(weights_of(engine).values())
         engine.close()
 
     require_ranks(2, train, tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.errors import AccessError
+from tests.distributed.common import offload, require_same, states_of, weights_of
 from tests.internals import world
-from tests.ranks import run_ranks
+from tests.ranks import require_ranks
 
 _WIDTH = 96
 
@@ -37,9 +37,6 @@ class _Model(nn.Module):
 
 
 def _config(directory: Path, stage: int, optimizer: str, parameters: str, changes: dict[str, Any]) -> dict[str, Any]:
-    def device(name: str) -> dict[str, Any]:
-        return {"device": name} | ({"nvme_path": str(directory)} if name == "nvme" else {})
-
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -47,8 +44,8 @@ def _config(directory: Path, stage: int, optimizer: str, parameters: str, change
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
         "zero_optimization": {
             "stage": stage,
-            "offload_optimizer": device(optimizer),
-            "offload_param": device(parameters),
+            "offload_optimizer": offload(optimizer, directory),
+            "offload_param": offload(parameters, directory),
         },
     } | changes
 
@@ -74,21 +71,7 @@ def _train(engine: Any, rank: int, num_steps: int = 3) -> dict[str, torch.Tensor
             found[f"loss {step} {part}"] = _backward(engine, rank, 2 * step + part, is_rare=is_rare)
             engine.step()
         found[f"norm {step}"] = torch.tensor(engine.get_global_grad_norm())
-    found |= {name: value.clone() for name, value in engine.module.state_dict().items()}
-    for index, state in engine.optimizer.state_dict()["state"].items():
-        found |= {f"{index} {name}": torch.as_tensor(value).clone() for name, value in state.items()}
-    return found
-
-
-def _require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
-    errors = run_ranks(num, function, directory)
-    assert not any(errors), "\n".join(errors)
+    return found | weights_of(engine) | states_of(engine)
 
 
 _DIVIDED = {"infinity": {"host_memory_budget": "800KiB", "keep_in_memory": False}}
@@ -109,9 +92,9 @@ def test_all_stages_and_offloads_are_equal(precision: str, num: int, tmp_path: P
             with infinity.initialize(model=_Model(), config=config)[0] as engine:
                 found = _train(engine, rank)
             expected = expected or found
-            _require_same(found, expected)
+            require_same(found, expected)
 
-    _require(num, train, tmp_path)
+    require_ranks(num, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -143,7 +126,7 @@ def test_what_each_rank_keeps_moves_and_sends(tmp_path: Path) -> None:
 
         directory = tmp_path / str(num)
         directory.mkdir()
-        _require(num, train, directory)
+        require_ranks(num, train, directory)
         measured[num] = [json.loads((tmp_path / f"measured {num} {rank}").read_text()) for rank in range(num)]
     for num, of_ranks in measured.items():
         others = (num - 1) / num
@@ -184,14 +167,14 @@ def test_what_is_read_and_replaced_together(tmp_path: Path) -> None:
             found |= {f"loaded {name}": value for name, value in _train(engine, rank, 1).items()}
             for other in {0, stage}:
                 engine.load_checkpoint(tmp_path / "saved", tag=other)
-                _require_same(_train(engine, rank, 1), {k[7:]: v for k, v in found.items() if k.startswith("loaded ")})
+                require_same(_train(engine, rank, 1), {k[7:]: v for k, v in found.items() if k.startswith("loaded ")})
             infinity.deepspeed.comm.barrier()
             found |= {f"file {k}": v for k, v in load_file(tmp_path / f"exported {stage}/model.safetensors").items()}
             engine.close()
             expected = expected or found
-            _require_same(found, expected)
+            require_same(found, expected)
 
-    _require(2, look, tmp_path)
+    require_ranks(2, look, tmp_path)
 
 
 def test_gradients_before_a_step(tmp_path: Path) -> None:
@@ -207,7 +190,7 @@ def test_gradients_before_a_step(tmp_path: Path) -> None:
                     _ = weight.grad
             _backward(engine, rank, 1)  # with a mean that has been computed before
             engine.step()
-            found |= {f"two {name}": value.clone() for name, value in engine.module.state_dict().items()}
+            found |= {f"two {name}": value for name, value in weights_of(engine).items()}
             with engine.no_sync():
                 _backward(engine, rank, 2)
             found["own"] = weight.grad.clone()
@@ -219,12 +202,12 @@ def test_gradients_before_a_step(tmp_path: Path) -> None:
             nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
             engine.optimizer.step()
             engine.optimizer.zero_grad()
-            found |= {name: value.clone() for name, value in engine.module.state_dict().items()}
+            found |= weights_of(engine)
             engine.close()
             expected = expected or found
-            _require_same(found, expected)
+            require_same(found, expected)
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 class _Deep(nn.Module):
@@ -274,4 +257,4 @@ def test_vertical_steps_are_equal_to_ordinary_ones(tmp_path: Path) -> None:
             for values in zip(*found, strict=True):
                 torch.testing.assert_close(values[1:], values[:1] * 2, rtol=0, atol=0, equal_nan=True)
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)

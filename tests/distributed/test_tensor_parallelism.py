@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -293,37 +292,6 @@ def test_weights_in_another_dtype_are_given_back_to_all_that_hold_them(tmp_path:
             assert torch.equal(_local(value), expected[name].to(value.dtype)), name
 
     require_ranks(2, train, tmp_path)
-
-
-@pytest.mark.deep
-def test_checkpoints_of_parts(tmp_path: Path) -> None:
-    def train(rank: int) -> None:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        config = _config(tmp_path / str(rank), 3, bf16={"enabled": True})
-        made = [infinity.initialize(model=_parallelized(mesh["tp"]).bfloat16(), config=config, mesh_param=mesh)[0]]
-
-        def train(engine: Any, numbers: range) -> list[torch.Tensor]:
-            losses = []
-            for number in numbers:
-                x, y = _batch(number, rank // 2)
-                losses.append(mse_loss(engine(x).float(), y))
-                engine.backward(losses[-1])
-                engine.step()
-            return losses
-
-        train(made[0], range(2))
-        made[0].save_checkpoint(tmp_path / "saved")
-        losses = train(made[0], range(2, 4))
-        expected = copy.deepcopy(made[0].module.state_dict())
-        made[0].close()
-        other = infinity.initialize(model=_parallelized(mesh["tp"]).bfloat16(), config=config, mesh_param=mesh)[0]
-        other.load_checkpoint(tmp_path / "saved")
-        assert train(other, range(2, 4)) == losses
-        for name, value in other.module.state_dict().items():
-            assert torch.equal(value, expected[name])
-        other.close()
-
-    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep

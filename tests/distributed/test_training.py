@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch.nn.functional import mse_loss
 
 import infinity
 from infinity.deepspeed import comm
-from tests.ranks import run_ranks
+from tests.distributed.common import require_same, states_of, weights_of
+from tests.ranks import require_ranks
 
 _LITTLE = "410KiB"
 """Hardly more than is accepted: gradients are spilled as well."""
@@ -62,28 +62,9 @@ def _engine(rank: int, config: dict[str, Any], **kwargs: Any) -> Any:
     return infinity.initialize(model=_Model(rank), config=config, **kwargs)[0]  # of other weights on each rank
 
 
-def _states(engine: Any) -> dict[str, torch.Tensor]:
-    return {
-        f"{index} {name}": torch.as_tensor(value).clone()
-        for index, state in engine.optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-    }
-
-
 def _ddp(**kwargs: Any) -> tuple[Any, torch.optim.Optimizer]:
     model = nn.parallel.DistributedDataParallel(_Model(0), **kwargs)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-
-
-def _require_equal(engine: Any, module: nn.Module) -> None:
-    found = engine.module.state_dict()
-    for name, value in module.state_dict().items():
-        assert torch.equal(found[name], value), name
-
-
-def _require(num: int, function: Callable[[int], Any], directory: Path) -> None:
-    errors = run_ranks(num, function, directory)
-    assert not any(errors), "\n".join(errors)
 
 
 @pytest.mark.deep(but=1)
@@ -107,10 +88,10 @@ def test_equal_to_ddp(place: str, tmp_path: Path) -> None:
             assert engine.get_global_grad_norm() == float(norm)
             optimizer.step()
             optimizer.zero_grad()
-        _require_equal(engine, reference.module)
+        require_same(weights_of(engine), reference.module.state_dict())
         engine.close()
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -137,10 +118,10 @@ def test_the_plain_loop_is_equal_to_ddp(tmp_path: Path) -> None:
             for optimizer in (engine.optimizer, expected):
                 optimizer.step()
                 optimizer.zero_grad()
-        _require_equal(engine, reference.module)
+        require_same(weights_of(engine), reference.module.state_dict())
         engine.close()
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 @pytest.mark.deep
@@ -154,7 +135,7 @@ def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_p
             x, y = _batch(rank, step)
             alone.backward(mse_loss(alone(x.to(alone.config.compute_dtype)).float(), y))
             alone.step()
-    expected, weights, norm = _states(alone), alone.module.state_dict(), alone.get_global_grad_norm()
+    expected, weights, norm = states_of(alone), alone.module.state_dict(), alone.get_global_grad_norm()
     alone.close()
 
     def train(rank: int) -> None:
@@ -164,7 +145,7 @@ def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_p
             engine.backward(mse_loss(engine(x.to(engine.config.compute_dtype)).float(), y))
             engine.step()
         assert engine.get_global_grad_norm() == norm
-        found = _states(engine)
+        found = states_of(engine)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
@@ -172,7 +153,7 @@ def test_four_ranks_are_equal_to_four_micro_batches_of_one(precision: str, tmp_p
             assert torch.equal(value, weights[name]), name
         engine.close()
 
-    _require(4, train, tmp_path)
+    require_ranks(4, train, tmp_path)
 
 
 @pytest.mark.deep(but=1)
@@ -201,7 +182,7 @@ def test_all_skip_a_step_that_overflows_on_one(stage: int, tmp_path: Path) -> No
         assert engine.was_step_applied()
         engine.close()
 
-    _require(2, train, tmp_path)
+    require_ranks(2, train, tmp_path)
 
 
 def test_sizes_samples_and_names(tmp_path: Path) -> None:
@@ -234,4 +215,4 @@ def test_sizes_samples_and_names(tmp_path: Path) -> None:
         assert torch.equal(exported["head.bias"], engine.module.state_dict()["head.bias"])
         engine.close()
 
-    _require(2, look, tmp_path)
+    require_ranks(2, look, tmp_path)

@@ -1,9 +1,8 @@
-"""`InfinityAccelerator` gives the bits of accelerate alone; killed ones are in `test_thirty_steps`."""
+"""`InfinityAccelerator` gives the bits of accelerate alone, also after a kill: see `test_thirty_steps`."""
 
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
-from infinity.errors import ConfigError, ModelError, StepError
+import infinity
+from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, StepError
 from infinity.integrations.accelerate import InfinityAccelerator
+from tests.exactness.lockstep import PLAIN, everything_on_nvme
 from tests.stand_in.overflowing import OVERFLOWING, overflowing
-
-_ROOT = Path(__file__).resolve().parents[2]
+from tests.twins import on_nvme
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +33,6 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
-    directory.mkdir(exist_ok=True)
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
-    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    return {"zero_optimization": zero, "infinity": memory, **changes}
 
 
 def network() -> nn.Module:
@@ -121,25 +113,6 @@ def test_gradients_first_looked_at_in_a_later_step(tmp_path: Path) -> None:
     accelerator.engine.close()
 
 
-@pytest.mark.deep
-def test_engines_of_one_script_keep_their_files_apart(tmp_path: Path) -> None:
-    """One config for two models at a time (a GAN), or one after the other (cross-validation)."""
-    config = on_nvme(tmp_path / "nvme")
-    config["infinity"] |= {"run_log": str(tmp_path / "log"), "timeline": str(tmp_path / "trace.json"), "durable": True}
-    accelerator = InfinityAccelerator(infinity_config=config)
-    for _ in range(2):
-        models = [network(), network()]
-        for model in models:
-            accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-        accelerator.free_memory()
-    for name, folder in (("log", tmp_path), ("durable", tmp_path / "nvme")):
-        assert sorted(path.name for path in folder.glob(f"{name}*")) == [
-            name,
-            *(f"{name}_{index}" for index in (1, 2, 3)),
-        ]
-    assert len(list(tmp_path.glob("trace*.json"))) == 4
-
-
 def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
     plain = Accelerator()
     losses_of(plain)
@@ -158,84 +131,6 @@ def test_prepared_one_by_one_and_what_accelerate_saved(tmp_path: Path) -> None:
     expected = plain._models[0].state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert float(prepared.state_dict()["state"][0]["step"]) == 10
-    accelerator.engine.close()
-
-
-@pytest.mark.parametrize("held", [0, 1])
-def test_positions_in_what_accelerate_saved(held: int, tmp_path: Path) -> None:
-    """Of two models an engine holds one: each gets its own weights, whichever comes first."""
-    saved = Accelerator()
-    originals = [network(), network()]
-    for number, model in enumerate(originals):
-        torch.nn.init.constant_(model[0].weight, number + 1)
-    saved.prepare(*originals, torch.optim.AdamW(originals[held].parameters()))
-    saved.save_state(str(tmp_path / "state"))
-    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
-    models = [network(), network()]
-    accelerator.prepare(*models, torch.optim.AdamW(models[held].parameters()))
-    accelerator.load_state(str(tmp_path / "state"))
-    assert [model[0].weight[0, 0].item() for model in models] == [1.0, 2.0]
-    accelerator.engine.close()
-
-
-def test_a_hook_that_takes_the_weights_of_each_model(tmp_path: Path) -> None:
-    """As that of diffusers' scripts: what it has written is not written again, what it has left is."""
-    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
-
-    def save(models: list[Any], weights: list[Any], directory: str) -> None:
-        for model in models:
-            torch.save(model.state_dict(), Path(directory) / "own.pt")
-            weights.pop()
-
-    teacher = network()
-    accelerator.prepare(teacher)
-    losses_of(accelerator, steps=1)
-    accelerator.save_state(str(tmp_path / "state"))
-    assert list((tmp_path / "state").glob("model*"))
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.save_state(str(tmp_path / "other"))
-    assert not list((tmp_path / "other").glob("model*"))
-    accelerator.engine.close()
-
-
-def test_a_hook_that_loads_the_weights_of_each_model(tmp_path: Path) -> None:
-    """It gets all models, as accelerate gives them, also that of an engine."""
-    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
-    teacher = network()
-    accelerator.prepare(teacher)
-    _, student = losses_of(accelerator, steps=1)
-    accelerator.save_state(str(tmp_path / "state"))
-    expected = student.state_dict()
-    with torch.no_grad():
-        teacher[0].weight.zero_()
-    accelerator.backward(student(torch.ones(1, 8)).sum())
-    accelerator._optimizers[0].step()
-    seen = []
-
-    def load(models: list[Any], directory: str) -> None:
-        seen.extend(models)
-        models.remove(teacher)
-
-    accelerator.register_load_state_pre_hook(load)
-    accelerator.load_state(str(tmp_path / "state"))
-    assert seen == [teacher, student]
-    assert all(torch.equal(value, expected[name]) for name, value in student.state_dict().items())
-    assert not teacher[0].weight.any()  # which the hook has kept for itself
-    accelerator.engine.close()
-
-
-def test_files_of_a_size(tmp_path: Path) -> None:
-    """One file up to it, and an index beyond it: as accelerate names them."""
-    accelerator, found = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme")), []
-    model = network()
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    for number, size in enumerate(("10GB", 1100)):
-        for each in (accelerator, super(InfinityAccelerator, accelerator)):
-            each.save_model(model, str(tmp_path / f"{number}"), max_shard_size=size)
-            found.append(sorted(path.name for path in (tmp_path / f"{number}").iterdir()))
-            shutil.rmtree(tmp_path / f"{number}")
-    assert found[0] == found[1] == ["model.safetensors"]
-    assert found[2] == found[3] and "model.safetensors.index.json" in found[2]
     accelerator.engine.close()
 
 
@@ -323,26 +218,6 @@ def test_one_training_after_the_other(tmp_path: Path) -> None:
         assert (tmp_path / str(number) / "infinity").is_dir() and not (tmp_path / str(number) / "infinity_1").exists()
 
 
-@pytest.mark.deep
-def test_an_engine_that_the_script_closes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its model is an ordinary one again, to accelerate as well."""
-    accelerator = InfinityAccelerator(infinity_config=on_nvme(tmp_path / "nvme"))
-    expected, model = losses_of(accelerator)
-    accelerator.engine.close()
-    assert accelerator.engine is None and accelerator.engine_of(model) is None
-    accelerator.save_model(model, str(tmp_path / "saved"))
-    accelerator.save_state(str(tmp_path / "state"))
-    assert "went with its engine" in caplog.text
-    for folder in ("saved", "state"):
-        saved = network()
-        load_checkpoint_in_model(saved, str(tmp_path / folder))
-        assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
-    found, other = losses_of(accelerator)
-    assert found == expected
-    assert accelerator.engine_of(other) is accelerator.engine
-    accelerator.engine.close()
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_micro_batches_without_a_backward(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -409,3 +284,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
     first, second = network(), network()
     with pytest.raises(ModelError, match=r"several models.*nn\.ModuleList"):
         accelerator.prepare(first, second, torch.optim.SGD([*first.parameters(), *second.parameters()]))
+
+
+def test_accelerates_wrapper_is_refused_by_name(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    accelerator = Accelerator(cpu=True)
+    try:
+        model = PLAIN.make("none")
+        wrapped = AcceleratedOptimizer(torch.optim.AdamW(model.parameters()), device_placement=False)
+        with pytest.raises(
+            OptimizerNotPageableError, match=r"AcceleratedOptimizer .*'optimizer' \(AdamW\)\. Pass that one"
+        ):
+            infinity.initialize(
+                model=model, config=everything_on_nvme(tmp_path, {"optimizer": None}), optimizer=wrapped
+            )
+    finally:
+        type(accelerator.state)._reset_state(reset_partial_state=True)

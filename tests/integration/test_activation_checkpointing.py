@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import infinity
-from infinity.errors import BudgetTooSmallError
 from tests.exactness import families
-from tests.exactness.lockstep import everything_on_nvme
 from tests.internals import find_blocks
+from tests.twins import Twins
 
 _ON = {"activation_checkpointing": True}
 _NUM_BLOCKS = 3
@@ -81,85 +78,43 @@ def _tokens(step: int) -> Tensor:
     return torch.randint(16, (2, 5), generator=torch.Generator().manual_seed(step))
 
 
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _twins(plain: nn.Module, model: nn.Module, directory: Path, **changes: Any) -> Twins:
+    changes["infinity"] = {**_ON, **changes.get("infinity", {})}
+    return Twins(directory, model, is_tight=True, plain=plain, **changes)
 
 
-def _engine(model: nn.Module, directory: Path, changes: dict[str, Any] | None = None) -> Any:
-    """With the smallest budget that is accepted: no unit stays where it is."""
-    config = everything_on_nvme(directory, changes or {})
-    config |= {"optimizer": None, "infinity": config["infinity"] | _ON | {"host_memory_budget": 1, "page_bytes": None}}
-    optimizer = torch.optim.AdamW(_trainable(model), lr=1e-2)
-    with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=model, optimizer=optimizer, config=config)
-    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
-    return infinity.initialize(model=model, optimizer=torch.optim.AdamW(_trainable(model), lr=1e-2), config=config)[0]
-
-
-def _train(
-    model: Any, call: Callable[[int], Tensor], backward: Callable[[Tensor], Any], step: Callable[[], Any]
-) -> list[Tensor]:
-    torch.manual_seed(11)
-    losses = []
-    for number in range(3):
-        losses.append(call(number))
-        backward(losses[-1])
-        step()
-    return losses
-
-
-def _train_plainly(model: nn.Module, call: Callable[[int], Tensor]) -> list[Tensor]:
-    optimizer = torch.optim.AdamW(_trainable(model), lr=1e-2)
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return _train(model, call, lambda loss: loss.backward(), step)
-
-
-def _require_equal(model: nn.Module, losses: list[Tensor], plain: nn.Module, expected: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
-    for (fqn, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        with infinity.GatheredParameters(parameter):
-            assert torch.equal(parameter, other), fqn
+def _losses(step: int) -> Callable[[Any], Tensor]:
+    return lambda model: model(_tokens(step))
 
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("with_autocast", [False, True])
 def test_the_bits_are_those_of_torchs_checkpointing(with_autocast: bool, tmp_path: Path) -> None:
-    plain = _model("non-reentrant")
-
-    def call(number: int) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=with_autocast):
-            return plain(_tokens(number))
-
-    expected = _train_plainly(plain, call)
-    model = _model()
+    plain, model = _model("non-reentrant"), _model()
     changes = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if with_autocast else {}
-    with _engine(model, tmp_path, changes) as engine:
-        losses = _train(model, lambda n: engine(_tokens(n)), engine.backward, engine.step)
+    if with_autocast:
+        plain.forward = torch.autocast("cpu", torch.bfloat16)(plain.forward)  # type: ignore[method-assign]
+    with _twins(plain, model, tmp_path, **changes) as twins:
+        for step in range(3):
+            twins.step(_losses(step))
         assert _CALLS == {"forward": 2 * 3 * 2 * _NUM_BLOCKS}  # of both models
-        _require_equal(model, losses, plain, expected)
+        twins.require_equal()
     assert all("forward" not in block.__dict__ for block in model.blocks)
 
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 def test_what_the_model_checkpoints_by_itself_is_computed_twice_only(how: str, tmp_path: Path) -> None:
-    plain = _model(how)
-    expected = _train_plainly(plain, lambda n: plain(_tokens(n)))
-    num_calls = _CALLS["forward"]
-    model = _model(how)
-    with _engine(model, tmp_path) as engine:
-        losses = _train(model, lambda n: engine(_tokens(n)), engine.backward, engine.step)
-        assert {"forward": 2 * num_calls} == _CALLS
-        _require_equal(model, losses, plain, expected)
+    with _twins(_model(how), _model(how), tmp_path) as twins:
+        for step in range(3):
+            twins.step(_losses(step))
+        assert _CALLS == {"forward": 2 * 3 * 2 * _NUM_BLOCKS}  # of both models
+        twins.require_equal()
 
 
 def test_evaluation_keeps_nothing_and_computes_once(tmp_path: Path) -> None:
-    model = _model()
-    with _engine(model, tmp_path) as engine:
+    with _twins(_model(), _model(), tmp_path) as twins:
+        engine = twins.engine
         with torch.no_grad():
             engine(_tokens(0))
         assert _CALLS == {"forward": _NUM_BLOCKS}
@@ -169,23 +124,14 @@ def test_evaluation_keeps_nothing_and_computes_once(tmp_path: Path) -> None:
 
 
 def test_a_vertical_step_computes_units_twice_only(tmp_path: Path) -> None:
-    model = _model()
     changes = {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}}
-    with _engine(model, tmp_path, changes) as engine:
+    with _twins(_model(), _model(), tmp_path, **changes) as twins:
+        engine = twins.engine
         data = iter([(_tokens(number),) for number in range(4)])
         for _ in range(2):
             engine.train_batch(data)
         assert engine.report.schedule == "vertical"
         assert _CALLS == {"forward": 2 * 2 * 2 * _NUM_BLOCKS}
-
-
-def test_a_copy_of_the_model_is_an_ordinary_one(tmp_path: Path) -> None:
-    model = _model()
-    config = everything_on_nvme(tmp_path, {"infinity": _ON})
-    with infinity.initialize(model=model, config=config)[0] as engine, infinity.GatheredParameters(model.parameters()):
-        alone = copy.deepcopy(engine.module)
-    alone(_tokens(0)).backward()
-    assert _CALLS == {"forward": _NUM_BLOCKS}
 
 
 @pytest.mark.deep(but=1)
@@ -209,11 +155,10 @@ def test_transformers(make: Callable[[], Any], use_cache: bool, tmp_path: Path) 
     for fqn in find_blocks(plain):
         block = plain.get_submodule(fqn)
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    expected = _train_plainly(plain, lambda n: plain(**batch(n)).loss)
-    model = build()
-    with _engine(model, tmp_path) as engine:
-        losses = _train(model, lambda n: engine(**batch(n)).loss, engine.backward, engine.step)
-        _require_equal(model, losses, plain, expected)
+    with _twins(plain, build(), tmp_path) as twins:
+        for step in range(3):
+            twins.step(lambda model, step=step: model(**batch(step)).loss)
+        twins.require_equal()
 
 
 def _llama() -> Any:
@@ -234,52 +179,15 @@ def test_a_cache_that_is_not_empty(what: str, tmp_path: Path) -> None:
             model.model.layers[0].requires_grad_(False)
         return model
 
-    def call(model: Any, inner: Any) -> Tensor:
+    def call(model: Any) -> Tensor:
         if what != "given cache":
-            inner.model.layers[0].eval()
+            model.model.layers[0].eval()
             return model(input_ids=tokens, labels=tokens, attention_mask=mask, use_cache=True).loss
         with torch.no_grad():
             cache = model(input_ids=tokens[:, :2], use_cache=True).past_key_values
         return model(input_ids=tokens[:, 2:], labels=tokens[:, 2:], past_key_values=cache).loss
 
-    plain = prepared()
-    expected = _train_plainly(plain, lambda n: call(plain, plain))
-    model = prepared()
-    with _engine(model, tmp_path) as engine:
-        losses = _train(model, lambda n: call(engine, model), engine.backward, engine.step)
-        _require_equal(model, losses, plain, expected)
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "compile"])
-def test_compiled_blocks(is_before: bool, wraps: bool, tmp_path: Path) -> None:
-    torch._dynamo.reset()
-
-    def compile_blocks(model: Model) -> None:
-        for index, block in enumerate(model.blocks):
-            if wraps:
-                model.blocks[index] = torch.compile(block, backend="aot_eager")
-            else:
-                block.compile(backend="aot_eager")
-
-    def build(how: str) -> Model:
-        model = _model(how)
-        for block in model.blocks:
-            block.drop.p = 0.0
-        return model
-
-    plain = build("non-reentrant")
-    compile_blocks(plain)
-    expected = _train_plainly(plain, lambda n: plain(_tokens(n)))
-    torch._dynamo.reset()
-    model = build("none")
-    if is_before:
-        compile_blocks(model)
-    with _engine(model, tmp_path) as engine:
-        if not is_before:
-            compile_blocks(model)
-        losses = _train(model, lambda n: engine(_tokens(n)), engine.backward, engine.step)
-        _require_equal(model, losses, plain, expected)
-    torch._dynamo.reset()
+    with _twins(prepared(), prepared(), tmp_path) as twins:
+        for _ in range(3):
+            twins.step(call)
+        twins.require_equal()

@@ -1,9 +1,9 @@
-"""Parameters that come into the groups after `initialize`: ordinary ones in memory, trained as torch would train them."""
+"""Parameters that come into the groups after `initialize`: frozen ones that are thawed, and new ones in memory."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,115 +12,246 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import StepError
-from tests.exactness.lockstep import everything_on_nvme
+from infinity.errors import BudgetTooSmallError, ModelError, StepError
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.user_edits import MODES, Named, take_step
+from tests.twins import Twins, adamw
 
-_Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-1)
+_NAMES = [fqn for fqn, _ in PLAIN.make("none").named_parameters()]
+_FROZEN = _NAMES[:-3]
 
 
-def _model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+def _adamw(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
 
 
-def _start(tmp_path: Path, make: _Make = _adamw, **changes: Any) -> tuple[Any, Any, nn.Sequential]:
-    model = _model()
+def _momentum(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+
+
+def _start(
+    tmp_path: Path, changes: dict[str, Any], kind: Callable[[list[Any]], torch.optim.Optimizer] = _adamw
+) -> Lockstep:
+    """Under 16 bits, a frozen parameter is the one that the model has: its main weight begins with that."""
+
+    def make(named: Named) -> torch.optim.Optimizer:
+        for fqn in _FROZEN:
+            named[fqn].requires_grad_(False)
+        return kind([param for fqn, param in named.items() if fqn not in _FROZEN])
+
+    both = Lockstep.start(
+        tmp_path,
+        changes={"optimizer": None, **changes},
+        reference_optimizer=make,
+        arguments=lambda model: {"optimizer": make(dict(model.named_parameters()))},
+    )
+    for fqn in _FROZEN:
+        param = both.reference.model.get_parameter(fqn).requires_grad_(False)
+        both.reference.main[fqn].data.copy_(param)
+    return both
+
+
+def _thaw(both: Lockstep, names: list[str], **options: Any) -> None:
+    both.optimizer.add_param_group({"params": [both.model.get_parameter(fqn) for fqn in names], **options})
+    both.reference.optimizer.add_param_group({"params": [both.reference.main[fqn] for fqn in names], **options})
+    for model in (both.model, both.reference.model):
+        for fqn in names:
+            model.get_parameter(fqn).requires_grad_(True)
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("kind", [_adamw, _momentum])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_frozen_model_is_thawed_group_by_group(
+    mode: str, kind: Callable[[list[Any]], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    with _start(tmp_path, MODES[mode], kind) as both:
+        take_step(both, mode, 0)
+        half = len(_FROZEN) // 2
+        for step, names in enumerate([_FROZEN[half:], _FROZEN[:half]], start=1):
+            _thaw(both, names, lr=3e-2)
+            take_step(both, mode, 2 * step)
+            take_step(both, mode, 2 * step + 1)
+        both.require_equal()
+
+
+def test_gradients_and_hooks_of_a_plain_loop_survive(tmp_path: Path) -> None:
+    fired: list[int] = []
+    with _start(tmp_path, MODES["step"]) as both:
+        last = both.model.get_parameter(_NAMES[-1])
+        last.register_post_accumulate_grad_hook(lambda param: fired.append(1))
+        both.plain_backward(0)
+        both.reference.step()
+        both.optimizer.step()  # the gradients stay until zero_grad
+        before = last.grad.clone()
+        _thaw(both, _FROZEN)
+        assert torch.equal(last.grad, before)
+        both.optimizer.zero_grad()
+        both.plain_step(1)
+        assert fired == [1, 1]
+        both.require_equal()
+
+
+def _engine(tmp_path: Path, **changes: Any) -> tuple[Any, Any, nn.Module]:
+    model = PLAIN.make("none")
+    for fqn in _FROZEN:
+        model.get_parameter(fqn).requires_grad_(False)
     config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
-    engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=make(model.parameters()))
+    own = _adamw([param for param in model.parameters() if param.requires_grad])
+    engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=own)
     return engine, optimizer, model
 
 
-def _twin(make: _Make = _adamw) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = _model()
-    return model, make(model.parameters())
+def _train(engine: Any, step: int) -> None:
+    engine.backward(engine(**make_batch(step)))
+    engine.step()
+
+
+def _group(model: nn.Module) -> dict[str, Any]:
+    return {"params": [model.get_parameter(fqn).requires_grad_(True) for fqn in _FROZEN]}
+
+
+def test_where_there_is_no_room_the_error_names_the_key_and_the_training_goes_on(tmp_path: Path) -> None:
+    results: list[dict[str, torch.Tensor]] = []
+    for tries in (False, True):
+        with pytest.raises(BudgetTooSmallError) as least:
+            _engine(tmp_path, infinity={"host_memory_budget": 1})
+        engine, optimizer, model = _engine(tmp_path, infinity={"host_memory_budget": least.value.minimum_bytes})
+        with engine:
+            _train(engine, 0)
+            if tries:
+                group = _group(model)
+                with pytest.raises(BudgetTooSmallError, match=r"host_memory_budget"):
+                    optimizer.add_param_group(group)
+                for param in group["params"]:
+                    param.requires_grad_(False)
+                assert len(optimizer.param_groups) == 1
+            _train(engine, 1)
+            results.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+_FP16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 2, "hysteresis": 1}
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("changes", [{}, {"gradient_clipping": 0.1}, {"bf16": {"enabled": True}}, {"fp16": _FP16}])
+def test_between_the_micro_batches_of_a_step(changes: dict[str, Any], tmp_path: Path) -> None:
+    with _start(tmp_path, {"gradient_accumulation_steps": 2, **changes}) as both:
+        both.engine_step(0)
+        for micro_batch in range(2):
+            batch = both.batch(1, micro_batch)
+            both.reference.backward(both.reference.forward(batch))
+            both.engine.backward(both.engine(**batch))
+            if micro_batch == 0:
+                both.engine.step()
+                _thaw(both, _FROZEN)
+        both.reference.step()
+        both.engine.step()
+        both.engine_step(2)
+        both.require_equal()
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("moment", ["gathered", "in forward"])
+def test_not_in_the_midst_of_things(moment: str, tmp_path: Path) -> None:
+    engine, optimizer, model = _engine(tmp_path)
+    with engine:
+        group = _group(model)
+
+        def add(*_: Any) -> None:
+            with pytest.raises(StepError, match=r"add_param_group.* Call it "):
+                optimizer.add_param_group(group)
+
+        if moment == "gathered":
+            with infinity.GatheredParameters(list(model.parameters())[:1]):
+                add()
+        else:
+            handle = model.get_submodule("blocks.1").register_forward_hook(add)
+            with torch.no_grad():
+                engine(**make_batch(0))
+            handle.remove()
+        optimizer.add_param_group(group)
+        _train(engine, 2)
+
+
+def test_a_durable_run_wants_it_in_a_group_from_the_start(tmp_path: Path) -> None:
+    engine, optimizer, model = _engine(tmp_path, infinity={"durable": True})
+    with engine, pytest.raises(ModelError, match=r"durable run .* before infinity\.initialize"):
+        optimizer.add_param_group(_group(model))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-1)
+
+
+def _twins(tmp_path: Path, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw, **changes: Any) -> Twins:
+    torch.manual_seed(3)
+    return Twins(tmp_path, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), make, **changes)
 
 
 def _add(model: nn.Sequential, optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    torch.manual_seed(4)
     layer = nn.Linear(8, 8, dtype=dtype)
     model.append(layer)
     optimizer.add_param_group({"params": list(layer.parameters())})
     return layer
 
 
-def _batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(2, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+def _added_loss(number: int, dtype: torch.dtype = torch.float32) -> Callable[[Any], torch.Tensor]:
+    batch = torch.randn(2, 8, generator=torch.Generator().manual_seed(number)).to(dtype)
+    return lambda model: model(batch).float().square().mean()
 
 
-def _loss(output: torch.Tensor) -> torch.Tensor:
-    return output.float().square().mean()
+@pytest.mark.parametrize("make", [adamw, _sgd])
+def test_each_state_is_there_once_and_in_torchs_order(make: Any, tmp_path: Path) -> None:
+    def move(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        groups[0]["params"].insert(0, groups[1]["params"].pop())
 
+    def count_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            state["step"] = state["step"] + 3
 
-def _step(engine: Any, number: int, dtype: torch.dtype = torch.float32) -> None:
-    engine.backward(_loss(engine(_batch(number, dtype))))
-    engine.step()
-
-
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    _loss(model(_batch(number))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("make", [_adamw, _sgd])
-def test_each_state_is_there_once_and_in_torchs_order(make: _Make, tmp_path: Path) -> None:
-    engine, optimizer, model = _start(tmp_path, make)
-    twin, plain = _twin(make)
-    with engine:
-        _step(engine, 0)
-        _plain_step(twin, plain, 0)
-        for its, side in ((model, optimizer), (twin, plain)):
-            _add(its, side)
-            side.param_groups[0]["params"].insert(0, side.param_groups[1]["params"].pop())
+    with _twins(tmp_path, make) as twins:
+        twins.step(_added_loss(0))
+        twins.change(_add)
+        twins.change(move)
         for number in range(1, 3):
-            _step(engine, number)
-            _plain_step(twin, plain, number)
+            twins.step(_added_loss(number))
             names = [
-                [name for key in side.state for name, each in its.named_parameters() if each is key]
-                for its, side in ((model, optimizer), (twin, plain))
+                [name for key in optimizer.state for name, each in model.named_parameters() if each is key]
+                for model, optimizer in twins.sides
             ]
             assert names[0] == names[1]
-            for side in (optimizer, plain):
-                for state in side.state.values():
-                    state["step"] = state["step"] + 3
-        for one, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
-            assert torch.equal(one, other)
-        optimizer.state = {}
-        assert len(optimizer.state) == 0
+            twins.change(count_on)
+        twins.require_equal()
+        twins.optimizer.state = {}
+        assert len(twins.optimizer.state) == 0
 
 
 def test_with_fp16_the_norm_is_the_same_whoever_looks_at_gradients(tmp_path: Path) -> None:
     found: list[tuple[float, dict[str, torch.Tensor]]] = []
     for looks in (False, True):
-        fp16 = {"enabled": True, "loss_scale": 1024}
-        engine, optimizer, model = _start(tmp_path, _sgd, fp16=fp16, gradient_clipping=0.01)
-        with engine:
-            _add(model, optimizer, torch.float16)
-            engine.backward(_loss(engine(_batch(0, torch.float16))))
+        with _twins(tmp_path, _sgd, fp16={"enabled": True, "loss_scale": 1024}, gradient_clipping=0.01) as twins:
+            torch.manual_seed(4)
+            _add(twins.model, twins.optimizer, torch.float16)
+            twins.engine.backward(_added_loss(0, torch.float16)(twins.engine))
             if looks:
-                assert model[0].weight.grad.norm() > 0
-            engine.step()
-            weights = {name: value.clone() for name, value in model.state_dict().items()}
-            found.append((engine.get_global_grad_norm(), weights))
+                assert twins.model[0].weight.grad.norm() > 0
+            twins.engine.step()
+            weights = {name: value.clone() for name, value in twins.model.state_dict().items()}
+            found.append((twins.engine.get_global_grad_norm(), weights))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
 
 
 @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
 def test_states_of_16_bits_are_loaded_as_what_they_were(way: str, tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
-    engine, optimizer, model = _start(tmp_path / "drive", bf16={"enabled": True})
-    with engine:
-        layer = _add(model, optimizer, torch.bfloat16)
-        _step(engine, 0, torch.bfloat16)
+    with _twins(tmp_path / "drive", bf16={"enabled": True}) as twins:
+        engine, optimizer = twins.engine, twins.optimizer
+        layer = _add(twins.model, optimizer, torch.bfloat16)
+        engine.backward(_added_loss(0, torch.bfloat16)(engine))
+        engine.step()
         before = copy.deepcopy(optimizer.state[layer.weight])
         assert before["exp_avg"].dtype == torch.bfloat16
         if way == "checkpoint":
@@ -132,87 +263,71 @@ def test_states_of_16_bits_are_loaded_as_what_they_were(way: str, tmp_path: Path
         assert before.keys() == after.keys()
         for name, value in before.items():
             assert after[name].dtype == value.dtype and torch.equal(after[name], value)
-        _step(engine, 1, torch.bfloat16)
 
 
-def test_in_a_plain_loop_clipping_does_not_show_in_gradients(tmp_path: Path) -> None:
-    engine, optimizer, model = _start(tmp_path, gradient_clipping=0.01)
-    with engine:
-        layer = _add(model, optimizer)
-        _loss(model(_batch(0))).backward()
-        before = layer.weight.grad.clone()
-        optimizer.step()
-        assert engine.get_global_grad_norm() > 0.01
-        assert torch.equal(layer.weight.grad, before)
-
-
-def test_gradients_that_are_set_to_zero_stay_the_same_tensors(tmp_path: Path) -> None:
-    engine, optimizer, model = _start(tmp_path)
-    with engine:
-        layer = _add(model, optimizer)
-        _loss(model(_batch(0))).backward()
+def test_in_a_plain_loop_gradients_are_neither_clipped_nor_exchanged(tmp_path: Path) -> None:
+    with _twins(tmp_path, gradient_clipping=0.01) as twins:
+        layer = _add(twins.model, twins.optimizer)
+        _added_loss(0)(twins.model).backward()
         gradient = layer.weight.grad
-        optimizer.zero_grad(set_to_none=False)
+        assert gradient is not None
+        before = gradient.clone()
+        twins.optimizer.step()
+        assert twins.engine.get_global_grad_norm() > 0.01
+        assert torch.equal(gradient, before)
+        twins.optimizer.zero_grad(set_to_none=False)
         assert layer.weight.grad is gradient and not gradient.any()
 
 
 def test_gradients_of_a_step_that_is_forgotten_are_gone(tmp_path: Path) -> None:
-    engine, optimizer, model = _start(tmp_path)
-    twin, plain = _twin()
-    with engine:
-        layer, other = _add(model, optimizer), _add(twin, plain)
-        engine.backward(_loss(engine(_batch(0))))
-        engine.reset()
-        assert layer.weight.grad is None
-        _step(engine, 1)
-        _plain_step(twin, plain, 1)
-        assert torch.equal(layer.weight, other.weight)
+    with _twins(tmp_path) as twins:
+        twins.change(_add)
+        twins.engine.backward(_added_loss(0)(twins.engine))
+        twins.engine.reset()
+        assert twins.model[2].weight.grad is None
+        twins.step(_added_loss(1))
+        twins.require_equal()
 
 
 def test_two_kinds_of_backward_in_one_step_are_refused(tmp_path: Path) -> None:
     """What comes to parameters that the engine holds is divided as it comes; to these it has come already."""
-    engine, optimizer, model = _start(tmp_path, gradient_accumulation_steps=2)
-    with engine:
-        _add(model, optimizer)
-        _step(engine, 0)
-        _loss(model(_batch(1))).backward()
+    with _twins(tmp_path, gradient_accumulation_steps=2) as twins:
+        twins.change(_add)
+        twins.engine.backward(_added_loss(0)(twins.engine))
+        twins.engine.step()
+        _added_loss(1)(twins.model).backward()
         with pytest.raises(StepError, match=r"loss\.backward\(\) and engine\.backward.*Call engine\.reset\(\)"):
-            engine.step()
-        engine.reset()
-        for number in range(2):
-            _step(engine, number)
+            twins.engine.step()
+        twins.engine.reset()
+        twins.step(_added_loss(0), _added_loss(1))
+        twins.require_equal()
 
 
 def test_a_parameter_outside_of_the_model_is_clipped_with_it(tmp_path: Path) -> None:
-    engine, optimizer, _ = _start(tmp_path, gradient_clipping=0.01)
-    twin, plain = _twin()
-    with engine:
-        factors = [nn.Parameter(torch.ones(())) for _ in range(2)]
-        for side, factor in zip((optimizer, plain), factors, strict=True):
-            side.add_param_group({"params": [factor]})
+    factors = {True: nn.Parameter(torch.ones(())), False: nn.Parameter(torch.ones(()))}
+    norms: list[torch.Tensor] = []
+    with _twins(tmp_path, gradient_clipping=0.01) as twins:
+
+        def clip(*_: Any) -> None:
+            norms.append(torch.nn.utils.clip_grad_norm_([*twins.plain.parameters(), factors[True]], 0.01))
+
+        twins.expected.register_step_pre_hook(clip)
+        twins.change(lambda model, optimizer: optimizer.add_param_group({"params": [factors[model is twins.plain]]}))
         for number in range(3):
-            engine.backward(_loss(engine(_batch(number)) * factors[0]))
-            engine.step()
-            _loss(twin(_batch(number)) * factors[1]).backward()
-            norm = torch.nn.utils.clip_grad_norm_([*twin.parameters(), factors[1]], 0.01)
-            plain.step()
-            plain.zero_grad()
-            assert engine.get_global_grad_norm() == float(norm)
-        assert torch.equal(*factors)
+            twins.step(lambda model, number=number: _added_loss(number)(model) * factors[model is twins.plain])
+            assert twins.engine.get_global_grad_norm() == float(norms[-1])
+        assert torch.equal(factors[True], factors[False])
 
 
 def test_sparse_gradients_stay_sparse(tmp_path: Path) -> None:
-    engine, optimizer, _ = _start(tmp_path, _sgd)
-    twin, plain = _twin(_sgd)
+    tables = {plain: nn.Embedding(5, 8, sparse=True, _weight=torch.ones(5, 8)) for plain in (True, False)}
     words = torch.tensor([1, 3, 3])
-    with engine:
-        tables = [nn.Embedding(5, 8, sparse=True, _weight=torch.ones(5, 8)) for _ in range(2)]
-        for side, table in zip((optimizer, plain), tables, strict=True):
-            side.add_param_group({"params": list(table.parameters())})
+    with _twins(tmp_path, _sgd) as twins:
+        twins.change(
+            lambda model, optimizer: optimizer.add_param_group(
+                {"params": list(tables[model is twins.plain].parameters())}
+            )
+        )
         for _ in range(2):
-            engine.backward(_loss(engine(tables[0](words))))
-            engine.step()
-            _loss(twin(tables[1](words))).backward()
-            plain.step()
-            plain.zero_grad()
-        assert torch.equal(tables[0].weight, tables[1].weight)
+            twins.step(lambda model: model(tables[model is twins.plain](words)).square().mean())
+        assert torch.equal(tables[True].weight, tables[False].weight)

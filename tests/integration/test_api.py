@@ -1,4 +1,4 @@
-"""What a user of `initialize` and of the engine's loop was promised, besides exact training."""
+"""What a user of `initialize` and of the engine's loop was promised, besides exact training; and the ready-made configs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, InfinityError, StepError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.paged import paged_snapshot
+from tests.exactness.record import Record, require_equal
+from tests.exactness.reference import PlainTorch
 
 
 def test_initialize_returns_four_and_holds_the_model_it_was_given(tmp_path: Path) -> None:
@@ -33,26 +36,6 @@ def test_initialize_returns_four_and_holds_the_model_it_was_given(tmp_path: Path
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
         assert engine.global_steps == 0
     assert os.listdir(tmp_path) == []
-
-
-def test_a_config_in_a_file(tmp_path: Path) -> None:
-
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(everything_on_nvme(drive)))
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=str(path))
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-
-
-def test_arguments_that_deepspeed_takes(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path)
-    engine, *_ = infinity.deepspeed.initialize(args=None, model=PLAIN.make("none"), config_params=config)
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
 
 
 def test_one_config_only(tmp_path: Path) -> None:
@@ -83,94 +66,6 @@ def test_numbers_that_a_library_would_have_put_in(tmp_path: Path) -> None:
     begin(1e-3, "auto", lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer))
 
 
-def test_no_process_group_and_no_launcher_are_needed(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path):
-        assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.deep
-def test_loader_from_training_data_with_collate_function(tmp_path: Path) -> None:
-    data = [make_batch(index) for index in range(8)]
-
-    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        return {key: torch.cat([sample[key] for sample in samples]) for key in samples[0]}
-
-    changes = {"train_micro_batch_size_per_gpu": 2}
-    with Lockstep.start(
-        tmp_path, changes=changes, arguments=lambda _: {"training_data": data, "collate_fn": collate}
-    ) as both:
-        assert len(both.loader) == 4
-        num_batches = 0
-        for batch in both.loader:
-            assert batch["tokens"].shape[0] == 4
-            expected = both.reference.forward(batch)
-            both.reference.backward(expected)
-            both.reference.step()
-            loss = both.engine(**batch)
-            both.engine.backward(loss)
-            both.engine.step()
-            both.note(f"loss {num_batches}", expected, loss)
-            num_batches += 1
-        assert num_batches == 4
-        both.require_equal()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}])
-def test_train_batch_returns_the_mean_loss(changes: dict[str, Any], tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        num_micro_batches = both.reference.num_micro_batches
-        batches = iter([both.batch(step, m) for step in range(3) for m in range(num_micro_batches)])
-        for step in range(3):
-            losses = []
-            for micro_batch in range(num_micro_batches):
-                loss = both.reference.forward(both.batch(step, micro_batch))
-                both.reference.backward(loss)
-                losses.append(loss.detach())
-            both.reference.step()
-            mean = both.engine.train_batch(batches)
-            assert torch.allclose(mean, torch.stack(losses).mean(), rtol=1e-6)
-            assert not mean.requires_grad
-        assert both.engine.global_steps == 3
-        both.require_equal()
-
-
-def test_boundaries_and_counters(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={"gradient_accumulation_steps": 3}) as both:
-        engine, boundaries, steps = both.engine, [], []
-        for micro_batch in range(6):
-            loss = engine(**both.batch(0, micro_batch % 3))
-            boundaries.append(engine.is_gradient_accumulation_boundary())
-            engine.backward(loss)
-            engine.step()
-            steps.append(engine.global_steps)
-        assert boundaries == [False, False, True] * 2
-        assert steps == [0, 0, 1, 1, 1, 2]
-        assert engine.gradient_accumulation_steps() == 3
-
-
-@pytest.mark.deep
-def test_norm_is_reported_with_and_without_clipping(tmp_path: Path) -> None:
-    for clipping in (0.0, 0.1):
-        with Lockstep.start(tmp_path, changes={"gradient_clipping": clipping}) as both:
-            assert both.engine.get_global_grad_norm() is None
-            both.engine_step(0)
-            assert both.engine.get_global_grad_norm() > 0.1
-            both.require_equal()
-
-
-def test_train_and_eval_switch_the_module(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["dropout"]) as both:
-        both.engine.eval()
-        assert not both.model.training
-        with torch.no_grad():
-            torch.manual_seed(1)
-            first = both.engine(**both.batch(0))
-            assert torch.equal(first, both.engine(**both.batch(0)))
-        both.engine.train()
-        assert both.model.training
-
-
 @pytest.mark.deep
 def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
     """Somebody who forgets no_grad wastes memory and nothing else."""
@@ -183,34 +78,6 @@ def test_evaluation_with_grad_enabled_leaves_no_trace(tmp_path: Path) -> None:
             both.model.train()
             both.reference.model.train()
             both.engine_step(step)
-        both.require_equal()
-
-
-@pytest.mark.deep
-def test_inference_mode(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        for step in range(2):
-            both.engine_step(step)
-            with torch.inference_mode():
-                expected = both.reference.forward(both.batch(step + 30)).clone()
-                actual = both.engine(**both.batch(step + 30)).clone()
-            assert torch.equal(expected, actual)
-        both.require_equal()
-
-
-@pytest.mark.deep
-def test_autocast_around_the_forward(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        for step in range(3):
-            batch = both.batch(step)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                expected = both.reference.forward(batch)
-                loss = both.engine(**batch)
-            both.reference.backward(expected)
-            both.reference.step()
-            both.engine.backward(loss)
-            both.engine.step()
-            both.note(f"loss {step}", expected, loss)
         both.require_equal()
 
 
@@ -230,37 +97,12 @@ def test_gradients_dropped_after_an_update_in_backward_are_an_error(tmp_path: Pa
             both.optimizer.zero_grad()
 
 
-@pytest.mark.deep
-def test_update_at_step_allows_to_skip_one(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={"infinity": {"update": "step"}}) as both:
-        both.engine_step(0)
-        both.engine.backward(both.engine(**both.batch(5)))
-        both.optimizer.zero_grad()
-        both.engine_step(1)
-        both.require_equal()
-
-
 def test_a_loss_that_is_no_scalar_is_refused_and_training_goes_on(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         with pytest.raises(InfinityError, match="one element"):
             both.engine.backward(torch.ones(3, requires_grad=True))
         both.engine_step(0)
         both.require_equal()
-
-
-def test_lr_and_report(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        assert both.engine.get_lr() == [both.optimizer.param_groups[0]["lr"]]
-        assert both.engine.report is None
-        both.engine_step(0)
-        both.engine_step(1)
-        report = both.engine.report
-        assert report.step == 2
-        assert report.loss == pytest.approx(both.record.events[-2][1].item())
-        assert report.grad_norm == pytest.approx(both.record.events[-1][1].item())
-        assert report.seconds > 0
-        assert str(both.engine.plan)
-        assert both.engine.plan.minimum_budget_bytes <= both.engine.plan.host_budget_bytes
 
 
 @pytest.mark.deep
@@ -280,53 +122,6 @@ def test_the_configs_schedule_steps_with_the_engine(tmp_path: Path) -> None:
         both.require_equal()
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("kind", ["instance", "callable"])
-def test_a_schedule_of_the_user(kind: str, tmp_path: Path) -> None:
-    make = torch.optim.lr_scheduler.ExponentialLR
-    if kind == "callable":
-        given: dict[str, Any] = {"lr_scheduler": lambda optimizer: make(optimizer, 0.5)}
-        with Lockstep.start(tmp_path, arguments=lambda _: given) as both:
-            _train_with_schedule(both, make(both.reference.optimizer, 0.5))
-        return
-
-    def arguments(model: nn.Module) -> dict[str, Any]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        return {"optimizer": optimizer, "lr_scheduler": make(optimizer, 0.5)}
-
-    with Lockstep.start(
-        tmp_path,
-        changes={"optimizer": None},
-        arguments=arguments,
-        reference_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=1e-3),
-    ) as both:
-        _train_with_schedule(both, make(both.reference.optimizer, 0.5))
-
-
-def _train_with_schedule(both: Lockstep, reference_schedule: Any) -> None:
-    assert both.scheduler is not None
-    for step in range(3):
-        both.engine_step(step)
-        reference_schedule.step()
-        assert both.engine.get_lr() == reference_schedule.get_last_lr()
-    both.require_equal()
-
-
-@pytest.mark.deep
-def test_a_plateau_schedule_waits_for_its_metric(tmp_path: Path) -> None:
-    make = torch.optim.lr_scheduler.ReduceLROnPlateau
-    given: dict[str, Any] = {"lr_scheduler": lambda optimizer: make(optimizer, factor=0.1, patience=0)}
-    with Lockstep.start(tmp_path, arguments=lambda _: given) as both:
-        reference = make(both.reference.optimizer, factor=0.1, patience=0)
-        before = both.engine.get_lr()[0]
-        for step in range(3):
-            both.engine_step(step)
-            both.scheduler.step(1.0)
-            reference.step(1.0)
-        assert both.engine.get_lr()[0] < before
-        both.require_equal()
-
-
 def test_a_schedule_that_raises_leaves_whole_steps(tmp_path: Path) -> None:
     class Failing:
         fails = True
@@ -342,23 +137,6 @@ def test_a_schedule_that_raises_leaves_whole_steps(tmp_path: Path) -> None:
             both.engine_step(0)
         schedule.fails = False
         assert (both.engine.global_steps, both.engine.micro_steps) == (1, 2)
-
-
-def test_a_schedule_that_counts_samples(tmp_path: Path) -> None:
-    """As Megatron's, with which DeepSpeed does so."""
-
-    class Counting:
-        num_samples = 0
-
-        def step(self, increment: int) -> None:
-            self.num_samples += increment
-
-    schedule = Counting()
-    changes = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 3}
-    with Lockstep.start(tmp_path, changes=changes, arguments=lambda _: {"lr_scheduler": schedule}) as both:
-        for step in range(2):
-            both.engine_step(step)
-        assert schedule.num_samples == 12
 
 
 def test_a_schedule_that_needs_more_is_named_before_the_step(tmp_path: Path) -> None:
@@ -398,3 +176,54 @@ def test_the_import_takes_nothing_that_few_need() -> None:
     code = f"import sys; from infinity import *; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+_CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.json"))
+
+
+def test_there_are_configs_and_each_has_its_line_in_the_readme() -> None:
+    assert len(_CONFIGS) >= 4
+    readme = (_CONFIGS[0].parent / "README.md").read_text()
+    for path in _CONFIGS:
+        assert path.name in readme
+
+
+def _with_directory(value: Any, directory: str) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: directory if key == "nvme_path" else _with_directory(inner, directory) for key, inner in value.items()
+        }
+    return value
+
+
+@pytest.mark.deep(but=2)
+@pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
+def test_config_trains_to_the_bits_of_plain_torch(path: Path, tmp_path: Path) -> None:
+    config = _with_directory(json.loads(path.read_text()), str(tmp_path))
+    engine, optimizer, _, _ = infinity.initialize(model=PLAIN.make("none"), config=config)
+    group = optimizer.param_groups[0]
+    dtype = next(engine.module.parameters()).dtype
+    settings = {key: value for key, value in group.items() if key in ("lr", "betas", "eps", "weight_decay")}
+    reference = PlainTorch(
+        PLAIN.make("none"),
+        lambda named: torch.optim.AdamW(named.values(), **settings, fused=True),
+        compute_dtype=dtype,
+        num_micro_batches=engine.gradient_accumulation_steps(),
+        max_norm=engine.config.gradient_clipping,
+    )
+    expected, actual = Record(), Record()
+    with engine:
+        for step in range(3):
+            reference.param_groups[0]["lr"] = group["lr"]
+            for micro_batch in range(reference.num_micro_batches):
+                batch = make_batch(step, micro_batch, dtype=dtype)
+                wanted = reference.forward(batch)
+                reference.backward(wanted)
+                loss = engine(**batch)
+                engine.backward(loss)
+                engine.step()
+                expected.note(f"loss {step}.{micro_batch}", wanted)
+                actual.note(f"loss {step}.{micro_batch}", loss)
+            reference.step()
+        expected.final, actual.final = reference.snapshot(), paged_snapshot(engine, optimizer)
+        require_equal(expected, actual, context=path.name)

@@ -1,4 +1,4 @@
-"""Parameters that are replaced, tied, untied and removed between steps, and models that are called with others."""
+"""Parameters that are replaced, tied and removed between steps, computed from others, and models called with others."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 
 import infinity
-from infinity.errors import ModelError
+from infinity.errors import ModelError, OtherNumbersWarning
+from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
-from tests.exactness.optimizers import torch_optimizer
-from tests.exactness.shapes.blocks import WIDTH, Block
-from tests.twins import Side, config_for, require_same
+from tests.exactness.shapes.blocks import VOCABULARY, WIDTH, Block, Net, token_batch
+from tests.exactness.written import MODES, train
+from tests.twins import Side, Twins, config_for, require_same
 
 in_modes = pytest.mark.parametrize("mode", ["smallest", "smallest deferred", "resident"])
 
@@ -103,30 +104,6 @@ def test_a_model_may_change_between_steps(
     require_same(scenario, tmp_path, mode)
 
 
-def test_replaced_parameters_are_in_no_checkpoint_and_the_states_of_their_group_are(tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    engine, optimizer, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-
-    def step(number: int) -> None:
-        engine.backward(engine(**make_batch(number)))
-        engine.step()
-
-    with engine:
-        step(0)
-        _tie(model)
-        step(1)
-        assert engine.save_checkpoint(tmp_path / "saved")
-        before = copy.deepcopy(optimizer.state_dict()["state"])
-        step(2)
-        after = {name: value.clone() for name, value in model.state_dict().items()}
-        engine.load_checkpoint(tmp_path / "saved")
-        found = optimizer.state_dict()["state"]
-        assert before.keys() == found.keys()
-        assert all(torch.equal(before[key]["exp_avg"], found[key]["exp_avg"]) for key in before)
-        step(2)
-        assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
-
-
 @pytest.mark.deep(but=1)
 @in_modes
 @pytest.mark.parametrize("kind", ["tensors", "parameters"])
@@ -174,75 +151,23 @@ def test_fast_weights(create_graph: bool, mode: str, tmp_path: Path) -> None:
 
 def test_a_vertical_step_that_begins_anew_leaves_no_gradient_twice(tmp_path: Path) -> None:
     """A block that came later is no unit: autograd has added to its gradients before the order is given up."""
-    twin, model = PLAIN.make("reentrant"), PLAIN.make("none")
-    plain = torch_optimizer("config", dict(twin.named_parameters()))
-    config = everything_on_nvme(tmp_path, {"gradient_accumulation_steps": 2})
-    engine, optimizer, *_ = infinity.initialize(model=model, config=config)
-    with engine:
+
+    def append(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model.blocks.append(nn.Linear(WIDTH, WIDTH))
+        optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+
+    with Twins(tmp_path, PLAIN.make("none"), plain=PLAIN.make("reentrant"), gradient_accumulation_steps=2) as twins:
         for step in range(3):
             if step == 1:
-                for side, its in ((plain, twin), (optimizer, model)):
-                    torch.manual_seed(5)
-                    its.blocks.append(nn.Linear(WIDTH, WIDTH))
-                    side.add_param_group({"params": list(its.blocks[-1].parameters())})
+                twins.change(append)
             batches = [make_batch(step, index) for index in range(2)]
             for batch in batches:
-                (twin(**batch) / 2).backward()
-            plain.step()
-            plain.zero_grad()
-            engine.train_batch(iter(batches))
-        assert engine.report.schedule == "ordinary"
-        for (name, parameter), other in zip(twin.named_parameters(), model.parameters(), strict=True):
-            assert torch.equal(parameter, other.detach().clone()), name
-
-
-def test_micro_batches_together_with_a_parameter_that_came_later(tmp_path: Path) -> None:
-    twin, model = PLAIN.make("none"), PLAIN.make("none")
-    plain = torch_optimizer("config", dict(twin.named_parameters()))
-    changes = {"gradient_accumulation_steps": 2, "infinity": {"schedule": "vertical"}}
-    engine, optimizer, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
-    with engine:
-        for side, its in ((plain, twin), (optimizer, model)):
-            torch.manual_seed(5)
-            its.blocks.append(nn.Linear(WIDTH, WIDTH))
-            side.add_param_group({"params": list(its.blocks[-1].parameters())})
-        batches = [make_batch(0, index) for index in range(2)]
-        losses = [lambda batch=batch: engine(**batch) / 2 for batch in batches]
-        if isinstance(engine.backward_together(losses), str):  # why they have to go one after the other
-            engine.backward(losses[0](), scale_wrt_gas=False)
-            engine.step()
-            engine.backward(losses[1](), scale_wrt_gas=False)
-        engine.step()
-        for batch in batches:
-            (twin(**batch) / 2).backward()
-        plain.step()
-        for (name, parameter), other in zip(twin.named_parameters(), model.parameters(), strict=True):
-            assert torch.equal(parameter, other.detach().clone()), name
-
-
-@pytest.mark.deep(but=1)
-@in_modes
-def test_a_parameter_over_the_memory_of_another_is_gathered_and_saved(mode: str, tmp_path: Path) -> None:
-    def scenario(side: Side) -> None:
-        side.step(0)
-        head = side.model.get_submodule("head")
-        head.weight = nn.Parameter(head.weight.data, requires_grad=False)
-        side.step(1)
-        with infinity.GatheredParameters(side.model.parameters() if mode == "resident" else head.parameters()):
-            side.note(head.weight)
-            with torch.no_grad():
-                head.weight.mul_(2)
-        side.note(head.weight, *side.model.state_dict().values())
-        side.step(2)
-        if side.engine is not None:
-            assert torch.equal(infinity.safe_get_full_fp32_param(head.weight), head.weight)
-            assert side.engine.save_checkpoint(tmp_path / "saved")
-            with torch.no_grad():
-                head.weight.zero_()
-            side.engine.load_checkpoint(tmp_path / "saved")
-        side.step(3)
-
-    require_same(scenario, tmp_path, mode)
+                (twins.plain(**batch) / 2).backward()
+            twins.expected.step()
+            twins.expected.zero_grad()
+            twins.engine.train_batch(iter(batches))
+        assert twins.engine.report.schedule == "ordinary"
+        twins.require_equal()
 
 
 @pytest.mark.deep(but=2)
@@ -257,3 +182,128 @@ def test_a_parameter_made_of_a_held_one_is_refused_by_name(is_gathered: bool, mo
         with pytest.raises(ModelError, match="Register parametrizations before"):
             torch.nn.utils.parametrizations.weight_norm(model.head)
         assert torch.equal(nn.Parameter(model.head.weight.detach().clone()), model.head.weight)
+
+
+_OLD: Any = nn.utils
+_NORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "old weight_norm": _OLD.weight_norm,
+    "old spectral_norm": _OLD.spectral_norm,
+}
+
+
+@pytest.mark.deep(but=2)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("mode", ["in backward", "deferred", "resident", "vertical"])
+@pytest.mark.parametrize("norm", _NORMS)
+def test_a_normalised_weight_trains_as_in_torch(norm: str, mode: str, tmp_path: Path) -> None:
+    class Normalised(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            _NORMS[norm](self.up)
+
+    case = Case("normalised", lambda checkpointing: Net(checkpointing, make_block=Normalised), token_batch)
+    train(case, mode, tmp_path)
+
+
+class _Renormalising(Net):
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__(checkpointing)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5)
+
+
+@pytest.mark.deep(but=2)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_embedding_with_max_norm_trains_as_in_torch(mode: str, tmp_path: Path) -> None:
+    train(Case("max_norm", _Renormalising, token_batch), mode, tmp_path)
+
+
+class _Sparse(Net):
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__(checkpointing)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, sparse=True)
+
+
+def test_a_sparse_gradient_is_warned_of_once(tmp_path: Path) -> None:
+    case = Case("sparse", _Sparse, token_batch)
+    model = case.make("none")
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    with engine:
+        batch = {"tokens": torch.ones(2, 3, dtype=torch.int64), "labels": torch.ones(2, 3, dtype=torch.int64)}
+        with pytest.warns(OtherNumbersWarning, match=r"embedding\.weight.*sparse=False") as caught:
+            for _ in range(2):
+                engine.backward(engine(**batch))
+                engine.step()
+        assert sum(isinstance(warning.message, OtherNumbersWarning) for warning in caught) == 1
+
+
+class _Looking(nn.Module):
+    def __init__(self, look: Callable[[nn.Module, nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.enc = nn.Linear(4, 6)
+        look(self, self.enc.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.enc(x).sum()
+
+
+def _as_attribute(module: Any, weight: nn.Parameter) -> None:
+    module.dec = weight.t()
+
+
+def _as_buffer(module: Any, weight: nn.Parameter) -> None:
+    module.register_buffer("dec", weight.data[1:3])
+
+
+def _in_a_list(module: Any, weight: nn.Parameter) -> None:
+    module.dec = [{"first": weight.detach()[0]}]
+
+
+def _the_parameter_itself(module: Any, weight: nn.Parameter) -> None:
+    module.dec = [weight, weight.detach().clone()]
+
+
+@pytest.mark.parametrize("look", [_as_attribute, _as_buffer, _in_a_list])
+def test_what_looks_at_a_weights_memory_is_refused_by_name(look: Callable[..., Any], tmp_path: Path) -> None:
+    model = _Looking(look)
+    before = copy.deepcopy(model.enc.state_dict())
+    with pytest.raises(ModelError, match=r"'dec' looks at the memory of parameter 'enc\.weight'.*in forward"):
+        infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    assert all(torch.equal(before[name], value) for name, value in model.enc.state_dict().items())
+
+
+def test_a_parameter_in_a_list_and_a_copy_are_not_refused(tmp_path: Path) -> None:
+    engine, *_ = infinity.initialize(model=_Looking(_the_parameter_itself), config=everything_on_nvme(tmp_path))
+    engine.close()
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        out: Tensor = self.encoder(x, src_key_padding_mask=padding)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize("tier", ["nvme", "none"])
+def test_a_transformer_encoder_takes_torchs_fast_path(tier: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    plain = _Encoder().eval()
+    model = copy.deepcopy(plain)
+    path = str(tmp_path) if tier == "nvme" else None
+    offload = {key: {"device": tier, "nvme_path": path} for key in ("offload_param", "offload_optimizer")}
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, {"zero_optimization": offload}))
+    x = torch.randn(2, 5, 16)
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    with engine, torch.no_grad():
+        engine.eval()
+        found = engine(x, padding)
+        assert torch.equal(found, plain(x, padding))
+        assert not found[0, 3:].any(), "padding is zero on the fast path"

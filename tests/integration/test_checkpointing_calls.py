@@ -6,17 +6,14 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import infinity
 from infinity.deepspeed.contents import checkpointing
 from infinity.errors import ConfigError
-from tests.exactness.lockstep import everything_on_nvme
 
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
@@ -56,19 +53,6 @@ def test_arguments_results_and_random_numbers(name: str, in_cpu: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name", ["get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank"]
-)
-def test_seeds_of_tensor_ranks(name: str) -> None:
-    checkpointing.configure(SimpleNamespace(**{name: lambda: 3}))
-    for seed in (checkpointing.model_parallel_cuda_manual_seed, checkpointing.model_parallel_reconfigure_tp_seed):
-        seed(7)
-        with checkpointing.get_cuda_rng_tracker().fork():
-            found = torch.rand(4)
-        torch.manual_seed(7 + 2718 + 3)
-        assert torch.equal(found, torch.rand(4))
-
-
 def test_the_tracker_keeps_states_apart() -> None:
     tracker = checkpointing.get_cuda_rng_tracker()
     torch.manual_seed(1)
@@ -86,14 +70,6 @@ def test_the_tracker_keeps_states_apart() -> None:
         tracker.add("other", 6)
     with pytest.raises(KeyError, match="nobody"), tracker.fork("nobody"):
         pass
-
-
-def test_the_function_itself() -> None:
-    x, outputs = torch.ones(3, requires_grad=True), []
-    result = checkpointing.CheckpointFunction.apply(lambda x: (x * 2, 5), outputs, x)
-    assert result[1] == outputs[1] == 5
-    outputs[0].sum().backward()
-    assert torch.equal(x.grad, torch.full((3,), 2.0))
 
 
 def test_a_config_and_arguments_over_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,31 +100,3 @@ def test_what_does_not_go_together_is_refused() -> None:
     checkpointing.reset()
     with pytest.raises(ConfigError, match="profile"):
         checkpointing.configure(None, BASE | {"activation_checkpointing": {"profile": "perhaps"}})
-
-
-@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
-def test_around_blocks_of_a_model(name: str, tmp_path: Path) -> None:
-    checkpointing.configure(None, checkpoint_in_cpu=True)
-
-    class Model(nn.Module):
-        def __init__(self, call: Any) -> None:
-            super().__init__()
-            self.call = call
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = self.call(block, x)
-            return x.square().mean()
-
-    found = []
-    for call in (lambda block, x: block(x), getattr(checkpointing, name)):
-        torch.manual_seed(0)
-        model = Model(call)
-        engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-        with engine:
-            for _ in range(2):
-                engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
-                engine.step()
-            found.append({name: value.clone() for name, value in engine.module.state_dict().items()})
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import CheckpointError, ModelError, StorageError
+from infinity.errors import CheckpointError, ModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
-from tests.internals import arrays, checkpoint_loading, main, user_copies
+from tests.internals import checkpoint_loading, main
 from tests.internals import saved as saved_files
-from tests.states import state_of
+from tests.states import everything, require_equal, state_of
 
 _SCHEDULER = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 10}}
 _MODES: dict[str, dict[str, Any]] = {
@@ -79,25 +79,6 @@ def steps_of(engine: Any, *steps: int) -> list[float]:
     return losses
 
 
-def _everything(engine: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for fqn, parameter in engine.module.named_parameters():
-        found[fqn] = parameter.clone()
-        if parameter.requires_grad:
-            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in state_of(engine, parameter).items()}
-    found |= {fqn: buffer.clone() for fqn, buffer in engine.module.named_buffers() if fqn != "aside"}
-    found["lr"] = torch.tensor(engine.get_lr())
-    found["counts"] = torch.tensor(
-        [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.loss_scale()]
-    )
-    return found
-
-
-def _require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
@@ -105,35 +86,18 @@ def test_a_training_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
     with training(tmp_path / "drive", changes) as engine:
         steps_of(engine, 0, 1)
         assert engine.save_checkpoint(tmp_path / "saved", client_state={"epoch": 3, "rng": torch.ones(2)})
-        before = _everything(engine)
+        before = everything(engine)
         losses = steps_of(engine, 2, 3)
-        expected = _everything(engine)
+        expected = everything(engine)
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
     with training(tmp_path / "drive", changes, seed=1) as engine:
         folder, client_state = engine.load_checkpoint(tmp_path / "saved")
         assert folder == str(tmp_path / "saved" / "global_step2")
         assert client_state["epoch"] == 3 and torch.equal(client_state["rng"], torch.ones(2))
         assert float(engine.module.aside) == 1
-        _require_equal(_everything(engine), before)
+        require_equal(everything(engine), before)
         assert steps_of(engine, 2, 3) == losses
-        _require_equal(_everything(engine), expected)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("large", [False, True], ids=["small", "in files"])
-def test_another_placement_of_memory_loads_it(large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if large:
-        monkeypatch.setattr(user_copies, "_LEAST_BYTES", 0)
-        monkeypatch.setattr(arrays, "CHUNK_BYTES", 64)
-    with training(tmp_path / "drive", BF16) as engine:
-        steps_of(engine, 0, 1)
-        engine.save_checkpoint(tmp_path / "saved")
-        losses = steps_of(engine, 2, 3)
-        expected = _everything(engine)
-    with training(tmp_path / "drive", {**BF16, **IN_MEMORY}, seed=1) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
-        assert steps_of(engine, 2, 3) == losses
-        _require_equal(_everything(engine), expected)
+        require_equal(everything(engine), expected)
 
 
 @pytest.mark.deep
@@ -141,7 +105,7 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved", tag="one", save_latest=False)
-        saved = _everything(engine)
+        saved = everything(engine)
     with training(tmp_path / "drive", BF16, seed=1) as engine:
         for place, tag in (("saved", None), ("saved", "two"), ("typo", None), ("typo", "one")):
             with pytest.raises(CheckpointError, match=r"there is no .* in it.*missing_ok=True"):
@@ -157,7 +121,7 @@ def test_parts_are_loaded_as_deepspeed_loads_them(tmp_path: Path) -> None:
         assert engine.global_steps == 2 and not engine._settled.has_state(engine.module.first.weight)
         assert engine.lr_scheduler.state_dict()["last_epoch"] != 2
         engine.load_checkpoint(tmp_path / "saved", tag="one")
-        _require_equal(_everything(engine), saved)
+        require_equal(everything(engine), saved)
 
 
 @pytest.mark.deep
@@ -194,19 +158,6 @@ def test_the_loss_scale_goes_with_the_optimizer(tmp_path: Path) -> None:
         assert engine.loss_scale() == 32
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    "before", [{}, BF16, {"fp16": {"enabled": True, "loss_scale": 2}}], ids=["fp32", "bf16", "fixed"]
-)
-def test_a_loss_scale_that_no_run_has_found_is_not_taken_over(before: dict[str, Any], tmp_path: Path) -> None:
-    with training(tmp_path / "drive", before) as engine:
-        steps_of(engine, 0)
-        engine.save_checkpoint(tmp_path / "saved")
-    with training(tmp_path / "drive", {"fp16": {"enabled": True, "initial_scale_power": 4}}, seed=1) as engine:
-        engine.load_checkpoint(tmp_path / "saved")
-        assert (engine.loss_scale(), engine.global_steps) == (16, 1)
-
-
 def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.internals import publish
 
@@ -219,9 +170,9 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
     with training(tmp_path / "drive", BF16) as engine:
         steps_of(engine, 0)
         engine.save_checkpoint(tmp_path / "saved", tag="here")
-        old = _everything(engine)
+        old = everything(engine)
         steps_of(engine, 1)
-        new = _everything(engine)
+        new = everything(engine)
         exchange, rename = publish.exchange, publish.rename
         monkeypatch.setattr(saved_files, "exchange", lambda *a: (photograph(), exchange(*a), photograph()))
         monkeypatch.setattr(publish, "rename", lambda *a: (photograph(), rename(*a), photograph()))
@@ -233,9 +184,9 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, mo
         seen = []
         for image in images:
             folder, _ = engine.load_checkpoint(image)
-            found = _everything(engine)
+            found = everything(engine)
             seen.append((Path(folder).name, engine.global_steps == 2))
-            _require_equal(found, new if seen[-1][1] else old)
+            require_equal(found, new if seen[-1][1] else old)
     assert seen[0] == ("here", False) and seen[-1] == ("there", True)
     assert seen == sorted(seen)
 
@@ -250,10 +201,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path, ca
     other.late = nn.Linear(8, 95)
     engine, *_ = infinity.initialize(model=other, config=drive)
     with engine:
-        before = _everything(engine)
+        before = everything(engine)
         with pytest.raises(ModelError, match=r"'late.weight' has shape \(96, 8\), not \(95, 8\)"):
             engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
-        _require_equal(_everything(engine), before)
+        require_equal(everything(engine), before)
     less = Model(1)
     del less.late
     less.more = nn.Linear(2, 2)
@@ -332,20 +283,6 @@ def test_a_parameter_that_the_checkpoint_does_not_train_starts_anew_only_if_aske
         assert not state_of(engine, engine.module.norm.weight).get("step")
 
 
-@pytest.mark.deep
-def test_states_of_what_is_frozen_now_are_left_out_only_if_asked(tmp_path: Path) -> None:
-    with _in_groups(tmp_path / "drive", "") as engine:
-        steps_of(engine, 0, 1)
-        engine.save_checkpoint(tmp_path / "saved")
-        expected = engine.module.norm.weight.detach().clone()
-    with _in_groups(tmp_path / "drive", "fewer") as engine:
-        with pytest.raises(ValueError, match=r"'norm.weight' is in group 0 .*, and in none.*load_module_strict=False"):
-            engine.load_checkpoint(tmp_path / "saved")
-        engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
-        assert torch.equal(engine.module.norm.weight, expected)
-        steps_of(engine, 2)
-
-
 def test_a_durable_run_with_parameters_in_other_groups_is_refused(tmp_path: Path) -> None:
     changes = {"infinity": {"durable": True, "durable_path": str(tmp_path / "run")}}
     with _in_groups(tmp_path / "drive", "", changes) as engine:
@@ -358,19 +295,6 @@ def test_a_durable_run_with_parameters_in_other_groups_is_refused(tmp_path: Path
 
 
 @pytest.mark.deep
-def test_what_is_written_to_gathered_weights_is_saved(tmp_path: Path) -> None:
-    with training(tmp_path / "drive", BF16) as engine:
-        steps_of(engine, 0)
-        weight = engine.module.late.weight
-        with torch.no_grad(), infinity.GatheredParameters([weight], modifier_rank=0):
-            weight.fill_(3)
-            engine.save_checkpoint(tmp_path / "saved")
-            assert float(state_of(engine, weight)["weight"].mean()) == 3
-    found = saved_files.Checkpoint.open(tmp_path / "saved").tensor("parameters", "late.weight")
-    assert found is not None and torch.equal(found.read(), torch.full((96, 8), 3.0))
-
-
-@pytest.mark.deep
 @pytest.mark.parametrize("changes", [{}, {**BF16, **IN_MEMORY}], ids=["on nvme", "in memory"])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
@@ -380,21 +304,21 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
         steps_of(engine, 0, 1)
         engine.save_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True, blocking=blocking)
         losses = steps_of(engine, 2, 3)
-        expected = _everything(engine)
+        expected = everything(engine)
     found = saved_files.Checkpoint.open(tmp_path / "saved")
     assert found.excluded == ["number", "frozen.weight", "frozen.bias"]
     assert not set(found.excluded) & found.of("parameters").keys()
     with training(tmp_path / "drive", changes) as engine:  # with the same base
         engine.load_checkpoint(tmp_path / "saved")
         assert steps_of(engine, 2, 3) == losses
-        _require_equal(_everything(engine), expected)
+        require_equal(everything(engine), expected)
     with training(tmp_path / "drive", changes) as engine:  # with another one
         with torch.no_grad():
             engine.module.frozen.weight[0, 0] += 1
-        before = _everything(engine)
+        before = everything(engine)
         with pytest.raises(ModelError, match=r"have other values now: 'frozen\.weight'\. Load the weights"):
             engine.load_checkpoint(tmp_path / "saved")
-        _require_equal(_everything(engine), before)
+        require_equal(everything(engine), before)
         assert engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)[0] is not None
     assert main(["export", str(tmp_path / "saved"), str(tmp_path / "out")]) == 1
     assert re.search(r"without 'number' and 2 others.*engine\.save_pretrained", capsys.readouterr().err, re.DOTALL)
@@ -425,54 +349,5 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
         monkeypatch.setattr(checkpoint_loading.Loading, "buffers", replace)
         assert loading.load_checkpoint(tmp_path / "saved")[1] == {"number": 2}
         assert "was replaced by another process" in caplog.text
-        _require_equal(_everything(loading), _everything(saving))
+        require_equal(everything(loading), everything(saving))
         assert steps_of(loading, 2, 3) == steps_of(saving, 2, 3)
-
-
-def _itself() -> list[Any]:
-    found: list[Any] = []
-    found.append(found)
-    return found
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("value", [lambda: 1, _itself()], ids=["function", "itself"])
-def test_what_cannot_be_written_is_told_and_leaves_nothing(value: Any, tmp_path: Path) -> None:
-    with training(tmp_path / "drive", {}) as engine:
-        with pytest.raises(
-            CheckpointError, match=r"its values cannot be written: .* For an object, give its state_dict"
-        ):
-            engine.save_checkpoint(tmp_path / "saved", client_state={"mine": value})
-        assert not (tmp_path / "saved").exists()
-        with pytest.raises(TypeError, match="client_state must be a dict, not list"):
-            engine.save_checkpoint(tmp_path / "saved", client_state=[1])
-
-
-@pytest.mark.deep
-def test_a_directory_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mine = tmp_path / "saved" / "global_step0" / "mp_rank_00_model_states.pt"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("DeepSpeed's")
-    with training(tmp_path / "drive", {}) as engine:
-        with pytest.raises(StorageError, match="'global_step0' that is no checkpoint of this package"):
-            engine.save_checkpoint(tmp_path / "saved")
-        assert mine.read_text() == "DeepSpeed's"
-        engine.save_checkpoint(tmp_path / "saved", tag="mine")
-        assert engine.load_checkpoint(tmp_path / "saved" / "mine", missing_ok=True) == (None, None)
-        assert f"load '{tmp_path / 'saved'}' with tag='mine'" in caplog.text
-        (tmp_path / "saved" / "latest").unlink()
-        assert engine.load_checkpoint(tmp_path / "saved", missing_ok=True) == (None, None)
-        assert "To load one that is there, give its tag: 'mine'" in caplog.text
-
-
-@pytest.mark.deep(but=2)
-@pytest.mark.parametrize("tag", [" ends in blanks", "ends in blanks\n", "\ud800", "", "a/b", "..", "latest"])
-def test_a_tag_that_is_no_name_is_refused(tag: str, tmp_path: Path) -> None:
-    with training(tmp_path / "drive", {}) as engine, pytest.raises(ValueError, match="tag"):
-        engine.save_checkpoint(tmp_path / "saved", tag=tag)
-
-
-def test_a_directory_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with training(tmp_path / "drive", {}) as engine, pytest.raises(StorageError, match="cannot take the checkpoint"):
-        engine.save_checkpoint(tmp_path / "file")

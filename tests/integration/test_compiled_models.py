@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError, ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from infinity.errors import ModelError
+from tests.twins import Twins
 
 # dynamo looks at `.grad` of what goes into a graph, and hides the warning in a way that does not help where it is an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -95,41 +95,17 @@ def _batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randint(16, (2, 3), generator=generator), torch.randint(16, (2, 3), generator=generator)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+def _losses(step: int) -> Callable[[Any], Tensor]:
+    return lambda model: model(*_batch(step))
 
 
-def _engine(model: nn.Module, directory: Path, **changes: Any) -> Any:
-    """With the smallest budget that is accepted: no unit stays where it is."""
-    own = {"host_memory_budget": 1, "page_bytes": None}
-    config = everything_on_nvme(directory, {"optimizer": None, "infinity": own, **changes})
-    with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=model, optimizer=_optimizer(model), config=config)
-    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
-    return infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0]
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    weights = {}
-    for name, parameter in model.named_parameters():
-        with infinity.GatheredParameters(parameter):
-            weights[name] = parameter.detach().clone()
-    return weights
-
-
-def _plain(compile_it: Callable[[Any, Any], None], backend: Any, num_steps: int) -> tuple[list[Tensor], nn.Module]:
+def _models(compile_it: Callable[[Any, Any], None], backend: Any) -> tuple[Model, Model]:
+    """A plain model that is compiled, and an equal one that is not yet."""
     torch.manual_seed(3)
     model = Model()
-    compile_it(model, backend)
-    optimizer = _optimizer(model)
-    losses = []
-    for step in range(num_steps):
-        losses.append(model(*_batch(step)))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch._dynamo.reset()
-    return losses, model
+    plain = copy.deepcopy(model)
+    compile_it(plain, backend)
+    return plain, model
 
 
 @pytest.mark.deep(but=1)
@@ -138,74 +114,54 @@ def _plain(compile_it: Callable[[Any, Any], None], backend: Any, num_steps: int)
 def test_compiled_blocks_are_those_of_plain_torch(
     compile_it: Callable[[Any, Any], None], is_before: bool, tmp_path: Path
 ) -> None:
-    losses, plain = _plain(_each_block, "aot_eager", 2)
-    torch.manual_seed(3)
-    model = Model()
+    plain, model = _models(_each_block, "aot_eager")
     if is_before:
         compile_it(model, "aot_eager")
-    with _engine(model, tmp_path) as engine:
+    with Twins(tmp_path, model, is_tight=True, plain=plain) as twins:
         if not is_before:
-            engine.eval()(*_batch(9))  # hooks have run on the model as it was
-            engine.train()
-            compile_it(engine if compile_it is _engine_or_model else model, "aot_eager")
-        for step, expected in enumerate(losses):
-            loss = engine(*_batch(step))
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(loss, expected)
-        for (name, weight), expected in zip(_weights(model).items(), plain.parameters(), strict=True):
-            assert torch.equal(weight, expected), name
+            twins.engine.eval()(*_batch(9))  # hooks have run on the model as it was
+            twins.engine.train()
+            compile_it(twins.engine if compile_it is _engine_or_model else model, "aot_eager")
+        for step in range(2):
+            twins.step(_losses(step))
+        _require_equal(twins)
+
+
+def _require_equal(twins: Twins) -> None:
+    """Whatever wrappers have made of the names."""
+    for parameter, other in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
+        with infinity.GatheredParameters(parameter):
+            assert torch.equal(parameter, other)
 
 
 @pytest.mark.deep
 def test_graphs_are_whole_blocks(tmp_path: Path) -> None:
     expected, found = Counting(), Counting()
-    _plain(_each_block, expected, 2)
-    torch.manual_seed(3)
-    model = Model()
+    plain, model = _models(_each_block, expected)
     _each_block(model, found)
-    with _engine(model, tmp_path) as engine:
+    with Twins(tmp_path, model, is_tight=True, plain=plain) as twins:
         for step in range(2):
-            engine.backward(engine(*_batch(step)))
-            engine.step()
+            twins.step(_losses(step))
     assert found.graphs == expected.graphs and expected.graphs
-
-
-@pytest.mark.deep
-def test_a_part_of_a_block_is_compiled(tmp_path: Path) -> None:
-    losses, _ = _plain(_inner, "eager", 2)
-    torch.manual_seed(3)
-    model = Model()
-    _inner(model, "eager")
-    with _engine(model, tmp_path) as engine:
-        for step, expected in enumerate(losses):
-            loss = engine(*_batch(step))
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(loss, expected)
 
 
 @pytest.mark.deep
 def test_a_part_of_a_block_is_compiled_later(tmp_path: Path) -> None:
     """Nothing of ours is inside a block, so what is compiled there is what plain torch compiles."""
-    losses, _ = _plain(_inner, "eager", 4)
-    torch.manual_seed(3)
-    model = Model()
-    with _engine(model, tmp_path) as engine:
+    plain, model = _models(_inner, "eager")
+    with Twins(tmp_path, model, is_tight=True, plain=plain) as twins:
         _inner(model, "eager")
-        for step, expected in enumerate(losses):
-            loss = engine(*_batch(step))
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(loss, expected)
+        for step in range(4):
+            twins.step(_losses(step))
 
 
 @pytest.mark.deep
 def test_a_whole_graph_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'Model' was compiled as a whole.*engine\.compile"):
-        _engine(torch.compile(Model(), backend="eager"), tmp_path)
+        Twins(tmp_path, torch.compile(Model(), backend="eager"), plain=Model())
     model = Model()
-    with _engine(model, tmp_path) as engine:
+    with Twins(tmp_path, model, is_tight=True) as twins:
+        engine = twins.engine
         with pytest.raises(ModelError, match=r"cannot trace .*engine\.compile"):
             torch.compile(model, backend="eager")(*_batch(0))
         engine.reset()
@@ -216,51 +172,28 @@ def test_a_whole_graph_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_the_vertical_schedule_takes_compiled_blocks(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    plain = Model()
-    _each_block(plain, "aot_eager")
-    optimizer = _optimizer(plain)
-    torch.manual_seed(3)
-    model = Model()
+    plain, model = _models(_each_block, "aot_eager")
     _each_block(model, "aot_eager")
-    with _engine(model, tmp_path, gradient_accumulation_steps=2) as engine:
+    with Twins(tmp_path, model, is_tight=True, plain=plain, gradient_accumulation_steps=2) as twins:
         for step in range(2):
             batches = [_batch(2 * step + micro_batch) for micro_batch in range(2)]
             for batch in batches:
                 (plain(*batch) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.train_batch(iter(batches))
-        assert engine.report.schedule == "vertical"
-        for (name, weight), expected in zip(_weights(model).items(), plain.parameters(), strict=True):
-            assert torch.equal(weight, expected), name
+            twins.expected.step()
+            twins.expected.zero_grad()
+            twins.engine.train_batch(iter(batches))
+        assert twins.engine.report.schedule == "vertical"
+        _require_equal(twins)
 
 
 def test_a_copy_of_a_paged_model_can_be_compiled_whole_and_exported(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     x = torch.randn(3, 4)
-    with _engine(model, tmp_path) as engine:
+    with Twins(tmp_path, model, is_tight=True) as twins:
+        engine = twins.engine
         twin = copy.deepcopy(engine.module)
         wanted = twin(x)
         compiled = torch.compile(twin, backend="eager", fullgraph=True)
         assert torch.equal(compiled(x), wanted)
         exported = torch.export.export(twin, (x,)).module()
         assert torch.equal(exported(x), wanted)
-
-
-@pytest.mark.deep
-def test_a_copy_of_a_compiled_model_is_a_model_of_its_own(tmp_path: Path) -> None:
-    model = Model()
-    _each_block(model, "eager")
-    with _engine(model, tmp_path) as engine:
-        engine.backward(engine(*_batch(0)))
-        engine.step()
-        twin: Any = copy.deepcopy(model)
-        with torch.no_grad():
-            before = twin(*_batch(1))
-            for parameter in twin.layers.parameters():
-                parameter.zero_()
-            assert not torch.equal(twin(*_batch(1)), before)
-        engine.close(restore_weights=True)
-    assert all(layer._compiled_call_impl is not None and "forward" not in layer.__dict__ for layer in model.layers)
-    assert "compile" not in model.__dict__

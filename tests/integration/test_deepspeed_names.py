@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
-import json
 import logging
 import os
 import subprocess
@@ -12,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -100,17 +98,6 @@ def test_the_optimizer_that_deepspeed_wraps(engine: Any) -> None:
     assert type(unwrapped).__name__ == "AdamW" and unwrapped == inner
 
 
-def test_what_was_passed_to_initialize(tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    with engine:
-        assert engine.client_optimizer is optimizer and engine.client_lr_scheduler is None
-        assert engine.optimizer is optimizer and engine.optimizer.optimizer in [optimizer]
-        assert engine.training_data is None and engine.collate_fn is None
-
-
 def test_the_schedule_counts_as_deepspeeds(engine: Any) -> None:
     assert engine.lr_scheduler.last_batch_iteration == -1
     _step(engine)
@@ -134,18 +121,15 @@ def test_parameters_answer_as_those_of_stage_3(engine: Any) -> None:
 
 
 def test_calls_that_move_states_move_nothing(engine: Any) -> None:
-    from infinity.deepspeed.runtime.zero.offload_config import (  # type: ignore[import-not-found]
-        OffloadDeviceEnum,
-        OffloadStateTypeEnum,
-    )
+    from infinity.deepspeed.runtime.zero import offload_config  # type: ignore[import-not-found]
 
     _step(engine)
     before = engine.module.head.weight.clone()
-    engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu, pin_memory=True)
+    states = [offload_config.OffloadStateTypeEnum.optim_states]
+    engine.offload_states(include=states, device=offload_config.OffloadDeviceEnum.cpu, pin_memory=True)
     engine.reload_states(non_blocking=True)
     engine.empty_partition_cache()
     assert torch.equal(engine.module.head.weight.clone(), before)
-    _step(engine, 1)
 
 
 def test_the_timer_of_throughput(engine: Any) -> None:
@@ -167,20 +151,10 @@ def test_the_name_of_the_optimizer(engine: Any, tmp_path: Path) -> None:
     )
 
     assert engine.optimizer_name() == ADAMW_OPTIMIZER and ONEBIT_LAMB_OPTIMIZER in DEEPSPEED_OPTIMIZERS
-    for passed in (torch.optim.SGD, lambda model: torch.optim.SGD(model)):
-        model = nn.Linear(4, 4)
-        optimizer = passed(list(model.parameters())) if passed is not torch.optim.SGD else passed
-        other, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=everything_on_nvme(tmp_path))
-        with other:
-            assert other.optimizer_name() == "SGD"
-
-
-def test_coefficients_of_lamb(tmp_path: Path) -> None:
-    """Microsoft's script for BERT plots them where there are some."""
-    config = everything_on_nvme(tmp_path, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}})
-    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config)
-    with engine:
-        assert engine.optimizer.optimizer.get_lamb_coeffs() == []
+    model = nn.Linear(4, 4)
+    config = everything_on_nvme(tmp_path)
+    with deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0] as other:
+        assert other.optimizer_name() == "SGD"
 
 
 @pytest.mark.deep
@@ -221,16 +195,6 @@ def test_groups_without_experts() -> None:
         split_params_into_different_moe_groups_for_optimizer(tuple(groups))
 
 
-def test_monitors_without_an_engine(tmp_path: Path) -> None:
-    from infinity.deepspeed.monitor.monitor import MonitorMaster  # type: ignore[import-not-found]
-
-    block = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    monitor = MonitorMaster(deepspeed.DeepSpeedConfig({"train_batch_size": 1, **block}).monitor_config)
-    assert monitor.enabled
-    monitor.write_events([("Train/loss", 2.0, 1)])
-    assert (tmp_path / "job" / "Train_loss.csv").read_text().splitlines()[1:] == ["1,2.0"]
-
-
 def test_the_accelerators_interface() -> None:
     from infinity.deepspeed.accelerator.real_accelerator import get_accelerator  # type: ignore[import-not-found]
 
@@ -240,32 +204,11 @@ def test_the_accelerators_interface() -> None:
     here.reset_max_memory_allocated()
     tensor = here.FloatTensor([1.0, 2.0])
     assert here.on_accelerator(tensor) and tensor.dtype == torch.float32
-    assert here.LongTensor([1]).dtype == torch.int64
-    assert here.is_pinned(here.pin_memory(torch.ones(2))) == (here.device_name() == "cuda")
     state = here.get_rng_state()
     here.set_rng_state(state)
     assert torch.equal(here.default_generator(0).get_state(), state)
-    assert here.random() is torch.random and isinstance(here.initial_seed(), int)
-    called: list[int] = []
-    here.lazy_call(lambda: called.append(1))
-    here.range_push("part")
-    here.range_pop()
-    assert called and here.is_synchronized_device() == (here.device_name() == "cpu")
     with pytest.raises(AttributeError, match=r"no 'capture_to_graph' here.*Call what torch has"):
         here.capture_to_graph(None)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("from infinity.deepspeed.moe.layer import MoE", "Experts in a ModuleList"),
-        ("from infinity.deepspeed.compression import init_compression", "Compress the model before"),
-        ("from infinity.deepspeed.monitor.monitor import csvMonitor", r"monitor\.MonitorMaster"),
-    ],
-)
-def test_what_a_module_of_the_table_lacks_is_explained(line: str, words: str) -> None:
-    with pytest.raises(ImportError, match=words):
-        exec(line)
 
 
 def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,10 +223,6 @@ def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monke
     assert timer.elapsed() == 0
     with pytest.raises(RuntimeError, match="'read' does not run"):
         timer.stop()
-    timer.start()
-    with pytest.raises(RuntimeError, match="'read' runs already"):
-        timer.start()
-    assert timer.elapsed() > 0 and timer.elapsed(reset=False) > 0
     if not engine.monitor.enabled:
         engine.monitor.write_events([("Train/loss", 1.0, engine.global_samples)])
     assert not engine.flops_profiler_enabled() and engine.get_sequence_parallel_group() is None
@@ -346,37 +285,17 @@ def test_the_engine_that_has_the_model_evaluates_where_nothing_is_trained(engine
 
 def test_the_loader_shuffles_as_deepspeeds(tmp_path: Path) -> None:
     data = torch.arange(20.0).reshape(10, 2)
-    engine, _, loader, _ = deepspeed.initialize(
-        model=nn.Linear(2, 2),
-        config=everything_on_nvme(tmp_path, {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}),
-        training_data=data,
-    )
+    config = everything_on_nvme(tmp_path, {"train_micro_batch_size_per_gpu": 3})
+    engine, _, loader, _ = deepspeed.initialize(model=nn.Linear(2, 2), config=config, training_data=data)
     with engine:
-        state = torch.get_rng_state()
         # What DeepSpeedDataLoader passes to torch's DistributedSampler: its order for one process, by a seed of its own.
-        order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
-        for _ in range(2):
+        for epoch in (0, 0, 1):
+            loader.data_sampler.set_epoch(epoch)
+            order = torch.randperm(10, generator=torch.Generator().manual_seed(epoch))
             assert torch.equal(torch.cat(list(loader)), data[order])
-        torch.set_rng_state(state)
-        loader.data_sampler.set_epoch(1)
-        assert torch.equal(
-            torch.cat(list(loader)), data[torch.randperm(10, generator=torch.Generator().manual_seed(1))]
-        )
         assert [len(batch) for batch in loader] == [3, 3, 3, 1]
         assert torch.equal(torch.cat(list(engine.deepspeed_io(data, batch_size=5, route="eval"))), data)
         assert torch.equal(torch.cat(list(engine.deepspeed_io(data, data_sampler=[1, 0]))), data[[1, 0]])
-
-
-def test_a_stream_of_data_has_its_own_order(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return iter(torch.arange(4.0))
-
-    engine, _, loader, _ = deepspeed.initialize(
-        model=nn.Linear(2, 2), config=everything_on_nvme(tmp_path), training_data=Stream()
-    )
-    with engine:
-        assert torch.equal(torch.cat(list(loader)), torch.arange(4.0))
 
 
 def test_a_loader_without_a_batch_size(tmp_path: Path) -> None:
@@ -384,14 +303,6 @@ def test_a_loader_without_a_batch_size(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=everything_on_nvme(tmp_path, changes))
     with engine, pytest.raises(ConfigError, match="batch_size="):
         engine.deepspeed_io([1, 2])
-
-
-def test_a_repeating_loader_begins_anew() -> None:
-    from infinity.deepspeed.utils import RepeatingLoader  # type: ignore[import-not-found]
-
-    loader = RepeatingLoader([1, 2])
-    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
-    assert iter(loader) is loader
 
 
 # ------------------------------------------------------------------------------------------------------------ modules
@@ -425,70 +336,39 @@ def test_modules_that_scripts_import(module: str) -> None:
     assert [name for name in _IMPORTS[module].split() if not hasattr(found, name)] == []
 
 
-def test_modules_are_attributes_too() -> None:
-    assert deepspeed.ops.adam.FusedAdam is importlib.import_module("infinity.deepspeed.ops.adam").FusedAdam
-    assert deepspeed.utils.logger is deepspeed.utils.logging.logger
-
-
-def test_a_config_is_loaded_by_deepspeeds_class(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"train_batch_size": 2}')
-    loaded = [deepspeed.DeepSpeedConfig(each) for each in (str(path), {"train_batch_size": 2})]
-    assert loaded == [{"train_batch_size": 2}] * 2
-    assert all(type(each) is deepspeed.runtime.config.DeepSpeedConfig for each in loaded)
-    with pytest.raises(ConfigError):
-        deepspeed.DeepSpeedConfig({"train_batch_siez": 2})
-
-
-def test_what_deepspeeds_config_answers() -> None:
+def test_what_deepspeeds_config_answers(tmp_path: Path) -> None:
     """By default, and what is written: the values of DeepSpeed 0.19.8."""
-    plain = deepspeed.DeepSpeedConfig({"train_batch_size": 4})
+    path = tmp_path / "config.json"
+    path.write_text('{"train_batch_size": 4}')
+    plain = deepspeed.DeepSpeedConfig(str(path))
+    off = (
+        "zero_enabled fp16_enabled bfloat16_enabled amp_enabled prescale_gradients sparse_gradients_enabled dump_state"
+    )
+    none = "optimizer_name optimizer_params scheduler_name dynamic_loss_scale_args communication_data_type"
+    for value, names in ((False, f"{off} wall_clock_breakdown checkpoint_tag_validation_fail"), (None, none)):
+        assert {getattr(plain, name) for name in names.split()} == {value}
     assert (plain.train_micro_batch_size_per_gpu, plain.gradient_accumulation_steps, plain.world_size) == (4, 1, 1)
-    assert (plain.zero_enabled, plain.zero_config.stage, plain.zero_config.offload_optimizer) == (False, 0, None)
-    assert (plain.optimizer_name, plain.optimizer_params, plain.scheduler_name) == (None, None, None)
-    assert (plain.fp16_enabled, plain.bfloat16_enabled, plain.amp_enabled, plain.loss_scale) == (False, False, False, 0)
-    assert (plain.dynamic_loss_scale_args, plain.communication_data_type, plain.steps_per_print) == (None, None, None)
-    assert (plain.prescale_gradients, plain.gradient_predivide_factor, plain.sparse_gradients_enabled) == (
-        False,
-        1,
-        False,
-    )
-    assert (plain.dump_state, plain.wall_clock_breakdown, plain.memory_breakdown) == (False, False, False)
-    assert plain.checkpoint_tag_validation_enabled and not plain.checkpoint_tag_validation_fail
-    written: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 3,
-        "gradient_clipping": 0.5,
-        "gradient_allreduce_op": "MEAN",
-        "communication_data_type": "bf16",
-        "steps_per_print": 7,
-        "fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 9},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "CPU"},
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "checkpoint": {"tag_validation": "FAIL"},
-        "flops_profiler": {"enabled": True},
-    }
+    assert (plain.zero_config.stage, plain.zero_config.offload_optimizer, plain.loss_scale) == (0, None, 0)
+    zero = {"stage": 3, "offload_param": {"device": "CPU"}, "stage3_gather_16bit_weights_on_model_save": True}
+    written: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    written |= {"gradient_allreduce_op": "MEAN", "communication_data_type": "bf16", "zero_optimization": zero}
+    written |= {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 9}}
+    written |= {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "checkpoint": {"tag_validation": "FAIL"}}
     found = deepspeed.DeepSpeedConfig(written, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 4))
-    assert (found.train_batch_size, found.gradient_clipping, found.steps_per_print) == (24, 0.5, 7)
-    assert (found.zero_optimization_stage, found.zero_config.offload_param.device) == (3, "cpu")
-    assert found.zero_config.gather_16bit_weights_on_model_save
-    assert (found.fp16_enabled, found.initial_dynamic_scale, found.communication_data_type) == (
-        True,
-        16,
-        torch.bfloat16,
+    assert (found.train_batch_size, found.zero_optimization_stage, found.zero_config.offload_param.device) == (
+        24,
+        3,
+        "cpu",
     )
+    assert found.zero_config.gather_16bit_weights_on_model_save and found.checkpoint_tag_validation_fail
+    assert (found.initial_dynamic_scale, found.communication_data_type) == (16, torch.bfloat16)
     args = {"init_scale": 16, "scale_window": 9, "delayed_shift": 2, "consecutive_hysteresis": False, "min_scale": 1}
     assert found.dynamic_loss_scale_args == args
     assert (found.optimizer_name, found.optimizer_params) == ("adamw", {"lr": 0.5})
-    assert (found.scheduler_name, found.scheduler_params) == ("WarmupLR", {"warmup_num_steps": 5})
-    assert found.wall_clock_breakdown and found.checkpoint_tag_validation_fail
     found.train_batch_size = 48
     assert found.train_batch_size == 48 and found["gradient_allreduce_op"] == "MEAN"
+    with pytest.raises(ConfigError):
+        deepspeed.DeepSpeedConfig({"train_batch_siez": 2})
 
 
 def test_what_deepspeed_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -500,44 +380,6 @@ def test_what_deepspeed_says_of_itself(tmp_path: Path, caplog: pytest.LogCapture
         deepspeed.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path))[0].close()
         logger.removeHandler(caplog.handler)
     assert "DeepSpeed info: version=0.19.8" in caplog.text
-
-
-def test_what_a_module_with_a_file_lacks_is_explained() -> None:
-    with pytest.raises(
-        AttributeError, match=r"zero' has no attribute 'MiCS_Inti'\. The nearest there is: zero\.MiCS_Init"
-    ):
-        deepspeed.zero.MiCS_Inti  # noqa: B018
-    assert deepspeed.zero.MiCS_Init is deepspeed.zero.Init
-    assert deepspeed.get_accelerator().supported_dtypes()[0] is torch.float32
-
-
-def test_a_checkpoint_needs_a_directory(engine: Any) -> None:
-    with pytest.raises(ValueError, match="the directory is empty"):
-        engine.save_checkpoint(None)
-    with pytest.raises(ValueError, match="the directory is empty"):
-        engine.save_checkpoint("")
-
-
-def test_messages_of_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    from infinity.deepspeed.runtime.utils import see_memory_usage  # type: ignore[import-not-found]
-    from infinity.deepspeed.utils import log_dist, logger
-
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Keep()
-    logger.addHandler(handler)
-    try:
-        log_dist("one", ranks=[0])
-        log_dist("two", ranks=[1])
-        see_memory_usage("three")
-        see_memory_usage("four", force=True)
-    finally:
-        logger.removeHandler(handler)
-    assert lines[0] == "[Rank 0] one" and len(lines) == 2 and lines[1].startswith("four: GPU")
 
 
 def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -561,15 +403,11 @@ def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptur
     with pytest.raises(ConfigError, match="state_dtype"):
         DeepSpeedCPUAdam(model.parameters(), fp32_optimizer_states=False)
     # as accelerate calls them: with Adam's argument, and with the groups of whatever it does not know
-    plain = [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adadelta]
-    groups = [kind(model.parameters(), lr=0.1).param_groups for kind in plain]
+    groups = [kind(model.parameters(), lr=0.1).param_groups for kind in (torch.optim.Adagrad, torch.optim.RMSprop)]
     assert type(DeepSpeedCPUAdagrad(groups[0], lr=0.1, adamw_mode=False)) is torch.optim.Adagrad
-    assert type(DeepSpeedCPUAdam(groups[1], lr=0.1, adamw_mode=True)) is torch.optim.AdamW
     assert "zero_force_ds_cpu_optimizer" not in caplog.text
-    for each, name in zip(groups[2:], ("momentum", "alpha", "rho"), strict=True):
-        DeepSpeedCPUAdam(each, lr=0.1, adamw_mode=False)
-        assert name in caplog.records[-1].getMessage()
-        assert '"zero_force_ds_cpu_optimizer": false' in caplog.records[-1].getMessage()
+    DeepSpeedCPUAdam(groups[1], lr=0.1, adamw_mode=False)
+    assert "alpha" in caplog.text and '"zero_force_ds_cpu_optimizer": false' in caplog.text
     config = everything_on_nvme(tmp_path, {"optimizer": None})
     engine, optimizer, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), optimizer=DeepSpeedCPUAdam, config=config
@@ -578,24 +416,6 @@ def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptur
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
         assert set(optimizer.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # by torch, once in a process
-def test_adagrad_takes_sparse_gradients_without_an_engine() -> None:
-    from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad  # type: ignore[import-not-found]
-
-    torch.manual_seed(0)
-    model = nn.Embedding(8, 4, sparse=True)
-    plain = copy.deepcopy(model)
-    for each, optimizer in (
-        (model, DeepSpeedCPUAdagrad(model.parameters(), lr=0.1)),
-        (plain, torch.optim.Adagrad(plain.parameters(), lr=0.1)),
-    ):
-        for _ in range(2):
-            optimizer.zero_grad()
-            each(torch.tensor([1, 2, 2])).square().sum().backward()
-            optimizer.step()
-    assert torch.equal(model.weight, plain.weight)
 
 
 def test_leaf_modules_are_found() -> None:
@@ -611,16 +431,12 @@ def test_leaf_modules_are_found() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert set_z3_leaf_modules(model, [nn.Linear]) == [model[0]] == get_z3_leaf_modules(model)
     assert set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
-    assert set_z3_leaf_modules(model, [nn.Module]) == [model, *model]
     assert unset_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"]) == [model[0]]
     assert z3_leaf_module(model[1]) and not z3_leaf_module(model[0])
     assert set_z3_leaf_modules_by_name(model, ["0", "7"], raise_if_not_found=False) == ([model[0]], ["7"])
     assert set_z3_leaf_modules_by_suffix(model, ["1"], flag=False) == ([model[1]], [])
-    assert get_z3_leaf_modules(model) == [model, model[0]]
     with pytest.raises(ValueError, match="no module"):
         set_z3_leaf_modules(model, [nn.Conv1d])
-    with pytest.raises(ValueError, match="no module"):
-        set_z3_leaf_modules_by_name(model, ["conv"])
 
 
 @pytest.fixture
@@ -636,26 +452,18 @@ def test_exchanges_of_one_process_with_itself() -> None:
     dist = deepspeed.comm
     given, taken = torch.arange(6.0).reshape(2, 3), torch.zeros(2, 3)
     assert (dist.get_rank(), dist.get_world_size(), dist.barrier()) == (0, 1, None) and not dist.is_initialized()
-    calls: list[tuple[Any, Any]] = [
-        (dist.all_gather, ([taken], given)),
-        (dist.all_to_all, ([taken], [given])),
-        (dist.reduce_scatter, (taken, [given])),
-        (dist.scatter, (taken, [given])),
-        (dist.all_gather_into_tensor, (taken, given)),
-        (dist.reduce_scatter_tensor, (taken, given)),
-        (dist.all_to_all_single, (taken, given)),
-        (dist.all_gather_coalesced, ([taken], [given])),
-    ]
+    each = ([taken], given), ([taken], [given]), (taken, [given]), (taken, given)
+    calls = [(dist.all_gather, each[0]), (dist.all_to_all, each[1]), (dist.scatter, each[2])]
+    calls += [(dist.reduce_scatter, each[2]), (dist.all_gather_into_tensor, each[3])]
+    calls += [(dist.reduce_scatter_tensor, each[3]), (dist.all_to_all_single, each[3])]
     for call, arguments in calls:
         taken.zero_()
         assert call(*arguments) is None
         assert torch.equal(taken, given)
         assert call(*arguments, async_op=True).wait()
-    dist.gather(given, [taken])
     for call, arguments in ((dist.all_reduce, ()), (dist.broadcast, (0,)), (dist.reduce, (0,))):
         before = given.clone()
         assert call(given, *arguments) is None and torch.equal(given, before)
-    assert dist.all_reduce_coalesced([given, before]) is None and dist.all_reduce_coalesced([]) is None
     objects: list[Any] = [None]
     dist.all_gather_object(objects, {"a": 1})
     assert objects == [{"a": 1}]
@@ -669,84 +477,46 @@ def test_exchanges_of_one_process_with_itself() -> None:
         dist.new_group([0, 1])
 
 
-def test_a_frozen_parameter_has_no_main_weight(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    engine, *_ = deepspeed.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
-        assert infinity_of(model[0].weight) is None
-        assert torch.equal(infinity_of(model[1].weight), model[1].weight)
-
-
-def infinity_of(weight: nn.Parameter) -> Any:
-    """As scripts for DeepSpeed ask for it."""
-    from infinity.deepspeed.utils import safe_get_full_fp32_param
-
-    return safe_get_full_fp32_param(weight)
-
-
-def test_names_of_keys_are_those_keys() -> None:
-    from infinity.deepspeed.runtime.config import ADAM_OPTIMIZER
-    from infinity.deepspeed.runtime.lr_schedules import WARMUP_LR, WARMUP_MIN_LR, WARMUP_NUM_STEPS
-
-    optimizer = {"type": ADAM_OPTIMIZER, "params": {"lr": 0.5}}
-    scheduler = {"type": WARMUP_LR, "params": {WARMUP_MIN_LR: 0.25, WARMUP_NUM_STEPS: 4}}
-    config = {"train_batch_size": 1, "optimizer": optimizer, "scheduler": scheduler}
-    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
-    with engine:
-        assert engine.get_lr() == [0.25]
-
-
 def test_local_parts_are_the_whole(tmp_path: Path) -> None:
-    from infinity.deepspeed.utils import (
-        safe_get_full_fp32_param,
-        safe_get_full_grad,
-        safe_get_local_fp32_param,
-        safe_get_local_grad,
-        safe_get_local_optimizer_state,
-        safe_set_local_fp32_param,
-        safe_set_local_grad,
-        safe_set_local_optimizer_state,
-        safe_update_full_grad_vectorized,
-    )
+    from infinity.deepspeed import utils
 
     config = everything_on_nvme(tmp_path, {"infinity": {"update": "step"}})
-    engine, *_ = deepspeed.initialize(model=PLAIN.make("none"), config=config)
-    weight = engine.module.head.weight
-    _step(engine)
-    safe_set_local_fp32_param(weight, torch.full((weight.numel(),), 0.5))
-    assert torch.equal(safe_get_full_fp32_param(weight), torch.full(weight.shape, 0.5))
-    assert torch.equal(safe_get_local_fp32_param(weight), torch.full((weight.numel(),), 0.5))
-    safe_set_local_optimizer_state(weight, torch.full(weight.shape, 0.25), "exp_avg")
-    assert torch.equal(safe_get_local_optimizer_state(weight, "exp_avg"), torch.full((weight.numel(),), 0.25))
-    engine.backward(loss_of(engine(**make_batch(1))))
-    before = safe_get_full_grad(weight)
-    safe_update_full_grad_vectorized([weight], lambda gradient, parameter: gradient * (parameter is weight) * 2)
-    assert torch.equal(safe_get_local_grad(weight), 2 * before.flatten())
-    safe_set_local_grad(weight, torch.zeros(weight.numel()))
-    assert not safe_get_full_grad(weight).any()
-    with pytest.raises(ValueError, match="elements"):
-        safe_set_local_grad(weight, torch.zeros(1))
-    engine.close()
+    with deepspeed.initialize(model=PLAIN.make("none"), config=config)[0] as engine:
+        weight = engine.module.head.weight
+        halves, quarters = (torch.full((weight.numel(),), value) for value in (0.5, 0.25))
+        _step(engine)
+        utils.safe_set_local_fp32_param(weight, halves)
+        assert torch.equal(utils.safe_get_full_fp32_param(weight), halves.view(weight.shape))
+        assert torch.equal(utils.safe_get_local_fp32_param(weight), halves)
+        utils.safe_set_local_optimizer_state(weight, quarters.view(weight.shape), "exp_avg")
+        assert torch.equal(utils.safe_get_local_optimizer_state(weight, "exp_avg"), quarters)
+        engine.backward(loss_of(engine(**make_batch(1))))
+        before = utils.safe_get_full_grad(weight)
+        utils.safe_update_full_grad_vectorized(
+            [weight], lambda gradient, parameter: gradient * (parameter is weight) * 2
+        )
+        assert torch.equal(utils.safe_get_local_grad(weight), 2 * before.flatten())
+        utils.safe_set_local_grad(weight, torch.zeros(weight.numel()))
+        assert not utils.safe_get_full_grad(weight).any()
+        with pytest.raises(ValueError, match="elements"):
+            utils.safe_set_local_grad(weight, torch.zeros(1))
+        engine.step()
 
 
-def test_small_functions(tmp_path: Path) -> None:
+def test_small_functions() -> None:
     from infinity.deepspeed.runtime.utils import (
         clip_grad_norm_,
         copy_to_device,
-        ensure_directory_exists,
         get_global_norm,
         move_to_device,
         set_random_seed,
     )
-    from infinity.deepspeed.utils import OnDevice, log_dist_once, recursive_getattr, recursive_setattr, should_log_le
+    from infinity.deepspeed.utils import OnDevice, recursive_getattr, should_log_le
 
     set_random_seed(3)
     first = torch.rand(2)
     set_random_seed(3)
     assert torch.equal(torch.rand(2), first)
-    ensure_directory_exists(str(tmp_path / "a" / "b" / "file"))
-    assert (tmp_path / "a" / "b").is_dir()
     moved = move_to_device({"a": [first, (first,)]}, "meta")
     assert moved["a"][0].is_meta and moved["a"][1][0].is_meta
     copied = copy_to_device([first, "text"], "meta", torch.is_tensor)
@@ -762,12 +532,7 @@ def test_small_functions(tmp_path: Path) -> None:
     assert layer.weight.is_meta and layer.weight.dtype == torch.float16 and torch.get_default_dtype() == torch.float32
     model = nn.Sequential(nn.Sequential(layer))
     assert recursive_getattr(model, "0.0.weight") is layer.weight
-    recursive_setattr(model, "0.0", nn.Identity())
-    assert isinstance(model[0][0], nn.Identity)
-    log_dist_once("once", ranks=[0])
     assert should_log_le("info") and not should_log_le("debug")
-    with pytest.raises(ValueError, match="'loud'"):
-        should_log_le("loud")
 
 
 def test_the_script_beside_a_checkpoint_writes_its_weights(engine: Any, tmp_path: Path) -> None:
@@ -794,52 +559,16 @@ def test_fp32_weights_of_a_checkpoint(engine: Any, tmp_path: Path) -> None:
     expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
     found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    lazy = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", tag="one", lazy_mode=True)
-    assert {name: tuple(value.shape) for name, value in lazy.items()} == {n: tuple(v.shape) for n, v in found.items()}
     model = load_state_dict_from_zero_checkpoint(PLAIN.make("none"), tmp_path / "saved")
     assert torch.equal(model.head.weight, expected["head.weight"])
-    for size, is_safe in (("5GB", False), ("1KB", False), (None, True)):
-        out = tmp_path / f"out{size}{is_safe}"
+    for size, is_safe in (("1KB", False), (None, True)):
+        out = tmp_path / f"out{is_safe}"
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", out, size, is_safe)
-        again: dict[str, torch.Tensor] = {}
-        for path in sorted(out.glob("*.safetensors" if is_safe else "*.bin")):
-            again |= load_file(path) if is_safe else torch.load(path)
+        files = [
+            load_file(path) if is_safe else torch.load(path)
+            for path in sorted(out.glob("*.safetensors" if is_safe else "*.bin"))
+        ]
+        again = {name: value for file in files for name, value in file.items()}
         assert again.keys() == found.keys() and all(torch.equal(again[name], found[name]) for name in found)
-    index = json.loads((tmp_path / "out1KBFalse" / "pytorch_model.bin.index.json").read_text())
-    assert index["weight_map"].keys() == found.keys()
     with pytest.raises(ConfigError, match="exclude_frozen"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved", exclude_frozen_parameters=True)
-
-
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(16, 8), nn.BatchNorm1d(8)
-        self.head, self.again = nn.Linear(8, 16, bias=False), self.norm
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", self.head(self.again(self.norm(self.embedding(tokens)))).square().mean())
-
-
-def test_fp32_weights_have_all_names_of_what_is_tied(tmp_path: Path) -> None:
-    from infinity.deepspeed.utils.zero_to_fp32 import (  # type: ignore[import-not-found]
-        convert_zero_checkpoint_to_fp32_state_dict,
-        get_fp32_state_dict_from_zero_checkpoint,
-    )
-
-    engine, *_ = deepspeed.initialize(model=_Tied(), config=everything_on_nvme(tmp_path))
-    with engine:
-        engine.backward(engine(torch.arange(4)))
-        engine.step()
-        engine.save_checkpoint(tmp_path / "saved")
-        expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "out", "200B")
-    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "saved")
-    files = [torch.load(path) for path in sorted((tmp_path / "out").glob("*.bin"))]
-    assert len(files) > 1
-    for each in (found, {name: value for file in files for name, value in file.items()}):
-        model = _Tied()
-        model.load_state_dict(each)
-        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-        assert each["head.weight"].data_ptr() == each["embedding.weight"].data_ptr()

@@ -13,39 +13,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.integrations.transformers import InfinityTrainer, InfinityTrainerMixin
-from tests.integration.test_trainer import arguments, log_of, on_nvme, trained
+from infinity.integrations.transformers import InfinityTrainerMixin
+from tests.integration.test_trainer import log_of, trained
 from tests.stand_in import models
-from tests.stand_in.text import rows, sentences, tokenizer
+from tests.stand_in.text import sentences, tokenizer
+from tests.twins import on_nvme
 
 _QUIET: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 _QUIET |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False, "logging_steps": 1}
 _QUIET |= {"save_strategy": "no", "learning_rate": 1e-3, "gradient_accumulation_steps": 2}
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_adapters(tmp_path: Path) -> None:
-    """Trained, saved as PEFT does it, resumed from the middle, merged."""
-    options = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    plain = trained(tmp_path / "plain", None, models.lora(), **options)
-    ours = trained(tmp_path / "ours", on_nvme(tmp_path / "nvme"), models.lora(), **options)
-    ours.engine.close()
-    resumed = InfinityTrainer(
-        models.lora(),
-        arguments(tmp_path / "ours", **options),
-        train_dataset=rows(16, 32),
-        infinity_config=on_nvme(tmp_path / "nvme"),
-    )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
-    assert log_of(resumed.state.log_history) == log_of(plain.state.log_history)
-    for trainer, name in ((plain, "a"), (resumed, "b")):
-        trainer.save_model(str(tmp_path / name))
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    merged = [trainer.model.merge_and_unload().state_dict() for trainer in (plain, resumed)]
-    assert all(torch.equal(value, merged[1][name]) for name, value in merged[0].items())
-    resumed.engine.close()
 
 
 @pytest.mark.deep(but=1)
@@ -136,13 +112,3 @@ def test_a_quantized_base_is_refused(weight: Any, name: str, tmp_path: Path) -> 
     model.base_model.model.model.layers[0].mlp.up_proj.weight = weight()
     with pytest.raises(ModelError, match=rf"up_proj\.weight' is a {name}.*dequantize"):
         trained(tmp_path, on_nvme(tmp_path / "nvme"), model)
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
-def test_adapters_that_come_too_late(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, on_nvme(tmp_path / "nvme"), models.llama())
-    peft.get_peft_model(trainer.model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(ModelError, match=r"get_peft_model.*before infinity\.initialize"):
-        trainer.train()
-    trainer.engine.close()

@@ -27,7 +27,8 @@ from infinity.errors import (
 from swapper import ChecksumMismatchError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 from tests.internals import BackgroundSave, Checkpoint, Saving
-from tests.states import state_of
+from tests.states import everything, require_equal
+from tests.twins import Twins
 
 _MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -100,95 +101,29 @@ def train(engine: Any, until: int) -> list[float]:
     return losses
 
 
-def everything(engine: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for fqn, parameter in engine.module.named_parameters():
-        found[fqn] = parameter.clone()
-        if parameter.requires_grad:
-            found |= {f"{fqn} {name}": torch.as_tensor(value) for name, value in state_of(engine, parameter).items()}
-    found |= {fqn: buffer.clone() for fqn, buffer in engine.module.named_buffers()}
-    found["lr"] = torch.tensor(engine.get_lr())
-    found["generators"] = torch.cat([torch.get_rng_state().long(), torch.tensor(random.getstate()[1])])
-    counts = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples, engine.loss_scale()]
-    found["counts"] = torch.tensor(counts)
-    return found
-
-
-def require_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-
-
 def _seed() -> None:
     torch.manual_seed(3)
     random.seed(3)
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("mode", ["remainder", "accumulated", "vertical"])
-@pytest.mark.parametrize("step", [6, 7, 8])
-def test_a_run_goes_on_around_the_end_of_an_epoch(mode: str, step: int, tmp_path: Path) -> None:
-    changes = _MODES[mode]  # an epoch has seven batches
-    _seed()
-    with training(tmp_path / "whole", changes, Model()) as engine:
-        _seed()
-        losses = train(engine, 10)
-        expected = everything(engine)
-    with training(tmp_path / "parts", changes, Model()) as engine:
-        _seed()
-        found = train(engine, step)
-    with training(tmp_path / "parts", changes, Model(1)) as engine:
-        assert engine.global_steps == step
-        found += train(engine, 10)
-        require_equal(everything(engine), expected)
-    assert found == losses
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", _MODES)
 def test_a_run_goes_on_bit_for_bit(mode: str, tmp_path: Path) -> None:
-    changes = _MODES[mode]
-    _seed()
-    with training(tmp_path / "whole", changes, Model()) as engine:
+    """Over the end of an epoch, which has seven batches."""
+    losses, last = {}, {}
+    for name, ends in (("whole", (9,)), ("parts", (2, 5, 9))):
         _seed()
-        losses = train(engine, 9)
-        expected = everything(engine)
-    found = []
-    for seed, until in enumerate((2, 5, 9)):
-        with training(tmp_path / "parts", changes, Model(seed)) as engine:
-            if not seed:
-                _seed()
-            assert engine.global_steps == (0, 2, 5)[seed]
-            found += train(engine, until)
-            last = everything(engine)
-    assert found == losses
-    require_equal(last, expected)
+        losses[name] = []
+        for seed, until in enumerate(ends):
+            with training(tmp_path / name, _MODES[mode], Model(seed)) as engine:
+                if not seed:
+                    _seed()
+                assert engine.global_steps == (0, *ends)[seed]
+                losses[name] += train(engine, until)
+                last[name] = everything(engine)
+    assert losses["parts"] == losses["whole"]
+    require_equal(last["parts"], last["whole"])
     assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["durable"]
-
-
-@pytest.mark.deep
-def test_it_is_the_same_as_not_durable(tmp_path: Path) -> None:
-    results = []
-    for durable in (False, True):
-        _seed()
-        with training(tmp_path / str(durable), {**BF16, "infinity": {"durable": durable}}, Model()) as engine:
-            train(engine, 4)
-            results.append(everything(engine))
-    require_equal(*results)
-
-
-@pytest.mark.deep
-def test_several_drives(tmp_path: Path) -> None:
-    directories = [str(tmp_path / name) for name in "ab"]
-    for directory in directories:
-        Path(directory).mkdir()
-    changes = {**BF16, "infinity": {"durable_path": directories}}
-    with training(tmp_path / "scratch", changes, Model()) as engine:
-        train(engine, 2)
-        expected = everything(engine)
-    with training(tmp_path / "scratch", changes, Model(1)) as engine:
-        assert engine.global_steps == 2
-        require_equal(everything(engine), expected)
 
 
 @pytest.mark.deep
@@ -228,14 +163,13 @@ def _steps(engine: Any, *steps: int) -> None:
             engine.step()
 
 
-_UNCOUNTED = {"managed_gradient_accumulation": False}
 _FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # which no step overflows with
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "changes",
-    [_MODES["clipped"], _MODES["in the step"], _MODES["accumulated"], _FP16, _UNCOUNTED],
+    [_MODES["clipped"], _MODES["in the step"], _MODES["accumulated"], _FP16, {"managed_gradient_accumulation": False}],
     ids=["clipped", "in the step", "accumulated", "fp16", "micro-batches not counted"],
 )
 def test_going_back_forgets_the_gradients_of_a_step_that_has_not_ended(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -251,22 +185,6 @@ def test_going_back_forgets_the_gradients_of_a_step_that_has_not_ended(changes: 
             _steps(engine, 2, 3)
             results.append(everything(engine))
     require_equal(*results)
-
-
-@pytest.mark.deep
-def test_going_back_forgets_what_was_written_into_states(tmp_path: Path) -> None:
-    with training(tmp_path / "drive", {**BF16, "infinity": {"keep_last": 3}}, Model()) as engine:
-        found = {}
-        for step in (1, 2):
-            _steps(engine, step)
-            found[step] = everything(engine)
-        for steps in (0, 1):
-            state = engine.optimizer.state[engine.module.first.weight]
-            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-            engine.rollback(steps)
-            require_equal(everything(engine), found[2 - steps])
-        _steps(engine, 2)
-        require_equal(everything(engine), found[2])
 
 
 @pytest.mark.deep
@@ -324,6 +242,7 @@ def test_going_back_makes_whole_what_a_load_has_left_in_parts(tmp_path: Path) ->
 def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) -> None:
     """Steps have the same numbers before and after it, and other weights."""
     changes = {**BF16, "infinity": {"keep_last": 6}}
+    refused = r"commits kept: \d, .*: 0 \(to step \d\)\. .*keep_last' is 6: no more were made"
     with training(tmp_path / "drive", changes, Model()) as engine:
         train(engine, 2)
         engine.save_checkpoint(tmp_path / "saved")
@@ -343,15 +262,11 @@ def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) ->
         require_equal(everything(engine), last)
         engine.rollback(2)
         require_equal(everything(engine), found[3])
-        with pytest.raises(
-            StepError, match=r"commits kept: \d, .*: 0 \(to step \d\)\. .*keep_last' is 6: no more were made"
-        ):
-            engine.rollback(1)
-        engine.load_checkpoint(tmp_path / "saved")
-        with pytest.raises(
-            StepError, match=r"commits kept: \d, .*: 0 \(to step \d\)\. .*keep_last' is 6: no more were made"
-        ):
-            engine.rollback(1)
+        for loads in (False, True):
+            if loads:
+                engine.load_checkpoint(tmp_path / "saved")
+            with pytest.raises(StepError, match=refused):
+                engine.rollback(1)
         engine.rollback(0)
         require_equal(everything(engine), found[3])
 
@@ -391,60 +306,26 @@ def test_the_last_step_is_committed_when_the_next_one_updates(tmp_path: Path) ->
         assert max(commits()) == 3
 
 
-@pytest.mark.deep
-def test_going_back_after_a_restart(tmp_path: Path) -> None:
-    changes = {**BF16, "infinity": {"keep_last": 2}}
-    with training(tmp_path / "drive", changes, Model()) as engine:
-        train(engine, 2)
-        before = everything(engine)
-        train(engine, 3)
-    with training(tmp_path / "drive", changes, Model(1)) as engine:
-        engine.rollback(1)
-        require_equal(everything(engine), before)
+_OTHER_TRAININGS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "wider": ({}, 64, r"'first.weight' has shape \[96, 8\], not \[64, 8\]"),
+    "optimizer": ({"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}}, 96, "has states .*exp_avg.*not.*sum"),
+    "page": ({"infinity": {"page_bytes": 65536}}, 96, "infinity.page_bytes to 32768"),
+}
 
 
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize("what", ["wider", "optimizer", "page"])
+@pytest.mark.parametrize("what", _OTHER_TRAININGS)
 def test_another_training_is_refused(what: str, tmp_path: Path) -> None:
+    changes, width, message = _OTHER_TRAININGS[what]
     with training(tmp_path / "drive", BF16, Model()) as engine:
         train(engine, 1)
         expected = everything(engine)
-    changes = {
-        "wider": {**BF16},
-        "optimizer": {**BF16, "optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}},
-        "page": {**BF16, "infinity": {"page_bytes": 65536}},
-    }[what]
-    model = Model(width=64 if what == "wider" else 96)
-    message = {
-        "wider": r"'first.weight' has shape \[96, 8\], not \[64, 8\]",
-        "optimizer": "has states .*exp_avg.*not.*sum",
-        "page": "infinity.page_bytes to 32768",
-    }[what]
-    with pytest.raises(ModelError, match=message), training(tmp_path / "drive", changes, model):
+    model = Model(width=width)
+    with pytest.raises(ModelError, match=message), training(tmp_path / "drive", {**BF16, **changes}, model):
         pass
     assert isinstance(model.first.weight, nn.Parameter) and model.first.weight.isfinite().all()
     with training(tmp_path / "drive", BF16, Model(1)) as engine:  # nothing was changed
         require_equal(everything(engine), expected)
-
-
-def test_weights_are_the_runs_where_initialize_fails_after_it_took_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with training(tmp_path / "drive", {}, Model()) as engine:
-        train(engine, 1)
-        expected = engine.module.first.weight.clone()
-    model = Model(1)
-
-    def other(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 3)])
-
-    refused = pytest.raises(
-        ValueError, match=r"is a WarmupLR, and this one a ChainedScheduler.*name another infinity\.durable_path"
-    )
-    with refused, training(tmp_path / "drive", {}, model, lr_scheduler=other):
-        pass
-    assert "has failed after the model got the weights of the durable run" in caplog.text
-    assert torch.equal(model.first.weight, expected)
 
 
 def test_a_second_engine_is_refused(tmp_path: Path) -> None:
@@ -481,30 +362,6 @@ def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCap
             everything(engine)
 
 
-def test_a_commit_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swapper.volumes.run_directory.FORMAT", 3)
-    with training(tmp_path / "drive", BF16, Model()) as engine:
-        train(engine, 1)
-    monkeypatch.undo()
-    refused = pytest.raises(
-        StorageError, match=r"has format 3, written by infinity \S+, and this version knows format 2"
-    )
-    with refused, training(tmp_path / "drive", BF16, Model()):
-        pass
-
-
-def test_a_commit_into_a_directory_that_is_gone_says_so(tmp_path: Path) -> None:
-    with training(tmp_path / "drive", BF16, Model()) as engine:
-        train(engine, 1)
-        engine.flush()
-        shutil.rmtree(tmp_path / "drive" / "durable")
-        train(engine, 2)
-        with pytest.raises(
-            StepError, match=r"No such file.*Mount the drive again, or restore the directory, and start"
-        ):
-            engine.flush()
-
-
 @pytest.mark.deep
 def test_a_commit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive is full: the step is told, no later one is committed, and the run goes on from the one before."""
@@ -525,6 +382,12 @@ def test_a_commit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             train(engine, 5)
     with training(tmp_path / "drive", BF16, Model(1)) as engine:
         assert engine.global_steps == 3
+        shutil.rmtree(tmp_path / "drive" / "durable")
+        train(engine, 4)
+        with pytest.raises(
+            StepError, match=r"No such file.*Mount the drive again, or restore the directory, and start"
+        ):
+            engine.flush()
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -636,44 +499,22 @@ def test_drives_that_are_missing_or_exchanged(tmp_path: Path) -> None:
 
 
 def test_going_back_and_on_with_another_learning_rate(tmp_path: Path) -> None:
-    """As plain torch does from the state that it had then: the engine of this test is compared with torch elsewhere."""
+    """As plain torch does from the state that it had then."""
     inputs = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(5))
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
-
-    plain = model()
-    adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    saved: dict[str, Any] = {}
-    for step in (0, 1, 2, 3):
-        if step == 2:
-            saved = copy.deepcopy({"model": plain.state_dict(), "optimizer": adam.state_dict()})
-        plain(inputs[step]).square().mean().backward()
-        adam.step()
-        adam.zero_grad()
-    plain.load_state_dict(saved["model"])
-    adam.load_state_dict(saved["optimizer"])
-    adam.param_groups[0]["lr"] = 1e-3
-    for step in (4, 5):
-        plain(inputs[step]).square().mean().backward()
-        adam.step()
-        adam.zero_grad()
-    changes = {
-        "scheduler": None,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
-        "infinity": {"keep_last": 3},
-    }
-    with training(tmp_path / "drive", changes, model()) as engine:
-        for step in (0, 1, 2, 3, None, 4, 5):
-            if step is None:
-                engine.rollback(2)
-                engine.optimizer.param_groups[0]["lr"] = 1e-3
-                continue
-            engine.backward(engine(inputs[step]).square().mean())
-            engine.step()
-        for fqn, parameter in engine.module.named_parameters():
-            assert torch.equal(parameter, dict(plain.named_parameters())[fqn])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    with Twins(tmp_path, model, infinity={"durable": True, "keep_last": 3}) as twins:
+        for step, batch in enumerate(inputs):
+            if step == 2:
+                saved = copy.deepcopy((twins.plain.state_dict(), twins.expected.state_dict()))
+            if step == 4:
+                twins.engine.rollback(2)
+                twins.plain.load_state_dict(saved[0])
+                twins.expected.load_state_dict(saved[1])
+                for _, optimizer in twins.sides:
+                    optimizer.param_groups[0]["lr"] = 1e-3
+            twins.step(lambda model, batch=batch: model(batch).square().mean())
+        twins.require_equal()
 
 
 @pytest.mark.deep

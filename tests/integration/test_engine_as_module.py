@@ -16,8 +16,8 @@ from torch import nn
 
 import infinity
 from infinity.errors import ModelError
-from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import Lockstep, everything_on_nvme
+from tests.twins import Twins
 from tests.waiting import wait_until
 
 
@@ -67,37 +67,6 @@ def test_it_is_a_module_with_the_models_content(both: Lockstep) -> None:
     assert engine.get_parameter("embedding.weight") is model.get_parameter("embedding.weight")
 
 
-def test_state_dicts_have_the_models_names_and_weights(both: Lockstep) -> None:
-    both.engine_step(0)
-    expected = {name: value.clone() for name, value in both.reference.model.state_dict().items()}
-    found = both.engine.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    zeros = {name: torch.zeros_like(value) for name, value in expected.items()}
-    both.engine.load_state_dict(zeros)
-    assert not any(value.any() for value in both.engine.state_dict().values())
-    both.engine.load_state_dict(expected)
-    both.engine_step(1)
-    both.require_equal()
-
-
-def test_a_container_of_engines_is_a_container_of_models(both: Lockstep) -> None:
-    outer = nn.ModuleDict({"a": both.engine})
-    names = [f"a.{name}" for name in both.model.state_dict()]
-    assert list(outer.state_dict()) == names
-    assert [name for name, _ in outer.named_parameters()] == [f"a.{name}" for name, _ in both.model.named_parameters()]
-    outer.load_state_dict(outer.state_dict())
-    outer.eval()
-    assert not both.model.training
-    assert not both.engine.training
-    outer.train()
-    assert both.model.training
-    with torch.no_grad():
-        assert torch.equal(outer["a"](**both.batch(0)), both.engine(**both.batch(0)))
-    both.engine_step(0)
-    both.require_equal()
-
-
 def test_attributes_come_from_the_model_where_the_engine_has_none(tmp_path: Path) -> None:
     model, engine = _talker(tmp_path)
     with engine:
@@ -118,14 +87,6 @@ def test_attributes_come_from_the_model_where_the_engine_has_none(tmp_path: Path
         assert not hasattr(model, "note")
 
 
-def test_ways_to_call_it(tmp_path: Path) -> None:
-    _, engine = _talker(tmp_path)
-    x = torch.ones(2, 4)
-    with engine, torch.no_grad():
-        assert torch.equal(engine(x=x, negate=True), engine.forward(x, negate=True))
-        assert torch.equal(engine(x), -engine(negate=True, x=x))
-
-
 def test_hooks_run_once(both: Lockstep) -> None:
     calls: list[str] = []
     both.engine.register_forward_hook(lambda *_: calls.append("engine"))
@@ -139,28 +100,6 @@ def test_hooks_run_once(both: Lockstep) -> None:
     assert calls.count("state dict") == 1
     both.engine_step(0)
     both.require_equal()
-
-
-def test_walkers_of_torch(both: Lockstep) -> None:
-    num_parameters = sum(p.numel() for p in both.model.parameters())
-    assert sum(p.numel() for p in both.engine.parameters()) == num_parameters
-    seen: list[str] = []
-    both.engine.apply(lambda module: seen.append(type(module).__name__))
-    assert seen[-1] == type(both.model).__name__
-    assert "Engine" not in seen
-    both.engine.register_buffer("extra", torch.zeros(1))
-    assert "extra" in dict(both.model.named_buffers())
-    both.engine_step(0)
-
-
-def test_clipping_by_hand_of_the_engines_parameters(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, loop="plain") as both:
-        for step in range(3):
-            both.plain_backward(step)
-            norm = nn.utils.clip_grad_norm_(both.engine.parameters(), 1e9)
-            both.plain_update()
-            assert norm > 0
-        both.require_equal()
 
 
 def test_it_is_not_copied_nor_pickled(both: Lockstep) -> None:
@@ -193,47 +132,16 @@ def test_a_second_engine_on_the_same_model_is_refused(both: Lockstep, tmp_path: 
 
 def test_an_engine_on_a_submodule(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), _Talker())
-    twin = copy.deepcopy(model)
-    engine, optimizer, *_ = infinity.initialize(
-        model=model[1], config=everything_on_nvme(tmp_path), optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.1)
-    )
-    others = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    twin_optimizers = [torch.optim.AdamW(twin[1].parameters(), lr=0.1), torch.optim.SGD(twin[0].parameters(), lr=0.1)]
-    with engine:
+    layers, talker = [nn.Linear(4, 4)], _Talker()
+    layers.append(copy.deepcopy(layers[0]))
+    with Twins(tmp_path, talker, lambda each: torch.optim.AdamW(each.parameters(), lr=0.1)) as twins:
+        others = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+        wholes = [nn.Sequential(layer, model) for layer, (model, _) in zip(layers, twins.sides, strict=True)]
         for step in range(3):
-            x = torch.full((2, 4), float(step + 1))
-            model(x).backward()
-            twin(x).backward()
-            for each in (optimizer, others, *twin_optimizers):
-                each.step()
-                each.zero_grad()
-        found = model.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in twin.state_dict().items())
-
-
-def test_the_config_is_a_mapping(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path)
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-    with engine:
-        assert engine.config.get("zero_optimization", {}).get("stage") == 3
-        assert dict(engine.config) == config
-        assert "fp16" not in engine.config
-        assert engine.config.gradient_accumulation_steps == 1
-        assert not torch.isnan(loss_of(engine(**make_batch(0))))
-
-
-def test_moving_it_to_where_it_is_does_nothing(both: Lockstep) -> None:
-    for same in (both.engine.to("cpu"), both.engine.float(), both.engine.cpu(), both.engine.to(torch.float32)):
-        assert same is both.engine
-    with pytest.raises(ModelError, match="cannot be cast"):
-        both.engine.half()
-    both.engine_step(0)
-    both.require_equal()
-
-
-def test_inference_mode(tmp_path: Path) -> None:
-    model, engine = _talker(tmp_path, {"optimizer": None})
-    twin = copy.deepcopy(model)
-    with engine, torch.inference_mode():
-        assert torch.equal(engine(torch.ones(2, 4)), twin(torch.ones(2, 4)))
+            for whole, other, (_, optimizer) in zip(wholes, others, twins.sides, strict=True):
+                whole(torch.full((2, 4), float(step + 1))).backward()
+                for each in (optimizer, other):
+                    each.step()
+                    each.zero_grad()
+        found, expected = (whole.state_dict() for whole in wholes)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

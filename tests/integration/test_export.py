@@ -15,33 +15,12 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from infinity.errors import ModelError, StorageError
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, everything_on_nvme
 from tests.internals import publish
-from tests.killed import left_by_a_killed_save
+from tests.small_transformers import are_equal, read_weights
 
 _OLD_PICKLE = "pytorch_model.bin"
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """As transformers looks for weights: a single file, then an index, then pickles."""
-    from safetensors.torch import load_file
-
-    if (folder / "model.safetensors").exists():
-        return load_file(folder / "model.safetensors")
-    if (folder / "model.safetensors.index.json").exists():
-        weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        found: dict[str, torch.Tensor] = {}
-        for file in sorted(set(weight_map.values())):
-            found.update(load_file(folder / file))
-        assert found.keys() == weight_map.keys()
-        return found
-    loaded: dict[str, torch.Tensor] = torch.load(folder / "pytorch_model.bin")
-    return loaded
-
-
-def _are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.fixture
@@ -53,11 +32,6 @@ def started(tmp_path: Path) -> Iterator[tuple[Any, nn.Sequential]]:
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
     with engine:
         yield engine, model
-
-
-def _train(engine: Any) -> None:
-    engine.backward(engine(torch.ones(2, 4)).sum())
-    engine.step()
 
 
 def _write_old(folder: Path, kind: str, values: dict[str, torch.Tensor]) -> None:
@@ -110,10 +84,10 @@ def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
     monkeypatch.setattr(publish, "remove", photographed(publish.remove))
     monkeypatch.setattr(os, "fsync", fsync)
     engine.save_16bit_model(folder, max_shard_size=1)
-    new = _read(folder)
+    new = read_weights(folder)
     assert new.keys() == engine.module.state_dict().keys()
-    states = [_are_equal(_read(image), new) for image in images]
-    assert all(is_new or _are_equal(_read(image), old) for is_new, image in zip(states, images, strict=True))
+    states = [are_equal(read_weights(image), new) for image in images]
+    assert all(is_new or are_equal(read_weights(image), old) for is_new, image in zip(states, images, strict=True))
     assert states == sorted(states), "new weights, then old ones again"
     # The names of the shards are on the drive before the index refers to them, and that before anything is removed.
     num_shards = len({path.name for path in folder.glob("model-*.safetensors")})
@@ -121,41 +95,6 @@ def test_a_crash_at_any_moment_leaves_the_old_weights_or_the_new_ones(
     assert {num_shards, num_shards + 1, len(images)} <= syncs
     leftovers = {path.name for path in folder.iterdir()} - {path.name for path in folder.glob("model-*.safetensors")}
     assert leftovers == {"model.safetensors.index.json", *([_OLD_PICKLE] if kind == "pickled" else [])}
-
-
-def test_saving_again_and_again_leaves_one_save(started: tuple[Any, nn.Module], tmp_path: Path) -> None:
-    engine, model = started
-    for _ in range(3):
-        _train(engine)
-        engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
-        assert _are_equal(_read(tmp_path / "out"), {k: v.clone() for k, v in model.state_dict().items()})
-        names = {path.name for path in (tmp_path / "out").iterdir()}
-        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
-        assert names == {"model.safetensors.index.json", *index.values()}
-
-
-@pytest.mark.deep(but=4)
-@pytest.mark.parametrize("moment", range(6))
-def test_an_error_while_moving_leaves_nothing_new(
-    moment: int, started: tuple[Any, nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, _ = started
-    engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    _train(engine)
-    calls = iter(range(100))
-
-    def fails(source: Path, target: Path) -> None:
-        if next(calls) == moment:
-            raise KeyboardInterrupt
-        source.replace(target)
-
-    monkeypatch.setattr(publish, "rename", fails)
-    num_renames = len(before)
-    if moment < num_renames:
-        with pytest.raises(KeyboardInterrupt):
-            engine.save_16bit_model(tmp_path / "out", max_shard_size=1)
-        assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_savers_at_the_same_time_leave_one_whole_save(tmp_path: Path) -> None:
@@ -193,18 +132,6 @@ def test_savers_at_the_same_time_leave_one_whole_save(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"head", *shards}
 
 
-def test_what_a_killed_saver_left_goes_and_what_a_running_one_writes_stays(
-    started: tuple[Any, nn.Module], tmp_path: Path
-) -> None:
-    engine, _ = started
-    folder = tmp_path / "out"
-    with publish.Staging(folder, "model") as running:
-        abandoned = left_by_a_killed_save(folder / ".model.saving-0123456789abcdef")
-        (abandoned / "shard-1").write_bytes(b"old")
-        engine.save_16bit_model(folder)
-        assert not abandoned.exists() and running.path.exists()
-
-
 @pytest.mark.parametrize("name", ["__metadata__", "lone\ud800"])
 def test_a_name_that_no_reader_takes_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
@@ -231,35 +158,6 @@ def test_a_buffer_that_the_format_has_not_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_modules_that_came_or_went_since_are_saved_as_they_are_now(
-    started: tuple[Any, nn.Sequential], tmp_path: Path
-) -> None:
-    engine, model = started
-    kept = {key: value.clone() for key, value in model.state_dict().items() if not key.startswith("2.")}
-    del model[2]
-    model.append(nn.Linear(4, 2))
-    model.extra = nn.Parameter(torch.arange(3.0))
-    engine.save_16bit_model(tmp_path / "out")
-    expected = {
-        **kept,
-        "2.weight": model[2].weight.detach(),
-        "2.bias": model[2].bias.detach(),
-        "extra": model.extra.detach(),
-    }
-    assert _are_equal(_read(tmp_path / "out"), expected)
-
-
-def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
-        assert engine.save_16bit_model(tmp_path / "out", exclude_frozen_parameters=True)
-    assert _read(tmp_path / "out").keys() == {"1.weight", "1.bias"}
-
-
 def _llama(*, is_tied: bool) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -283,15 +181,15 @@ def test_weights_that_transformers_ties_are_written_once(tmp_path: Path) -> None
         engine.step()
         engine.save_16bit_model(tmp_path / "out")
         logits = engine.eval()(input_ids=tokens).logits.detach()
-    assert "lm_head.weight" not in _read(tmp_path / "out")
+    assert "lm_head.weight" not in read_weights(tmp_path / "out")
     loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert torch.equal(loaded.eval()(input_ids=tokens).logits, logits)
 
 
-def _adapted(model: Any, **options: Any) -> Any:
+def _adapted(model: Any, *, mixed: bool = False, **options: Any) -> Any:
     peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, **options))
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, **options), mixed=mixed)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -356,45 +254,19 @@ def test_kinds_of_adapters(
         assert found == expected
 
 
-def test_adapters_that_transformers_adds_are_saved_alone(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = _llama(is_tied=False)
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
-    model.save_pretrained(tmp_path / "theirs")
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
-        engine.save_pretrained(tmp_path / "ours")
-        engine.save_16bit_model(tmp_path / "16bit")
-    for name in ("ours", "16bit"):
-        files = [{path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in (name, "theirs")]
-        assert files[0] == files[1]
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_mixed_adapters_are_not_saved(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = peft.get_peft_model(_llama(is_tied=False), peft.LoraConfig(target_modules=["q_proj"], r=2), mixed=True)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine, pytest.raises(ModelError, match=r"adapters of several kinds.*state_dict"):
-        engine.save_pretrained(tmp_path / "out")
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_a_peft_model_that_trains_more_than_adapters_is_refused(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = _adapted(_llama(is_tied=False))
-    model.get_input_embeddings().weight.requires_grad_(True)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with (
-        engine,
-        pytest.raises(ModelError, match=r"embed_tokens.weight' is trained, but belongs to no adapter"),
-    ):
-        engine.save_16bit_model(tmp_path / "out")
+@pytest.mark.parametrize("what", ["trained", "mixed"])
+def test_a_peft_model_that_has_more_than_adapters_of_one_kind_is_refused(what: str, tmp_path: Path) -> None:
+    model = _adapted(_llama(is_tied=False), mixed=what == "mixed")
+    model.get_input_embeddings().weight.requires_grad_(what == "trained")
+    message = {
+        "trained": "embed_tokens.weight' is trained, but belongs to no adapter",
+        "mixed": "of several kinds.*state_dict",
+    }
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
+        for save in (engine.save_16bit_model, engine.save_pretrained):
+            with pytest.raises(ModelError, match=message[what]):
+                save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -409,3 +281,52 @@ def test_what_is_no_directory_is_not_made_into_one(tmp_path: Path) -> None:
                 call("s3://bucket/run")
             with pytest.raises(ValueError, match="is an address"):
                 call(Path("s3://bucket/run"))
+
+
+def test_deepspeeds_file_name_gives_what_transformers_looks_for(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["plain"]) as both:
+        both.engine.save_16bit_model(tmp_path / "out", "pytorch_model.bin")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_every_dtype_and_shape_is_read_back_by_the_library(tmp_path: Path) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.tensor(1.5))
+            self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+            self.weight = torch.nn.Parameter(torch.randn(5, 3).t())
+            self.frozen = torch.nn.Parameter(torch.arange(7, dtype=torch.uint8), requires_grad=False)
+            self.register_buffer("count", torch.tensor(3))
+            self.register_buffer("mask", torch.tensor([True, False]))
+            self.register_buffer("phases", torch.randn(3, dtype=torch.complex64))
+            self.register_buffer("strided", torch.randn(4, 6)[:, ::2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight * self.scale).sum()
+
+    torch.manual_seed(0)
+    model = Odd()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
+    with engine:
+        engine.save_16bit_model(tmp_path / "out")
+    assert are_equal(read_weights(tmp_path / "out"), expected)
+
+
+@pytest.mark.root
+def test_a_full_disk_leaves_the_weights_of_before(tmp_path: Path, small_tmpfs: Callable[[int], Path]) -> None:
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["plain"]) as both:
+        num_bytes = sum(p.numel() * p.element_size() for p in both.reference.model.parameters())
+        folder = small_tmpfs(num_bytes + num_bytes // 2) / "weights"
+        both.engine.save_16bit_model(folder)
+        before = {path.name: path.read_bytes() for path in folder.iterdir()}
+        both.engine_step(0)
+        with pytest.raises(StorageError, match="No space left") as caught:
+            both.engine.save_16bit_model(folder)
+        assert str(folder) in str(caught.value) and "free" in str(caught.value)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        both.engine_step(1)
+        both.require_equal()

@@ -1,40 +1,77 @@
-"""Loading and exporting in a memory control group that is much smaller than the weights."""
+"""Host memory is a budget: trainings, loads, exports and saves live in a memory control group of that size."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from tests.internals import Cgroup
+from tests.libraries_in_little_memory import LIBRARIES
 
 _MIB = 1 << 20
+_Run = Callable[..., list[dict[str, Any]]]
+pytestmark = [pytest.mark.root, pytest.mark.deep]
 
 
-@pytest.mark.root
-@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("update", "schedule", "slack_bytes", "changes"),
+    [
+        # Slack: what the C library's heap keeps of freed temporaries until it is trimmed, and the kernel's own pages.
+        ("in_backward", "ordinary", 64 * _MIB, {}),
+        ("deferred", "ordinary", 32 * _MIB, {"gradient_clipping": 1.0}),
+        # In the vertical schedule each micro-batch has a heap of its own.
+        (
+            "in_backward",
+            "vertical",
+            160 * _MIB,
+            {"gradient_accumulation_steps": 4, "infinity": {"schedule": "vertical"}},
+        ),
+    ],
+)
+def test_a_training_stays_inside_its_budget_from_the_first_step_on(
+    update: str, schedule: str, slack_bytes: int, changes: dict[str, Any], nvme_dir: Path, run_in_little_memory: _Run
+) -> None:
+    [answer] = run_in_little_memory("budgeted_training", "train", str(nvme_dir), slack_bytes, changes)
+    assert (answer["update"], answer["schedule"]) == (update, schedule)
+
+
+def test_state_dicts_are_made_saved_and_loaded_without_memory_of_their_own(
+    nvme_dir: Path, run_in_little_memory: _Run
+) -> None:
+    slack_bytes = 112 * _MIB  # the flat buffer of the largest unit, 65 MB, which is part of the budget; and some
+    [answer] = run_in_little_memory("budgeted_training", "save", str(nvme_dir), slack_bytes)
+    assert all(num_bytes > slack_bytes for num_bytes in answer["num_bytes"])
+
+
 @pytest.mark.parametrize("what", ["load", "as DeepSpeed", "train", "export"])
 def test_weights_larger_than_memory_are_loaded_and_exported(
-    what: str,
-    nvme_dir: Path,
-    memory_cgroup: Cgroup,
-    run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]],
+    what: str, nvme_dir: Path, run_in_little_memory: _Run
 ) -> None:
     shape = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 2, "num_local_experts": 4}
     config = transformers.MixtralConfig(hidden_size=512, intermediate_size=1536, vocab_size=8000, **shape)
     torch.manual_seed(0)
     with torch.no_grad():
         transformers.MixtralForCausalLM(config).save_pretrained(nvme_dir / "weights", max_shard_size="100MB")
-    group = str(memory_cgroup.task_files[0].parent)
-    code = "import infinity.as_deepspeed\n" if what == "as DeepSpeed" else ""
-    code += f"from tests.loading_in_little_memory import run\nrun({group!r}, {str(nvme_dir)!r}, {what!r})\n"
-    ended = run_in_cgroup(memory_cgroup, code)
-    assert memory_cgroup.num_out_of_memory_kills == 0, "the kernel ended it"
-    assert ended.returncode == 0, ended.stderr
-    answer = json.loads(ended.stdout.splitlines()[-1])
+    first = "import infinity.as_deepspeed" if what == "as DeepSpeed" else ""
+    *_, answer = run_in_little_memory("loading_in_little_memory", "run", str(nvme_dir), what, first=first)
     assert answer["weights_bytes"] > 2 * answer["slack_bytes"]
+
+
+def test_states_of_several_times_the_memory_are_saved_and_loaded(nvme_dir: Path, run_in_little_memory: _Run) -> None:
+    *_, answer = run_in_little_memory("saving_in_little_memory", "run", str(nvme_dir))
+    assert answer["is_same"]
+    assert answer["num_bytes"] > 3 * answer["allowed"]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("is_deepspeed", [False, True], ids=["native", "as_deepspeed"])
+def test_no_checkpoint_of_a_library_breaks_the_budget(
+    is_deepspeed: bool, nvme_dir: Path, run_in_little_memory: _Run
+) -> None:
+    answers = run_in_little_memory("libraries_in_little_memory", "run", str(nvme_dir), is_deepspeed=is_deepspeed)
+    assert tuple(answer["library"] for answer in answers) == LIBRARIES
+    assert all(answer["saved_bytes"] > 10 * answer["allowed_bytes"] for answer in answers)

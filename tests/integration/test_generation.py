@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import BudgetTooSmallError, ModelError
+from infinity.errors import BudgetTooSmallError
 from tests.internals import Unit, WeightStore
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 _SIZES = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 _ROOMY = {**_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -124,53 +123,3 @@ def test_without_training_there_are_weights_and_nothing_else(tmp_path: Path) -> 
         assert engine.plan.placement.gradient_bytes == 0
         assert "predicted read per forward" in plan
         assert not {"optimizer update", "predicted written per step"} & set(plan)
-
-
-def _adapted() -> Any:
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(_llama(), config)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
-@pytest.mark.parametrize("how", ["merge", "merge and unmerge", "unload"])
-@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
-def test_merged_adapters_are_those_of_plain_torch(how: str, is_bf16: bool, tmp_path: Path) -> None:
-    def merged(model: Any) -> Any:
-        if how == "unload":
-            return model.merge_and_unload()
-        model.merge_adapter()
-        if how != "merge":
-            model.unmerge_adapter()
-        return model
-
-    model = _made(_adapted)
-    plain = copy.deepcopy(model)
-    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
-    with _engine(model, tmp_path, is_bf16=is_bf16, optimizer=optimizer) as engine:
-        tokens = _prompt()["input_ids"]
-        if is_bf16:
-            for parameter in plain.parameters():
-                parameter.data = parameter.data.bfloat16()
-        else:  # after a step of training
-            adapters = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-            decay = engine.optimizer.param_groups[0]["weight_decay"]
-            torch_optimizer = torch.optim.AdamW(adapters, lr=0.01, weight_decay=decay, fused=True)
-            plain(input_ids=tokens, labels=tokens).loss.backward()
-            torch_optimizer.step()
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-            engine.step()
-        engine.eval()
-        ours, theirs = merged(model), merged(plain)
-        with torch.no_grad():
-            assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
-        if how == "unload":
-            with pytest.raises(ModelError, match="merge_and_unload"):
-                engine.save_16bit_model(tmp_path / "saved")
-            ours.save_pretrained(tmp_path / "saved")
-            again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
-            assert torch.equal(again(tokens).logits, theirs(tokens).logits)
-        expected = theirs.state_dict()
-        found = ours.state_dict()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)

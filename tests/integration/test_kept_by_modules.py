@@ -126,6 +126,29 @@ def test_a_durable_run_of_a_model_with_other_buffers_is_refused(other: dict[str,
         _engine(Model(**other), tmp_path / "drive", {"durable": True})
 
 
+def test_a_scheduler_of_another_kind_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def chained(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 2)])
+
+    passed: dict[str, Any] = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    with _engine(Model(), tmp_path / "drive", {"durable": True}, **passed) as engine:
+        _steps(engine, 1, 2, 3)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = engine.module.layer.weight.clone()
+    told, model = r"is a StepLR, and this one a ChainedScheduler.*", Model()
+    with pytest.raises(ValueError, match=told + r"name another infinity\.durable_path"):
+        _engine(model, tmp_path / "drive", {"durable": True}, lr_scheduler=chained)
+    assert "has failed after the model got the weights of the durable run" in caplog.text
+    assert torch.equal(model.layer.weight, expected)
+    with _engine(Model(), tmp_path / "drive", lr_scheduler=chained) as engine:
+        before = engine.module.layer.weight.clone()
+        with pytest.raises(ValueError, match=told + "load_lr_scheduler_states=False"):
+            engine.load_checkpoint(tmp_path / "saved")
+        assert torch.equal(engine.module.layer.weight.clone(), before) and engine.global_steps == 0
+        engine.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
+        assert engine.global_steps == 3
+
+
 def test_what_a_durable_run_cannot_keep_is_told(tmp_path: Path) -> None:
     engine = _engine(Model(), tmp_path / "drive", {"durable": True})
     engine.optimizer.param_groups[0]["hook"] = lambda: None
@@ -178,66 +201,3 @@ def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
         found = weights(engine)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
-
-
-def test_a_scheduler_of_another_kind_changes_nothing(tmp_path: Path) -> None:
-    def engine_with(scheduler: Any) -> Any:
-        return _engine(Model(), tmp_path / "drive", lr_scheduler=scheduler)
-
-    schedules = torch.optim.lr_scheduler
-    with engine_with(lambda optimizer: schedules.StepLR(optimizer, 2)) as engine:
-        _steps(engine, 1, 2, 3)
-        engine.save_checkpoint(tmp_path / "saved")
-
-    def several(optimizer: torch.optim.Optimizer) -> Any:
-        parts = [schedules.LinearLR(optimizer), schedules.StepLR(optimizer, 2)]
-        return schedules.SequentialLR(optimizer, parts, [2])
-
-    with engine_with(several) as engine:
-        before = engine.module.layer.weight.clone(), engine.get_lr(), repr(engine.lr_scheduler.state_dict())
-        with pytest.raises(
-            ValueError, match=r"is a StepLR, and this one a SequentialLR.*load_lr_scheduler_states=False"
-        ):
-            engine.load_checkpoint(tmp_path / "saved")
-        assert torch.equal(engine.module.layer.weight.clone(), before[0]) and engine.global_steps == 0
-        assert (engine.get_lr(), repr(engine.lr_scheduler.state_dict())) == before[1:]
-        engine.load_checkpoint(tmp_path / "saved", load_lr_scheduler_states=False)
-        assert engine.global_steps == 3
-
-
-class Derived(Model):
-    """Keeps what it computes of its weight until that changes, by torch's count of writes."""
-
-    kept: tuple[int, torch.Tensor] | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        count = self.layer.weight._version
-        if self.kept is None or self.kept[0] != count:
-            self.kept = count, self.layer.weight.detach().abs().sum()
-        return super().forward(x) * self.kept[1]
-
-
-@pytest.mark.parametrize("update", ["step", "deferred", "in_backward"])
-def test_a_step_counts_as_a_write(update: str, tmp_path: Path) -> None:
-    reference, model = Derived(), Derived()
-    config = everything_on_nvme(tmp_path)
-    config["infinity"]["update"] = update
-    engine, optimizer, *_ = infinity.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), config=config
-    )
-    expected = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.5)
-    with engine:
-        for step in range(4):
-            x = torch.full((2, 4), step + 1.0)
-            losses = []
-            for one, its in ((reference, expected), (model, optimizer)):
-                loss = one(x).square().mean()
-                loss.backward()
-                its.step()
-                its.zero_grad()
-                losses.append(loss.detach())
-            assert torch.equal(*losses), step
-        with torch.no_grad():
-            model.layer.weight.mul_(0.5)
-            reference.layer.weight.mul_(0.5)
-        assert torch.equal(model(x), reference(x))

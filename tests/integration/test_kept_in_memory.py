@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import infinity
 from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import loss_of
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import BF16, PLAIN, everything_on_nvme, make_batch
 from tests.internals import EngineResources, host_memory
-from tests.states import state_of
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")
 _MODES: dict[str, dict[str, Any]] = {
@@ -63,14 +61,6 @@ def test_what_fits_touches_no_drive(mode: str, tmp_path: Path, monkeypatch: pyte
     assert engine.plan.states_bytes["nvme"] == 0
 
 
-def test_an_open_budget_keeps_a_small_model_in_memory(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path, _changes("in_backward", host_memory_budget="auto"))
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-    with engine:
-        assert "stay in reserve" in str(engine.plan)
-        assert engine.plan.states_bytes["nvme"] == 0
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("mode", ["in_backward", "deferred", "ga3"])
 def test_states_in_memory_save_what_the_plan_says(mode: str, tmp_path: Path) -> None:
@@ -93,24 +83,6 @@ def test_states_in_memory_save_what_the_plan_says(mode: str, tmp_path: Path) -> 
     assert moved[1] < 0.75 * moved[0], "in so small a model, pages are much of the budget"
 
 
-def test_weights_that_stay_may_be_changed_and_read(tmp_path: Path) -> None:
-    """Everything that looks at weights or states from outside, while some of them rest in memory and are worked on there."""
-    with Lockstep.start(tmp_path, changes=_changes("in_backward")) as pair:
-        for step in range(2):
-            pair.engine_step(step)
-        parameter = next(iter(pair.model.parameters()))
-        weight = state_of(pair.engine, parameter)["weight"]
-        with infinity.GatheredParameters(parameter):
-            assert torch.equal(parameter.detach().float(), weight.to(parameter.dtype).float())
-            with torch.no_grad():
-                parameter.mul_(2)
-        changed = state_of(pair.engine, parameter)["weight"]
-        with infinity.GatheredParameters(parameter):
-            assert torch.equal(parameter.detach().float(), changed), "a new weight is its own main weight"
-        assert not torch.equal(changed, weight)
-        pair.engine.flush()
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("share", "warns"), [(2.0, True), (0.5, False)])
 def test_a_plan_beyond_the_memory_that_there_is_warns(
@@ -128,17 +100,3 @@ def test_a_plan_beyond_the_memory_that_there_is_warns(
     said = [record.message for record in caplog.records if "host_memory_budget" in record.message]
     assert bool(said) == warns
     assert all("are free" in message and '"auto"' in message for message in said)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("mode", ["in_backward", "deferred"])
-def test_an_update_that_is_done_looks_at_no_weights(mode: str, tmp_path: Path) -> None:
-    """Else whether weights can be updated, or what was written to them be undone, would be a matter of time."""
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _changes(mode)))
-    with engine:
-        for _ in range(3):
-            _train(engine, 1)
-            engine.flush()
-            flats = [unit.flat for unit in engine._pager.residency.units if unit.stays_resident]
-            assert flats
-            assert not any(flat is not None and flat.has_views for flat in flats)

@@ -6,7 +6,6 @@ import gc
 import importlib
 import importlib.util
 import inspect
-import os
 import signal
 import threading
 from collections.abc import Callable, Collection
@@ -18,21 +17,13 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, ModelError, StepError, StorageError
+from tests.twins import on_nvme
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FOUND = [name for name in _PACKAGES if importlib.util.find_spec(name) is not None]
 if not _FOUND:
     pytest.skip("neither lightning nor pytorch_lightning is installed", allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning advises on loaders, loggers and directories
-_ROOT = Path(__file__).resolve().parents[2]
-
-
-def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
-    directory.mkdir(parents=True, exist_ok=True)
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
-    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    return {"zero_optimization": zero, "infinity": memory, **changes}
 
 
 def module_for(
@@ -127,42 +118,23 @@ def parts(package: str) -> tuple[Any, Any]:
 
 def assert_same(first: Any, second: Any) -> None:
     assert first.losses == second.losses
+    assert_same_weights(first, second)
+
+
+def assert_same_weights(first: nn.Module, second: nn.Module) -> None:
     expected = first.state_dict()
     assert expected.keys() == second.state_dict().keys()
     assert all(torch.equal(value, expected[name]) for name, value in second.state_dict().items())
 
 
-@pytest.mark.deep
-def test_clipping_that_config_and_trainer_say_alike(package: str, tmp_path: Path) -> None:
-    """It is done once."""
+def of_both(package: str, directory: Path, run: Callable[[Any, Any], Any], **config: Any) -> list[Any]:
+    """What ``run`` gives with the package and Lightning's own strategy, and with ours."""
     pytorch, strategy = parts(package)
-    trained = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme", gradient_clipping=0.01))):
-        pytorch.seed_everything(3)
-        trained.append(module_for(pytorch))
-        trainer_for(pytorch, tmp_path, kind, gradient_clip_val=0.01).fit(trained[-1], data())
-    assert_same(*trained)
-
-
-@pytest.mark.deep(but=1)
-def test_gradients_first_looked_at_in_a_later_step(package: str, tmp_path: Path) -> None:
-    pytorch, strategy = parts(package)
-
-    class Looking(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            self.seen: list[float] = []
-
-        def on_before_optimizer_step(self, trainer: Any, module: Any, *_: Any) -> None:
-            if trainer.global_step % 5 == 4:
-                self.seen += [each.grad.norm().item() for each in module.parameters()]
-
     found = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
+    for kind in ("auto", strategy(config=on_nvme(directory / "nvme", **config))):
         pytorch.seed_everything(3)
-        looking = Looking()
-        trainer_for(pytorch, tmp_path, kind, callbacks=[looking]).fit(module_for(pytorch), data())
-        found.append(looking.seen)
-    assert len(found[0]) == 21 and found[0] == found[1]
+        found.append(run(pytorch, kind))
+    return found
 
 
 @pytest.mark.deep(but=1)
@@ -177,16 +149,15 @@ def test_gradients_first_looked_at_in_a_later_step(package: str, tmp_path: Path)
 )
 def test_fit(options: dict[str, Any], package: str, tmp_path: Path) -> None:
     """Automatic optimization, validation, and the weights in the module afterwards."""
-    pytorch, strategy = parts(package)
-    trained = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
-        pytorch.seed_everything(3)
-        module = module_for(pytorch)
-        trainer = trainer_for(pytorch, tmp_path, kind, **options)
+
+    def run(pytorch: Any, kind: Any) -> tuple[Any, Any, int]:
+        module, trainer = module_for(pytorch), trainer_for(pytorch, tmp_path, kind, **options)
         trainer.fit(module, data(), data(2))
-        trained.append((module, trainer.callback_metrics, trainer.global_step))
-    assert_same(trained[0][0], trained[1][0])
-    assert trained[0][1:] == trained[1][1:]
+        return module, trainer.callback_metrics, trainer.global_step
+
+    plain, ours = of_both(package, tmp_path, run)
+    assert_same(plain[0], ours[0])
+    assert plain[1:] == ours[1:]
     assert not list((tmp_path / "nvme").iterdir())
 
 
@@ -248,54 +219,19 @@ def test_what_changes_and_is_resumed(what: str, package: str, tmp_path: Path) ->
     can_say, found = "weights_only" in inspect.signature(pytorch.Trainer.fit).parameters, []
     for name in ("plain", "ours"):
         _, path = run(name, 3, 24 if what == "larger" else 16)
-        found.append(run(name, 5, resumes=path)[0].state_dict())
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-
-
-@pytest.mark.deep(but=1)
-def test_layers_are_unfrozen_by_a_callback(package: str, tmp_path: Path) -> None:
-    pytorch, kind = parts(package)
-    base = importlib.import_module(f"{_PACKAGES[package]}.callbacks").BaseFinetuning
-
-    class Unfreezing(base):  # type: ignore[misc, valid-type]
-        def freeze_before_training(self, module: Any) -> None:
-            self.freeze(module.first)
-
-        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-            if epoch == 1:
-                self.unfreeze_and_add_param_group(module.first, optimizer)
-
-    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
-            self.head = nn.Linear(16, 1)
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.head(self.first(batch)).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-
-    weights = []
-    for strategy in ("auto", kind(config=on_nvme(tmp_path / "nvme"))):
-        module = Module()
-        trainer_for(pytorch, tmp_path, strategy, max_epochs=3, callbacks=[Unfreezing()]).fit(module, data())
-        weights.append(module.state_dict())
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+        found.append(run(name, 5, resumes=path)[0])
+    assert_same_weights(*found)
 
 
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("how", [{"is_manual": True}, {"is_manual": True, "has_inputs": True}, {"own_backward": True}])
 def test_manual_optimization_and_own_backward(how: dict[str, bool], package: str, tmp_path: Path) -> None:
-    pytorch, strategy = parts(package)
-    trained = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
-        pytorch.seed_everything(3)
-        trained.append(module_for(pytorch, **how))
-        trainer_for(pytorch, tmp_path, kind).fit(trained[-1], data())
-    assert_same(*trained)
+    def run(pytorch: Any, kind: Any) -> Any:
+        module = module_for(pytorch, **how)
+        trainer_for(pytorch, tmp_path, kind).fit(module, data())
+        return module
+
+    assert_same(*of_both(package, tmp_path, run))
 
 
 def fitted(package: str, directory: Path, *, is_ours: bool, resumes: str | None = None) -> Any:
@@ -362,142 +298,22 @@ def test_a_checkpoint_after_fit(package: str, tmp_path: Path, caplog: pytest.Log
             trainer_for(pytorch, tmp_path, kind).fit(module_for(pytorch), data(), ckpt_path=path)
 
 
-@pytest.mark.deep
-def test_a_module_of_a_checkpoint(package: str, tmp_path: Path) -> None:
-    """``Module.load_from_checkpoint`` takes the directory, with the arguments that were saved."""
-    pytorch, strategy = parts(package)
-
-    class Module(pytorch.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, width: int = 4) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            torch.manual_seed(0)
-            self.head = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.head(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    found = []
-    for kind in ("auto", strategy(config=on_nvme(tmp_path / "nvme"))):
-        trainer = trainer_for(pytorch, tmp_path, kind, max_epochs=1, enable_checkpointing=True)
-        trainer.fit(Module(12), data())
-        found.append(Module.load_from_checkpoint(trainer.checkpoint_callback.best_model_path))
-    first, second = (each.state_dict() for each in found)
-    assert first.keys() == second.keys() and found[1].hparams == {"width": 12}
-    assert all(torch.equal(second[name], value) for name, value in first.items())
-
-
-def test_a_checkpoint_is_there_while_another_one_takes_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytorch, strategy = parts(_FOUND[0])
-    path, missing, synced = tmp_path / "last.ckpt", [], set()
-
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any, **options: Any) -> Any:
-            had_one = path.exists()
-            found = call(*given, **options)
-            missing.extend([given] if had_one and not path.exists() else [])
-            return found
-
-        return run
-
-    def sync(descriptor: int) -> None:
-        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-
-    class Saving(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.save_checkpoint(path)
-
-    monkeypatch.setattr(os, "fsync", sync)
-    for name in ("rename", "replace", "unlink"):
-        monkeypatch.setattr(os, name, watched(getattr(os, name)))
-    trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1, callbacks=[Saving()]).fit(
-        module_for(pytorch), data(2)
-    )
-    assert not missing
-    assert "lightning.ckpt" in synced
-    assert [each.name for each in tmp_path.glob("*last.ckpt*")] == ["last.ckpt"]
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("name", ["photos", ".last.ckpt.part"])
-def test_a_checkpoint_replaces_no_directory_of_others(name: str, package: str, tmp_path: Path) -> None:
-    pytorch, strategy = parts(package)
-    theirs = tmp_path / name / "file"
-    theirs.parent.mkdir()
-    theirs.write_text("mine")
-
-    class Saves(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / ("last.ckpt" if name.startswith(".") else name))
-
-    ours = strategy(config=on_nvme(tmp_path / "nvme"))
-    trainer = trainer_for(pytorch, tmp_path, ours, max_epochs=1, callbacks=[Saves()])
-    with pytest.raises(StorageError, match="is no checkpoint, and is not replaced"):
-        trainer.fit(module_for(pytorch), data())
-    assert theirs.read_text() == "mine"
-
-
-@pytest.mark.deep
-def test_a_checkpoint_that_is_written_by_a_thread(package: str, tmp_path: Path) -> None:
-    pytorch, strategy = parts(package)
-    kind = importlib.import_module(f"{_PACKAGES[package]}.plugins.io").AsyncCheckpointIO
-    saver = pytorch.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True)
-    options = {"enable_checkpointing": True, "callbacks": [saver], "plugins": [kind()], "max_epochs": 1}
-    ours = strategy(config=on_nvme(tmp_path / "nvme"))
-    trainer_for(pytorch, tmp_path, ours, **options).fit(module_for(pytorch), data())
-    module = module_for(pytorch)
-    trainer = trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")))
-    trainer.fit(module, data(), ckpt_path=saver.last_model_path)
-    assert len(module.losses) == 8 and trainer.global_step == 16
-
-
-@pytest.mark.deep
-def test_averaged_weights(package: str, tmp_path: Path) -> None:
-    """A checkpoint has both; a test takes the averaged ones, and a training goes on with both."""
-    pytorch, strategy = parts(package)
-    if not hasattr(pytorch.callbacks, "EMAWeightAveraging"):
-        pytest.skip("Lightning 2.5 has no WeightAveraging")
-    found = []
-    for name in ("plain", "ours"):
-
-        def run(epochs: int, resumes: str | None = None, *, name: str = name) -> tuple[Any, Any, str]:
-            saver = pytorch.callbacks.ModelCheckpoint(tmp_path / name, save_last=True)
-            average = pytorch.callbacks.EMAWeightAveraging(decay=0.8)
-            pytorch.seed_everything(3)
-            module = module_for(pytorch)
-            kind = "auto" if name == "plain" else strategy(config=on_nvme(tmp_path / "nvme"))
-            options = {"enable_checkpointing": True, "callbacks": [saver, average], "max_epochs": epochs}
-            trainer = trainer_for(pytorch, tmp_path, kind, **options)
-            trainer.fit(module, data(), data(2), ckpt_path=resumes)
-            return module, trainer, saver.last_model_path
-
-        _, trainer, path = run(1)
-        [tested] = trainer.test(module_for(pytorch), data(2), ckpt_path=path, verbose=False)
-        found.append((run(2, path)[0], tested))
-    assert found[0][1] == found[1][1]
-    assert_same(found[0][0], found[1][0])
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("what", ["fp32", "durable", "fp16"])
 @pytest.mark.parametrize("skips", [(2, 5), (4, 5)], ids=["micro-batches", "a step"])
 def test_batches_are_skipped(what: str, skips: Collection[int], tmp_path: Path) -> None:
     """`training_step` returns None: of the second and third step one micro-batch, or both of the third."""
-    pytorch, strategy = parts(_FOUND[0])
     config = on_nvme(tmp_path / "nvme")
     config["infinity"] |= {"durable": what == "durable"}
     if what == "fp16":
         config |= {"fp16": {"enabled": True, "initial_scale_power": 4}}
-    trained = []
-    for kind in ("auto", strategy(config=config)):
-        pytorch.seed_everything(3)
-        trained.append(module_for(pytorch, skips=skips))
-        trainer_for(pytorch, tmp_path, kind, max_epochs=1, accumulate_grad_batches=2).fit(trained[-1], data())
+
+    def run(pytorch: Any, kind: Any) -> Any:
+        module = module_for(pytorch, skips=skips)
+        trainer_for(pytorch, tmp_path, kind, max_epochs=1, accumulate_grad_batches=2).fit(module, data())
+        return module
+
+    trained = of_both(_FOUND[0], tmp_path, run, **config)
     if what == "fp16":
         assert len(trained[1].losses) == 6 and trained[1].losses[-1] < trained[1].losses[0]
     else:
@@ -547,88 +363,20 @@ def test_a_checkpoint_on_an_exception(where: str, package: str, tmp_path: Path) 
         def teardown(self, *_: Any) -> None:
             """Lightning's would remove what was written."""
 
-    found = []
-    for name in ("plain", "ours"):
-
-        def kind(name: str = name) -> Any:
-            return strategy(config=on_nvme(tmp_path / "nvme")) if name == "ours" else "auto"
-
-        pytorch.seed_everything(3)
-        saver = Keeping(tmp_path / name)
+    def run(pytorch: Any, kind: Any) -> Any:
+        saver = Keeping(tmp_path / ("plain" if kind == "auto" else "ours"))
         with pytest.raises(ZeroDivisionError):
             options = {"callbacks": [Failing(), saver], "enable_checkpointing": True}
-            trainer_for(pytorch, tmp_path, kind(), **options).fit(module_for(pytorch), data())
+            trainer_for(pytorch, tmp_path, kind, **options).fit(module_for(pytorch), data())
         module = module_for(pytorch)
         pytorch.seed_everything(4)
-        trainer_for(pytorch, tmp_path, kind()).fit(module, data(), ckpt_path=saver.ckpt_path)
-        found.append(module)
+        again = kind if kind == "auto" else strategy(config=on_nvme(tmp_path / "nvme"))
+        trainer_for(pytorch, tmp_path, again).fit(module, data(), ckpt_path=saver.ckpt_path)
+        return module
+
+    found = of_both(package, tmp_path, run)
     assert found[0].losses
     assert_same(*found)
-
-
-def test_an_exception_between_two_steps_is_seen_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With updates in backward there is nothing to be saved then."""
-    pytorch, strategy = parts(_FOUND[0])
-
-    class Failing(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_after_backward(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 5:
-                raise ZeroDivisionError
-
-    config = on_nvme(tmp_path / "nvme")
-    config["infinity"]["update"] = "in_backward"
-    saver = pytorch.callbacks.OnExceptionCheckpoint(tmp_path)
-    with pytest.raises(ZeroDivisionError):
-        options = {"callbacks": [Failing(), saver], "enable_checkpointing": True}
-        trainer_for(pytorch, tmp_path, strategy(config=config), **options).fit(module_for(pytorch), data())
-    assert "on_exception.ckpt' is not saved" in caplog.text
-    assert not list(tmp_path.glob("*.ckpt*"))
-
-
-def test_weights_after_an_exception_in_backward(tmp_path: Path) -> None:
-    """Those of the last step: backward updates nothing."""
-    pytorch, strategy = parts(_FOUND[0])
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    class Failing(pytorch.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-            if trainer.global_step == 2:
-                module.first.register_forward_hook(lambda *found: found[2].register_hook(fail) and None)
-
-    weights, config = [], on_nvme(tmp_path / "nvme")
-    for kind in ("auto", strategy(config=config)):
-        module = module_for(pytorch)
-        pytorch.seed_everything(3)
-        with pytest.raises(ZeroDivisionError):
-            trainer_for(pytorch, tmp_path, kind, callbacks=[Failing()]).fit(module, data())
-        weights.append({name: value.clone() for name, value in module.state_dict().items()})
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
-def test_no_optimizer(tmp_path: Path) -> None:
-    """``fit`` then only calls the module."""
-    pytorch, strategy = parts(_FOUND[0])
-    module = module_for(pytorch, skips=[1])
-    module.configure_optimizers = lambda: None
-    before = {name: value.clone() for name, value in module.first.state_dict().items()}
-    trainer_for(pytorch, tmp_path, strategy(config=on_nvme(tmp_path / "nvme")), max_epochs=1).fit(module, data(4))
-    assert len(module.losses) == 3
-    assert all(torch.equal(value, before[name]) for name, value in module.first.state_dict().items())
-
-
-@pytest.mark.deep(but=1)
-def test_names_and_placement(package: str, tmp_path: Path) -> None:
-    pytorch, _ = parts(package)
-    expected = None
-    for name in ("infinity_stage_3_nvme", "infinity_stage_3_offload", "infinity_stage_3", "infinity_stage_1"):
-        module = module_for(pytorch)
-        trainer = trainer_for(pytorch, tmp_path, name, max_epochs=1)
-        trainer.fit(module, data())
-        expected = expected or module.losses
-        assert len(module.losses) == 8
-        trainer.predict(module, data(2))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -652,34 +400,20 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for key, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
         with pytest.raises(ConfigError, match=rf"names the {key} {name}.*Take '{key}' out of the config"):
             fit({key: {"type": name}})
+    with pytest.raises(ConfigError, match="64-true"):
+        options = {"precision": "64-true", "max_epochs": 1}
+        trainer_for(pytorch, tmp_path, "infinity_stage_3", **options).fit(module_for(pytorch), data())
+    (tmp_path / "saved.ckpt").mkdir()
+    (tmp_path / "saved.ckpt" / "file").write_text("mine")
+    saver = pytorch.Callback()
+    saver.on_train_batch_end = lambda trainer, *_: trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    with pytest.raises(StorageError, match="is no checkpoint, and is not replaced"):
+        fit({}, callbacks=[saver])
+    assert (tmp_path / "saved.ckpt" / "file").read_text() == "mine"
     module = module_for(pytorch, is_manual=True)
     module.configure_optimizers = lambda: [torch.optim.SGD([each]) for each in module.parameters()]
     with pytest.raises(ModelError, match="7 optimizers"):
         fit({}, module)
-
-
-def test_narrow_weights_by_name(tmp_path: Path) -> None:
-    pytorch, _ = parts(_FOUND[0])
-    module = module_for(pytorch)
-    trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="bf16-true").fit(module, data())
-    assert module.losses[-1] < module.losses[0]
-    assert module.first.weight.dtype is torch.bfloat16
-    with pytest.raises(ConfigError, match="64-true"):
-        trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="64-true").fit(module_for(pytorch), data())
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize(("block", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)])
-def test_the_dtype_of_a_module(block: str | None, dtype: torch.dtype, package: str, tmp_path: Path) -> None:
-    """`LightningModule.dtype`, by which scripts make tensors, in fit, and of the modules within as well."""
-    pytorch, strategy = parts(package)
-    module = module_for(pytorch)
-    module.inner = module_for(pytorch)
-    found: list[Any] = []
-    module.on_train_start = lambda: found.append((module.dtype, module.inner.dtype))
-    config = {"zero_optimization": {"stage": 3}} | ({block: {"enabled": True}} if block else {})
-    trainer_for(pytorch, tmp_path, strategy(config=config), max_epochs=1).fit(module, data())
-    assert found == [(dtype, dtype)]
 
 
 @pytest.mark.deep(but=1)
@@ -696,16 +430,6 @@ def test_no_thread_of_the_engine_outlives_fit(package: str, tmp_path: Path) -> N
         assert {*threading.enumerate()} <= before
     finally:
         gc.enable()
-
-
-def test_bf16_weights(tmp_path: Path) -> None:
-    """The engine's precision: fp32 main weights, in the module afterwards as 16-bit weights."""
-    pytorch, strategy = parts(_FOUND[0])
-    module = module_for(pytorch)
-    config = on_nvme(tmp_path / "nvme", bf16={"enabled": "auto"})
-    trainer_for(pytorch, tmp_path, strategy(config=config), precision="bf16-true").fit(module, data())
-    assert module.losses[-1] < module.losses[0]
-    assert module.first.weight.dtype is module.rest[0].weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("step", [3, 7])

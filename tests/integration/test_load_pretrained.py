@@ -150,24 +150,6 @@ def test_what_the_files_hold_as_it_is_wanted_is_not_copied(llama: Path, config: 
     assert again.lm_head.weight.any()
 
 
-@pytest.mark.deep
-def test_the_engine_trains_it(llama: Path, config: dict[str, Any]) -> None:
-    losses = []
-    for load in (
-        lambda: infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config),
-        lambda: transformers.LlamaForCausalLM.from_pretrained(llama),
-    ):
-        engine, *_ = infinity.initialize(model=load().train(), config=config)
-        with engine:
-            tokens = torch.arange(32).reshape(2, 16)
-            for _ in range(2):
-                loss = engine(input_ids=tokens, labels=tokens).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
-    assert losses[:2] == losses[2:]
-
-
 # ------------------------------------------------------------------------------------------------------ what does not fit
 
 
@@ -215,14 +197,6 @@ def test_names_with_a_prefix(in_files: str, of_model: str, is_plain: bool, tmp_p
     if is_plain and in_files:
         with pytest.raises(CheckpointError, match=r"has two tensors for 'w' with key_mapping\. Change its patterns"):
             infinity.load_pretrained(target, tmp_path / "saved.pt", key_mapping={"^.*$": "w"})
-
-
-def test_what_is_missing_stays_as_it_was_in_a_model_with_values(bert: Path, config: dict[str, Any]) -> None:
-    model = make("BertForSequenceClassification", **SMALL, intermediate_size=96)
-    before = model.classifier.weight.detach().clone()
-    infinity.load_pretrained(model, bert, config=config, ignore_missing_keys=True)
-    assert torch.equal(model.classifier.weight, before)
-    assert torch.equal(model.bert.pooler.dense.weight, transformers.BertModel.from_pretrained(bert).pooler.dense.weight)
 
 
 @pytest.mark.deep
@@ -354,17 +328,6 @@ def test_integers_for_a_floating_point_parameter_are_refused(tmp_path: Path, con
     torch.save({"weight": torch.ones(4, 4, dtype=torch.int8), "bias": torch.ones(4)}, tmp_path / "state.pt")
     with pytest.raises(ModelError, match="weight is int8"):
         infinity.load_pretrained(nn.Linear(4, 4), tmp_path / "state.pt", config=config)
-
-
-def test_integers_in_a_directory_are_refused(llama: Path, config: dict[str, Any]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    file = sorted(llama.glob("*.safetensors"))[0]
-    values = load_file(file)
-    name = next(iter(values))
-    save_file({**values, name: values[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=f"{name} is float8_e4m3fn"):
-        infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
 
 
 # ---------------------------------------------------------------------------------------------------------- hostile files

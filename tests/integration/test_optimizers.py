@@ -1,7 +1,8 @@
-"""Every optimizer a user can ask for trains to the bits of the same torch optimizer on whole parameters."""
+"""Every optimizer trains to the bits of torch's: by name, passed, over whole parameters, and with counts in its groups."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,105 +10,50 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-import infinity
 from infinity.deepspeed.ops.adam import FusedAdam
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from infinity.deepspeed.ops.lamb import FusedLamb
+from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageableError
+from tests.exactness.lockstep import BF16, IN_MEMORY, PLAIN, SHAPES_BY_NAME, Lockstep, make_batch
 from tests.exactness.optimizers import parameter_groups
-from tests.exactness.paged import paged_snapshot
 from tests.internals import BY_NAME
-from tests.states import state_of
+from tests.twins import Twins
 
 Named = Mapping[str, nn.Parameter]
-
-
-class PaperLion(torch.optim.Optimizer):
-    """Lion from the paper's Algorithm 2 (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms")."""
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                momentum = state["exp_avg"]
-                direction = (beta1 * momentum + (1 - beta1) * param.grad).sign()
-                param.sub_(group["lr"] * (direction + group["weight_decay"] * param))
-                momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
 
 
 def _of(cls: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Named], torch.optim.Optimizer]:
     return lambda named: cls(list(named.values()), **settings)
 
 
-_BY_NAME: dict[str, tuple[dict[str, Any], Callable[[Named], torch.optim.Optimizer]]] = {
-    "Adam means AdamW": (
-        {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1}},
-        _of(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, fused=True),
-    ),
-    "Adam without adam_w_mode": (
-        {"type": "Adam", "params": {"lr": 1e-3, "weight_decay": 0.1, "adam_w_mode": False}},
-        _of(torch.optim.Adam, lr=1e-3, weight_decay=0.1, fused=True),
-    ),
-    "AdamW": (
-        {"type": "adamw", "params": {"lr": 1e-3, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.2}},
-        _of(torch.optim.AdamW, lr=1e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.2, fused=True),
-    ),
-    "SGD": ({"type": "SGD", "params": {"lr": 0.1}}, _of(torch.optim.SGD, lr=0.1, fused=True)),
-    "SGD with momentum": (
-        {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}},
-        _of(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, fused=True),
-    ),
-    "Adagrad": (
-        {"type": "Adagrad", "params": {"lr": 0.01, "lr_decay": 0.1}},
-        _of(torch.optim.Adagrad, lr=0.01, lr_decay=0.1, fused=True),
-    ),
-    "RMSprop": (
-        {"type": "RMSprop", "params": {"lr": 1e-3, "centered": True, "momentum": 0.5}},
-        _of(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
-    ),
-    "NAdam": ({"type": "NAdam", "params": {"lr": 1e-3}}, _of(torch.optim.NAdam, lr=1e-3)),
-    "AdamW without correction for bias": (
-        {"type": "AdamW", "params": {"lr": 1e-3, "bias_correction": False, "weight_decay": 0.1}},
-        _of(FusedAdam, lr=1e-3, weight_decay=0.1, bias_correction=False),
-    ),
-    "OneBitAdam": (
-        {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}},
-        _of(BY_NAME["onebitadam"], lr=1e-3, freeze_step=1, fused=True),
-    ),
-}
+_ADAM = {"lr": 1e-3, "weight_decay": 0.1}
+_BY_NAME: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
+    ("Adam", _ADAM, torch.optim.AdamW, {"fused": True}),
+    ("Adam", {**_ADAM, "adam_w_mode": False}, torch.optim.Adam, {"fused": True}),
+    ("adamw", {**_ADAM, "betas": [0.8, 0.99], "eps": 1e-6}, torch.optim.AdamW, {"fused": True}),
+    ("AdamW", {**_ADAM, "bias_correction": False}, FusedAdam, {"bias_correction": False}),
+    ("SGD", {"lr": 0.1}, torch.optim.SGD, {"fused": True}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, torch.optim.SGD, {"fused": True}),
+    ("Adagrad", {"lr": 0.01, "lr_decay": 0.1}, torch.optim.Adagrad, {"fused": True}),
+    ("RMSprop", {"lr": 1e-3, "centered": True, "momentum": 0.5}, torch.optim.RMSprop, {}),
+    ("NAdam", {"lr": 1e-3}, torch.optim.NAdam, {}),
+    ("OneBitAdam", {"lr": 1e-3, "freeze_step": 1}, BY_NAME["onebitadam"], {"fused": True}),
+]
 
 
 @pytest.mark.deep(but=2)
 @pytest.mark.parametrize("clipping", [0.0, 0.1])
-@pytest.mark.parametrize("name", _BY_NAME)
-def test_optimizers_by_config_name(name: str, clipping: float, tmp_path: Path) -> None:
-    section, make = _BY_NAME[name]
-    changes = {"optimizer": section, "gradient_clipping": clipping}
-    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
+@pytest.mark.parametrize(("name", "params", "cls", "more"), _BY_NAME)
+def test_optimizers_by_config_name(
+    name: str, params: dict[str, Any], cls: Any, more: dict[str, Any], clipping: float, tmp_path: Path
+) -> None:
+    settings = {key: value for key, value in params.items() if key not in ("adam_w_mode", "bias_correction")}
+    changes = {"optimizer": {"type": name, "params": params}, "gradient_clipping": clipping}
+    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=_of(cls, **settings, **more)) as both:
         for step in range(3):
             both.engine_step(step)
         both.require_equal()
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_lion_follows_the_paper(dtype: str, tmp_path: Path) -> None:
-    section = {"type": "Lion", "params": {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.1}}
-    changes = {"optimizer": section, "bf16": {"enabled": dtype == "bf16"}}
-    make = _of(PaperLion, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1)
-    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
-        for step in range(3):
-            both.engine_step(step)
-        # Not bit for bit: the paper's formula can be rounded in more than one order.
-        for fqn, param in both.model.named_parameters():
-            torch.testing.assert_close(state_of(both.engine, param)["weight"], both.reference.main[fqn].detach())
 
 
 _INSTANCES: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
@@ -123,7 +69,6 @@ _INSTANCES: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
     "RAdam": _of(torch.optim.RAdam, lr=1e-3),
     "Adamax": _of(torch.optim.Adamax, lr=1e-3),
     "Adadelta": _of(torch.optim.Adadelta, lr=0.5),
-    "Lion of the user": _of(PaperLion, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1),
 }
 
 
@@ -148,14 +93,6 @@ def _trainable(model: nn.Module) -> Named:
 
 _SOURCES: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], Callable[[Named], torch.optim.Optimizer]]] = {
     "class": (lambda model: {"optimizer": torch.optim.AdamW}, _of(torch.optim.AdamW)),
-    "class with groups": (
-        lambda model: {"optimizer": torch.optim.AdamW, "model_parameters": parameter_groups(_trainable(model))},
-        lambda named: torch.optim.AdamW(parameter_groups(named)),
-    ),
-    "callable": (
-        lambda model: {"optimizer": lambda params: torch.optim.AdamW(params, lr=2e-3)},
-        _of(torch.optim.AdamW, lr=2e-3),
-    ),
     "callable with groups": (
         lambda model: {
             "optimizer": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
@@ -188,25 +125,302 @@ def test_optimizers_passed_in_other_ways(name: str, shape: str, tmp_path: Path) 
 def test_an_instance_that_has_trained_before_keeps_its_state(tmp_path: Path) -> None:
     """Steps in plain torch first, then the same optimizer handed over: its state goes along."""
 
-    def warmed_up(model: nn.Module) -> torch.optim.Optimizer:
+    def warmed_up(model: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(**make_batch(0)).backward()
         optimizer.step()
         optimizer.zero_grad()
         return optimizer
 
-    model, twin = PLAIN.make("none"), PLAIN.make("none")
-    instance, expected = warmed_up(model), warmed_up(twin)
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    engine, optimizer, _, _ = infinity.initialize(model=model, config=config, optimizer=instance)
-    with engine:
+    with Twins(tmp_path, PLAIN.make("none"), warmed_up) as twins:
         for step in (1, 2):
-            engine.backward(engine(**make_batch(step)))
-            engine.step()
-            twin(**make_batch(step)).backward()
-            expected.step()
-            expected.zero_grad()
-        snapshot = paged_snapshot(engine, optimizer)
-    for fqn, param in twin.named_parameters():
-        assert torch.equal(snapshot.weights[fqn], param), fqn
-        assert snapshot.state[fqn]["step"] == 3
+            twins.step(lambda model, step=step: model(**make_batch(step)))
+        twins.require_equal()
+        assert all(int(state["step"]) == 3 for state in twins.optimizer.state.values())
+
+
+class NovoGrad(torch.optim.Optimizer):
+    """One second moment per layer (Ginsburg et al. 2019, arXiv 1905.11286): a state of one element."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.95, 0.98)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, beta1, beta2 = self.state[param], *group["betas"]
+                square = param.grad.square().sum()
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                    state["exp_avg_sq"] = square
+                else:
+                    state["exp_avg_sq"] = state["exp_avg_sq"] * beta2 + square * (1 - beta2)
+                state["exp_avg"].mul_(beta1).add_(param.grad / (state["exp_avg_sq"].sqrt() + 1e-8))
+                param.sub_(group["lr"] * state["exp_avg"])
+
+
+def _matrices_apart(named: Named, name: str) -> list[dict[str, Any]]:
+    split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for fqn, param in named.items():
+        split[param.dim() >= 2 and "embed" not in fqn].append(param)
+    return [{"params": members, name: kind} for kind, members in split.items() if members]
+
+
+_OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "Lamb": _of(FusedLamb, lr=0.05, weight_decay=0.01),
+    "NovoGrad": _of(NovoGrad),
+    "Lamb in groups": lambda named: FusedLamb(parameter_groups(named), lr=0.05),
+    "Muon": lambda named: BY_NAME["muon"](_matrices_apart(named, "use_muon"), weight_decay=0.01),
+}
+_PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nvme": {},
+    "nvme, kept in memory": {"infinity": {"keep_in_memory": True}},
+    "memory": IN_MEMORY,
+    "bf16": BF16,
+    "bf16, main weights in fp32": {**BF16, "infinity": {"main_weights": "fp32"}},
+    "clipping": {"gradient_clipping": 0.05},
+    "in backward": {"infinity": {"update": "in_backward"}},
+    "accumulation": {"gradient_accumulation_steps": 2},
+}
+
+
+def _lockstep(
+    directory: Path, make: Callable[[Named], torch.optim.Optimizer], shape: str, changes: Mapping[str, Any]
+) -> Lockstep:
+    own = {"page_bytes": None, **changes.get("infinity", {})}
+    return Lockstep.start(
+        directory,
+        case=SHAPES_BY_NAME[shape],
+        changes={**changes, "optimizer": None, "infinity": own},
+        reference_optimizer=make,
+        arguments=lambda model: {
+            "optimizer": make({fqn: param for fqn, param in model.named_parameters() if param.requires_grad})
+        },
+    )
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+@pytest.mark.parametrize("name", _OPTIMIZERS)
+def test_whole_parameters_are_updated_as_in_torch(name: str, placement: str, tmp_path: Path) -> None:
+    with _lockstep(tmp_path, _OPTIMIZERS[name], "plain", _PLACEMENTS[placement]) as both:
+        for step in range(3):
+            both.engine_step(step)
+        both.require_equal()
+
+
+_SHAPES = (
+    "attention", "batch_norms", "big_embedding", "convolutions", "experts", "frozen_middle", "lora", "odd_sizes",
+    "recurrent", "root_parameters", "scalars", "tied_weights", "transposed", "unused_parameter",
+)  # fmt: skip
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
+    with _lockstep(tmp_path, _OPTIMIZERS["Lamb"], shape, {}) as both:
+        for step in range(2):
+            both.engine_step(step)
+        both.require_equal()
+
+
+def test_it_is_the_configs_muon(tmp_path: Path) -> None:
+    section = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "weight_decay": 0.1, "ns_method": "gram"}}
+    changes = {"optimizer": section, "infinity": {"page_bytes": None}}
+
+    def make(named: Named) -> torch.optim.Optimizer:
+        return BY_NAME["muon"](_matrices_apart(named, "use_muon"), lr=0.01, adam_lr=1e-3, weight_decay=0.1)
+
+    with Lockstep.start(tmp_path, changes=changes, reference_optimizer=make) as both:
+        assert [group["use_muon"] for group in both.engine.optimizer.param_groups] == [True, False]
+        for step in range(3):
+            both.engine_step(step)
+        both.require_equal()
+
+
+def test_torchs_muon(tmp_path: Path) -> None:
+    """It takes matrices only, and refuses all else when it is made."""
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        pytest.skip(f"torch {torch.__version__} has none")
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    make = lambda each: muon(each.parameters(), lr=0.02)  # noqa: E731
+    with Twins(tmp_path, model, make, infinity={"page_bytes": None}) as twins:
+        for number in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+            twins.step(lambda model, x=x: model(x).square().mean())
+        twins.require_equal()
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "message"),
+    [
+        ({"page_bytes": 49152}, ConfigError, r"page must hold the largest unit .*at least .* or leave it out"),
+        ({"state_dtype": "bf16"}, ConfigError, r"Lamb updates whole parameters.*\"fp32\""),
+        ({"tile_above": 1024}, OptimizerNotPageableError, r"makes several of one\. Remove infinity\.tile_above"),
+        ({"host_memory_budget": "20KiB"}, BudgetTooSmallError, r"to update the largest unit at once"),
+    ],
+)
+def test_what_would_part_a_parameter_is_refused(
+    own: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        _lockstep(tmp_path, _OPTIMIZERS["Lamb"], "plain", {"infinity": own})
+
+
+class ScheduleFree(Optimizer):
+    """As AdamWScheduleFree of Meta's package schedulefree, with its names."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        counts = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": False}
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "warmup_steps": 3, **counts})
+
+    @torch.no_grad()
+    def _move(self, is_training: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != is_training:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        beta = group["betas"][0]
+                        p.lerp_(end=self.state[p]["z"], weight=1 - beta if is_training else 1 - 1 / beta)
+                group["train_mode"] = is_training
+
+    def train(self) -> None:
+        self._move(True)
+
+    def eval(self) -> None:
+        self._move(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("call optimizer.train() first")
+        for group in self.param_groups:
+            k = int(group["k"])
+            lr = group["lr"] * min((k + 1) / group["warmup_steps"], 1.0)
+            group["scheduled_lr"] = lr
+            group["lr_max"] = max(lr, group["lr_max"])
+            group["weight_sum"] += group["lr_max"] ** 2
+            share = group["lr_max"] ** 2 / group["weight_sum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(z=p.clone(), exp_avg_sq=torch.zeros_like(p))
+                state["exp_avg_sq"].mul_(group["betas"][1]).addcmul_(p.grad, p.grad, value=1 - group["betas"][1])
+                grad = p.grad / state["exp_avg_sq"].div(1 - group["betas"][1] ** (k + 1)).sqrt().add_(1e-8)
+                p.lerp_(end=state["z"], weight=share)
+                p.add_(grad, alpha=lr * (group["betas"][0] * (1 - share) - 1))
+                state["z"].sub_(grad, alpha=lr)
+            group["k"] += 1  # of a tensor: in place
+
+
+class CountsWhatTrains(Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "rounds": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            present = [p for p in group["params"] if p.grad is not None]
+            group["rounds"] += bool(present)
+            for p in present:
+                p.sub_(p.grad, alpha=group["lr"] / group["rounds"])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(70, 70) for _ in range(3)])
+        self.head = nn.Linear(70, 3)
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.layers(inputs).relu()).square().mean()
+        return result
+
+
+def _in_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    unused = named.pop("unused")
+    matrices = [p for p in named.values() if p.dim() == 2]
+    others = [p for p in named.values() if p.dim() < 2]
+    return [{"params": matrices, "lr": 0.02}, {"params": others, "lr": 0.01}, {"params": [unused], "lr": 0.03}]
+
+
+_MAKE: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "schedule-free": lambda model: ScheduleFree(_in_groups(model)),
+    "a tensor that counts": lambda model: ScheduleFree(
+        [{**group, "k": torch.tensor(0)} for group in _in_groups(model)]
+    ),
+    "counts what trains": lambda model: CountsWhatTrains(_in_groups(model)),
+}
+
+
+def _counting_loss(number: int) -> Callable[[Any], torch.Tensor]:
+    inputs = torch.randn(4, 70, generator=torch.Generator().manual_seed(number))
+    return lambda model: model(inputs)
+
+
+def _twins(make: Callable[[nn.Module], Optimizer], drive: Path, **settings: Any) -> Twins:
+    own = {"page_bytes": None, **settings}
+    twins = Twins(drive, Net(), make, gradient_accumulation_steps=2, infinity=own)
+    if isinstance(twins.expected, ScheduleFree):
+        twins.change(lambda _, optimizer: optimizer.train())
+    return twins
+
+
+def _counting_step(twins: Twins, step: int) -> None:
+    twins.step(_counting_loss(2 * step), _counting_loss(2 * step + 1))
+
+
+def _require_equal(twins: Twins) -> None:
+    twins.require_equal()
+    assert twins.optimizer.state_dict()["param_groups"] == twins.expected.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("update", ["in_backward", "deferred", "step"])
+@pytest.mark.parametrize("name", _MAKE)
+def test_groups_weights_and_states_are_those_of_torch(name: str, update: str, tmp_path: Path) -> None:
+    with _twins(_MAKE[name], tmp_path, update=update) as twins:
+        for step in range(5):
+            _counting_step(twins, step)
+            assert twins.optimizer.param_groups[0].get("k", step + 1) == step + 1
+        _require_equal(twins)
+
+
+def test_schedule_free_evaluates_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    with _twins(_MAKE["schedule-free"], tmp_path / "drive") as twins:
+        engine = twins.engine
+        for step in range(3):
+            _counting_step(twins, step)
+        twins.change(lambda _, optimizer: optimizer.eval())
+        _require_equal(twins)
+        engine.backward(_counting_loss(0)(engine))
+        engine.step()
+        with pytest.raises(RuntimeError, match=r"call optimizer\.train"):
+            engine.backward(_counting_loss(0)(engine))
+        engine.reset()
+        _require_equal(twins)
+        with torch.no_grad():
+            assert torch.equal(_counting_loss(0)(engine.eval()), _counting_loss(0)(twins.plain))
+        engine.train()
+        engine.save_checkpoint(tmp_path / "saved")
+        saved = copy.deepcopy((twins.plain.state_dict(), twins.expected.state_dict()))
+        twins.change(lambda _, optimizer: optimizer.train())
+        _counting_step(twins, 3)
+        _require_equal(twins)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert twins.optimizer.param_groups[0]["k"] == 3 and not twins.optimizer.param_groups[0]["train_mode"]
+        twins.plain.load_state_dict(saved[0])
+        twins.expected.load_state_dict(saved[1])
+        twins.change(lambda _, optimizer: optimizer.train())
+        _counting_step(twins, 3)
+        _require_equal(twins)

@@ -1,13 +1,14 @@
-"""One call at a time is inside an engine: other threads are told so meanwhile, and use it between calls."""
+"""One call at a time is inside an engine: other threads are told so meanwhile; its settings hold where its work is done."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import infinity
-from infinity.errors import EngineBusyError, EngineClosedError, StepError
+from infinity.errors import EngineBusyError
 from infinity.threads import engine_lock
 from tests.exactness.case import Case, loss_of
 from tests.exactness.lockstep import Lockstep, make_batch, with_smallest_budget
 from tests.exactness.shapes.blocks import Block, Net, token_batch
-from tests.forked import require_in_child
 from tests.states import state_of
 
 _NAMES = ("blocks.0.up.weight", "blocks.2.down.weight", "head.weight", "embedding.weight")
@@ -66,16 +66,9 @@ def _gathered(both: Lockstep, name: str) -> Tensor:
         return parameter.clone()
 
 
-def _averaged(both: Lockstep, name: str) -> Tensor:
-    parameter = both.model.get_parameter(name)
-    with torch.no_grad():
-        return torch.zeros(parameter.shape).lerp_(parameter, 1.0)
-
-
 _READS: dict[str, Callable[[Lockstep, str], dict[str, Tensor]]] = {
     "clone": lambda both, name: {name: both.model.get_parameter(name).clone().detach()},
     "product": lambda both, name: {name: (both.model.get_parameter(name) * 1).detach()},
-    "average": lambda both, name: {name: _averaged(both, name)},
     "state_dict": lambda both, name: both.model.state_dict(),
     "gathered": lambda both, name: {name: _gathered(both, name)},
     "state_of": lambda both, name: {name: state_of(both.engine, both.model.get_parameter(name))["weight"]},
@@ -154,21 +147,6 @@ def test_other_threads_read_and_evaluate_between_calls(read: str, mode: str, tmp
         both.require_equal()
 
 
-def test_another_thread_reads_between_a_forward_and_its_backward(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, loop="plain") as both, ThreadPoolExecutor(1) as pool:
-        for step in range(2):
-            batch = both.batch(step)
-            both.reference.backward(both.reference.forward(batch))
-            loss = loss_of(both.model(**batch))
-            weight = pool.submit(both.model.head.weight.clone).result()
-            assert torch.equal(weight, both.reference.model.head.weight)
-            loss.backward()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
-            both.reference.step()
-        both.require_equal()
-
-
 @pytest.mark.parametrize("multithreading", [True, False])
 def test_backward_and_step_in_other_threads_than_forward(multithreading: bool, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
@@ -206,11 +184,7 @@ class InPool(Block):
         return x + down
 
 
-class ByHandInPool(InPool):
-    by_hand = True
-
-
-@pytest.mark.parametrize("block", [InPool, ByHandInPool])
+@pytest.mark.parametrize("block", [InPool])
 def test_a_forward_with_threads_of_its_own_is_told_and_can_be_evaluated_around(
     block: type[Block], tmp_path: Path
 ) -> None:
@@ -221,27 +195,6 @@ def test_a_forward_with_threads_of_its_own_is_told_and_can_be_evaluated_around(
                 both.engine(**both.batch(0))
         twin = copy.deepcopy(both.model)
         assert torch.equal(loss_of(twin(**both.batch(0))), both.reference.forward(both.batch(0)))
-
-
-def test_threads_call_the_model_one_after_the_other_and_one_sums_their_losses(tmp_path: Path) -> None:
-    mutex = threading.Lock()
-    with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(3) as pool:
-
-        def forward(batch: dict[str, Tensor]) -> Tensor:
-            with mutex:
-                return loss_of(both.engine(**batch))
-
-        for step in range(2):
-            batches = [both.batch(step, index) for index in range(3)]
-            expected = sum(both.reference.forward(batch) for batch in batches)
-            both.reference.backward(expected)
-            both.reference.step()
-            loss = sum(pool.map(forward, batches))
-            both.engine.backward(loss)
-            both.engine.step()
-            both.note(f"loss {step}", torch.as_tensor(expected), torch.as_tensor(loss))
-        for name, main in both.reference.main.items():
-            torch.testing.assert_close(state_of(both.engine, both.model.get_parameter(name))["weight"], main.detach())
 
 
 # -------------------------------------------------------------------------------------------------------------- endings
@@ -277,28 +230,6 @@ def test_a_call_that_was_cut_off_in_another_thread_is_forgotten_by_reset(
         both.require_equal()
 
 
-def test_an_exception_in_a_forward_of_another_thread_leaves_nothing(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(1) as pool:
-        both.engine_step(0)
-        handle = both.model.blocks[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(LookupError))
-        with pytest.raises(LookupError):
-            pool.submit(_evaluated, both, "model").result()
-        handle.remove()
-        both.engine_step(1)
-        both.require_equal()
-
-
-def test_a_step_that_is_not_ended_is_told_to_other_threads(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_MODES["in backward"]) as both, ThreadPoolExecutor(1) as pool:
-        both.engine_step(0)
-        both.engine.backward(loss_of(both.engine(**both.batch(1))))
-        weight = both.model.get_parameter(_NAMES[0])
-        with pytest.raises(StepError):
-            pool.submit(weight.clone).result()
-        both.engine.step()
-        pool.submit(weight.clone).result()
-
-
 def test_a_state_dict_of_two_steps_is_an_error(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(1) as pool:
         is_amid, is_over = threading.Event(), threading.Event()
@@ -321,49 +252,53 @@ def test_a_state_dict_of_two_steps_is_an_error(tmp_path: Path) -> None:
         both.require_equal()
 
 
-def test_a_state_dict_that_raises_leaves_nothing(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both, ThreadPoolExecutor(1) as pool:
+class _Looking(torch.optim.AdamW):
+    """Notes in which thread it runs, and what is set there."""
 
-        def failing(*_: Any) -> None:
-            raise LookupError("as asked for")
+    seen: ClassVar[set[tuple[str, Any]]] = set()
 
-        handle = both.model.blocks[1].register_state_dict_pre_hook(failing)
-        with pytest.raises(LookupError):
-            pool.submit(both.model.state_dict).result()
-        with pytest.raises(LookupError):
-            both.model.state_dict()
-        handle.remove()
-        both.engine_step(0)
-        assert pool.submit(both.model.state_dict).result().keys() == both.reference.model.state_dict().keys()
+    def step(self, closure: Any = None) -> Any:
+        self.seen.add((threading.current_thread().name.rstrip("0123456789"), _settings()))
+        return super().step(closure)
+
+
+def _settings() -> tuple[Any, ...]:
+    autocasts = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return (*autocasts, torch.get_default_device())
+
+
+_OWN_SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+    "device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("setting", _OWN_SETTINGS)
+@pytest.mark.parametrize("update", ["deferred", "step"])
+def test_what_users_set_for_their_thread_is_not_that_of_updates_nor_changed_by_them(
+    update: str, setting: str, tmp_path: Path
+) -> None:
+    changes = {"optimizer": None, "infinity": {"update": update, "update_workers": 2}}
+    with Lockstep.start(
+        tmp_path,
+        changes=changes,
+        reference_optimizer=lambda named: torch.optim.AdamW(named.values(), lr=0.1),
+        arguments=lambda model: {"optimizer": _Looking(model.parameters(), lr=0.1)},
+    ) as both:
+        _Looking.seen.clear()  # of the probe
+        for step in range(3):
+            batch = both.batch(step)
+            both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.backward(loss_of(both.engine(**batch)))
+            with _OWN_SETTINGS[setting]():
+                before = _settings()
+                both.engine.step()
+                both.engine.flush()
+                assert _settings() == before
         both.require_equal()
-
-
-@pytest.mark.parametrize("mode", ["in memory", "in backward"])
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_forked_child_is_told_whose_the_weights_are(is_open: bool, mode: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_MODES[mode]) as both:
-        weight = both.model.head.weight
-
-        def is_refused() -> bool:
-            for read in (
-                weight.clone,
-                lambda: both.model(**both.batch(0)),
-                lambda: both.engine(**both.batch(0)),
-                lambda: both.engine.train_batch(iter([both.batch(0)])),
-                both.model.state_dict,
-                both.engine.flush,
-            ):
-                try:
-                    read()
-                except EngineClosedError:
-                    continue
-                return False
-            return True
-
-        if is_open:
-            with infinity.GatheredParameters([weight]):
-                require_in_child(is_refused)
-        else:
-            require_in_child(is_refused)
-        both.engine_step(0)
-        both.require_equal()
+    of_workers = {seen for thread, seen in _Looking.seen if thread.startswith("infinity-update-")}
+    assert of_workers == {(False, False, False, torch.device("cpu"))}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
-from tests.outside_suites import deepspeed, table
-from tests.outside_suites.run import SUITES, main, run, unpack
-from tests.outside_suites.suite import PRIVATE, Outcome
+from tests.outside_suites import table
+from tests.outside_suites.run import SUITES, main
 
 _COPY = "INFINITY_DEEPSPEED_COPY"
 _FEW = (
@@ -17,65 +15,6 @@ _FEW = (
     "unit/checkpoint/test_latest_checkpoint.py",
     "unit/runtime/zero/test_ignore_unused_parameters.py",
 )
-
-
-_COMMON = """
-import os, pytest, torch
-
-class DistributedExec:
-    is_dist_test, world_size = True, 2
-
-    def _dist_run(self, rank, size, port, method):
-        torch.distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
-        try:
-            self.test(rank)
-        except pytest.skip.Exception as error:
-            return error.msg
-        return ""
-"""
-_RANKS = """
-import pytest, torch
-from unit.common import DistributedExec
-
-class Summing(DistributedExec):
-    def test(self, rank):
-        value = torch.ones(1)
-        torch.distributed.all_reduce(value)
-        assert value.item() == torch.distributed.get_world_size()
-
-class Failing(Summing):
-    def test(self, rank):
-        if rank:
-            raise ValueError("rank 1 it is")
-        torch.distributed.barrier()
-
-class Skipping(Summing):
-    def test(self, rank):
-        pytest.skip("not here")
-
-class TestRanks:
-    is_dist_test, world_size = True, 2
-
-    def test_sum(self, request):
-        Summing()._launch_with_file_store(request, 2)
-
-    def test_one_rank_fails(self, request):
-        Failing()._launch_with_file_store(request, 2)
-
-    def test_skips(self, request):
-        Skipping()._launch_with_file_store(request, 2)
-
-    @pytest.mark.world_size([1, 2])
-    def test_both(self, request):
-        Summing()._launch_with_file_store(request, [1, 2])
-
-def test_alone():
-    pass
-
-@pytest.mark.nightly
-def test_left_out():
-    pass
-"""
 
 
 @pytest.mark.deep
@@ -92,85 +31,3 @@ def test_each_file_has_rows_in_the_table_and_each_row_a_known_reason(name: str) 
     assert {each.status for each in rows.values()} <= {"passed", "failed", "refused", "skipped"}
     assert {each.reason for each in rows.values() if each.status == "refused"} <= suite.reasons
     assert all(each.reason for each in rows.values() if each.status != "passed")
-
-
-def test_a_case_that_does_worse_is_told_and_one_that_does_better_is_not() -> None:
-    outcomes = {
-        "unit/a.py::test_one[1]": Outcome("passed", ""),
-        "unit/a.py::test_one[2]": Outcome("passed", ""),
-        "unit/a.py::test_two[1]": Outcome("passed", ""),
-        "unit/a.py::test_two[2]": Outcome("failed", "assert 1 == 2"),
-        "unit/b.py::test_three": Outcome("refused", PRIVATE, "2", "2"),
-    }
-    text = table.write(outcomes)
-    known = table.read(text)
-    assert {case: table.expected(known, case) for case in outcomes} == outcomes
-    assert "passed\t2\t1\t1\tunit/a.py::test_one\t" in text.splitlines()
-    assert table.merge(text, table.write(outcomes), ["unit/a.py", "unit/b.py"]) == text
-
-    assert table.regressions(known, outcomes) == []
-    better = {**outcomes, "unit/a.py::test_two[2]": Outcome("passed", "")}
-    assert table.regressions(known, better) == []
-    worse = {
-        "unit/a.py::test_one[2]": Outcome("failed", "assert 0"),
-        "unit/b.py::test_three": Outcome("failed", "assert 3"),
-    }
-    assert len(table.regressions(known, worse)) == 2
-    assert table.regressions(known, {"unit/c.py::test_new": Outcome("passed", "")}) != []
-
-
-def test_a_share_is_told_of_all_cases_that_the_suite_does_not_skip() -> None:
-    outcomes = [
-        Outcome("passed", "", "2", "2"),
-        Outcome("failed", "x"),
-        Outcome("refused", PRIVATE),
-        Outcome("skipped", "y"),
-    ]
-    assert table.summary(outcomes) == (
-        "3 cases, 1 of them on several processes: 1 pass (33.3 %), 1 fail, 1 are refused; the suite itself skips 1 more"
-    )
-
-
-def test_a_failure_that_no_line_explains_is_a_failure() -> None:
-    refused = "infinity.errors.OptimizerNotPageableError: optimizer Lamb cannot be paged: it scales each update"
-    assert deepspeed.SUITE.judge("unit/a.py::test", "failed", refused).status == "refused"
-    assert deepspeed.SUITE.judge("unit/a.py::test", "failed", "AssertionError: tensors differ") == Outcome(
-        "failed", "AssertionError: tensors differ"
-    )
-    accepted, missing = "unit/a.py::TestZeroAllowUntestedOptimizer::test", "Failed: DID NOT RAISE AssertionError"
-    assert deepspeed.SUITE.judge(accepted, "failed", missing).status == "refused"
-    assert deepspeed.SUITE.judge(accepted, "failed", "ValueError: something else").status == "failed"
-    assert deepspeed.SUITE.judge("unit/a.py::test", "skipped", "Skipped: no GPU") == Outcome("skipped", "no GPU")
-    assert deepspeed.SUITE.judge("unit/a.py::test", "passed", "") == Outcome("passed", "")
-    lost = "infinity.errors.RankError: rank 0, averaging: another rank has ended, or did not come in time: ds_tensor"
-    assert deepspeed.SUITE.judge("unit/a.py::test", "failed", lost).status == "failed"
-
-
-@pytest.mark.deep
-def test_ranks_are_run_as_asked_and_no_file_vanishes(tmp_path: Path) -> None:
-    """With a small harness that has DeepSpeed's calls."""
-    folder = tmp_path / "tests"
-    (folder / "unit").mkdir(parents=True)
-    (folder / "unit" / "__init__.py").touch()
-    (folder / "unit" / "common.py").write_text(_COMMON)
-    (folder / "unit" / "test_ranks.py").write_text(_RANKS)
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -m 'not nightly'\n")
-    (folder / "unit" / "test_broken.py").write_text("import there_is_no_such_module\n")
-    (folder / "unit" / "test_empty.py").write_text("")
-    found = run(deepspeed.SUITE, tmp_path, ["unit/test_ranks.py", "unit/test_broken.py", "unit/test_empty.py"], 1)
-    inside = "unit/test_ranks.py::TestRanks::test_"
-    assert found[f"{inside}sum"] == Outcome("passed", "", "2", "2")
-    assert found[f"{inside}one_rank_fails"] == Outcome("failed", "ValueError: rank 1 it is", "2", "2")
-    assert found[f"{inside}both"] == Outcome("passed", "", "1,2", "1,2")
-    assert found[f"{inside}skips"] == Outcome("skipped", "not here", "2", "2")
-    assert found["unit/test_ranks.py::test_alone"] == Outcome("passed", "", "1", "1")
-    assert found["unit/test_ranks.py::test_left_out"].status == "skipped"
-    assert found["unit/test_broken.py"].status == found["unit/test_empty.py"].status == "failed"
-    assert "there_is_no_such_module" in found["unit/test_broken.py"].reason
-
-
-def test_without_the_pinned_revision_the_error_says_what_to_pass(tmp_path: Path) -> None:
-    clone = tmp_path / "clone"
-    (clone / ".git").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="pass --copy with a clone"):
-        unpack(deepspeed.SUITE, clone, tmp_path)

@@ -1,62 +1,194 @@
-"""Parameters of a held model, from outside: true, or an error that names them and the cure."""
+"""What scripts do with parameters besides computing: read, print, convert, copy. As in torch, or an error with the cure."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import infinity
-from infinity.errors import AccessError, BudgetTooSmallError, InfinityError, ModelError
+from infinity.errors import AccessError, BudgetTooSmallError, InfinityError, ModelError, OtherNumbersWarning
 from tests.exactness.families import FAMILIES
-from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
-from tests.states import state_of
+from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme, make_batch
+
+_NAME = "blocks.1.up.weight"
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("changes", [{}, BF16])
-def test_gathered_parameters_show_the_true_weights(changes: dict[str, Any], tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        for step in range(2):
-            both.engine_step(step)
-            expected = dict(both.reference.model.named_parameters())
-            with infinity.GatheredParameters(both.model.parameters()):
-                for fqn, param in both.model.named_parameters():
-                    assert torch.equal(param, expected[fqn]), fqn
-        one = both.model.blocks[1].up.weight
-        with infinity.GatheredParameters(one), infinity.GatheredParameters([one], modifier_rank=None):
-            assert torch.equal(one, expected["blocks.1.up.weight"])
-        both.engine_step(2)
-        both.require_equal()
+@pytest.fixture(params=["nvme", "none"])
+def both(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lockstep]:
+    tier = request.param
+    path = str(tmp_path) if tier == "nvme" else None
+    offload = {key: {"device": tier, "nvme_path": path} for key in ("offload_param", "offload_optimizer")}
+    with Lockstep.start(tmp_path, changes={"zero_optimization": offload}) as started:
+        started.engine_step(0)
+        yield started
+        started.engine_step(1)
+        started.require_equal()
+
+
+_LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "repr": repr,
+    "str": str,
+    "format": lambda p: f"{p}",
+    "repr of data": lambda p: repr(p.data),
+    "repr of a row": lambda p: repr(p.data[0]),
+    "detach": lambda p: p.detach().tolist(),
+    "detach cpu numpy": lambda p: p.detach().cpu().numpy().tolist(),
+    "array": lambda p: np.asarray(p.data).tolist(),
+    "histogram": lambda p: torch.histc(p.data.cpu(), 4).tolist(),
+    "clamp": lambda p: p.clamp(-0.01, 0.01).tolist(),
+    "strides": lambda p: (p.data.stride(), p.data.t().stride(), p.t().is_contiguous(), p[1:].shape),
+    "type": lambda p: (p.type(), p.data.type(), p.data.requires_grad, isinstance(p, nn.Parameter)),
+    "slices": lambda p: [part.sum().item() for part in p.detach().chunk(3)],
+    "copy": lambda p: (type(copy.deepcopy(p.data)), copy.deepcopy(p.data).tolist()),
+    "gradient through a view": lambda p: torch.autograd.grad(p.t()[0].pow(3).sum(), p)[0].tolist(),
+    "norm penalty": lambda p: torch.autograd.grad(p.view(-1)[3:9].norm(), p)[0].tolist(),
+    "same objects": lambda p: (p.to(p.device) is p, p.cpu() is p, p.float() is p, p.contiguous() is p),
+}
 
 
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}])
-def test_modifications_of_gathered_parameters_are_trained_on(changes: dict[str, Any], tmp_path: Path) -> None:
-    name = "blocks.1.up.weight"
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        for step in range(3):
+@pytest.mark.parametrize("look", _LOOKS)
+def test_a_look_at_a_weight_gives_what_torch_gives(look: str, both: Lockstep) -> None:
+    expected = _LOOKS[look](nn.Parameter(both.reference.model.get_parameter(_NAME).detach().clone()))
+    assert _LOOKS[look](both.model.get_parameter(_NAME)) == expected
+
+
+@pytest.mark.deep(but=1)
+def test_an_array_of_a_weight_cannot_be_written_to_in_silence(both: Lockstep) -> None:
+    array = both.model.get_parameter(_NAME).detach().numpy()
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+@pytest.mark.deep(but=1)
+def test_a_view_in_grad_mode_is_written_to_only_where_torch_allows(both: Lockstep) -> None:
+    for parameter in (both.reference.model.get_parameter(_NAME), both.model.get_parameter(_NAME)):
+        with pytest.raises(RuntimeError, match="view of a leaf"):
+            parameter[0].mul_(2)
+
+
+_NOTHING: dict[str, Callable[[nn.Module], Any]] = {
+    "to": lambda model: model.to("cpu"),
+    "to device and dtype": lambda model: model.to(torch.device("cpu"), torch.float32, non_blocking=True),
+    "cpu": lambda model: model.cpu(),
+    "float": lambda model: model.float(),
+    "type": lambda model: model.type(torch.float32),
+    "requires_grad_": lambda model: model.requires_grad_(),
+    "apply": lambda model: model.apply(lambda module: None),
+    "_apply": lambda model: model._apply(lambda tensor: tensor),
+    "train": lambda model: model.train(),
+}
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("call", _NOTHING)
+def test_a_conversion_to_what_the_model_is_does_nothing(call: str, both: Lockstep) -> None:
+    parameters = list(both.model.parameters())
+    assert _NOTHING[call](both.model) is both.model
+    assert all(a is b for a, b in zip(both.model.parameters(), parameters, strict=True))
+
+
+_OTHERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "half": (lambda model: model.half(), r"'embedding\.weight' cannot be cast to torch\.float16.*config"),
+    "bfloat16": (
+        lambda model: model.to(torch.bfloat16),
+        r"'embedding\.weight' cannot be cast to torch\.bfloat16.*config",
+    ),
+    "double": (lambda model: model.double(), r"'embedding\.weight' cannot be cast to torch\.float64.*config"),
+    "meta": (lambda model: model.to("meta"), r"'embedding\.weight' was touched in moving to the meta device"),
+    "to_empty": (lambda model: model.to_empty(device="meta"), r"'embedding\.weight' was touched in moving"),
+    "share_memory": (lambda model: model.share_memory(), r"'embedding\.weight' was touched in share_memory_"),
+}
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("call", _OTHERS)
+def test_a_conversion_to_something_else_is_refused_by_name(call: str, both: Lockstep) -> None:
+    convert, message = _OTHERS[call]
+    with pytest.raises(InfinityError, match=message):
+        convert(both.model)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.ones(3), r"'blocks\.1\.up\.weight' cannot be given the shape \(3,\)"),
+        (torch.ones(104, 24, dtype=torch.float16), r"cannot be cast to torch\.float16"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused_by_name(values: torch.Tensor, message: str, both: Lockstep) -> None:
+    parameter = both.model.get_parameter(_NAME)
+    with pytest.raises(ModelError, match=message):
+        parameter.data = values
+    with infinity.GatheredParameters(parameter), pytest.raises(ModelError, match=message):
+        parameter.data = values
+
+
+@pytest.mark.deep(but=1)
+def test_values_in_another_order_in_memory_are_warned_of_once(both: Lockstep) -> None:
+    parameter = both.model.get_parameter(_NAME)
+    values = parameter.detach().clone()
+    with pytest.warns(
+        OtherNumbersWarning, match=r"up\.weight' .*strides \(1, 104\).*before infinity.initialize"
+    ) as caught:
+        for _ in range(2):
+            parameter.data = values.t().contiguous().t()
+    assert len(caught) == 1 and torch.equal(parameter, values)
+    parameter.data = values
+
+
+@pytest.mark.deep(but=1)
+def test_what_a_script_notes_on_a_parameter_is_pickled(both: Lockstep) -> None:
+    parameter: Any = both.model.get_parameter(_NAME)
+    parameter.decays = False
+    copied = pickle.loads(pickle.dumps(both.model)).get_parameter(_NAME)
+    assert copied.decays is False and type(copied) is nn.Parameter
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("operation", ["data_ptr", "untyped_storage", "storage", "__dlpack__"])
+def test_memory_is_not_given_away(operation: str, both: Lockstep) -> None:
+    for tensor in (both.model.get_parameter(_NAME).data, both.model.get_parameter(_NAME).detach()[1:]):
+        with pytest.raises(AccessError, match=rf"up\.weight' was touched in {operation} .*one module after the"):
+            getattr(tensor, operation)()
+
+
+@pytest.mark.deep(but=1)
+def test_other_memory_is_refused_by_name(both: Lockstep) -> None:
+    parameter = both.model.get_parameter(_NAME)
+    storage: Any = torch.ones(parameter.shape).untyped_storage()
+    refused = pytest.raises(ModelError, match=r"up\.weight' cannot be given other memory by set_.*copy_")
+    with torch.no_grad(), refused:
+        parameter.set_(storage)
+    with torch.no_grad(), infinity.GatheredParameters(parameter), refused:
+        parameter.set_(storage)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        parameter.set_(torch.ones(parameter.shape))
+    with (
+        torch.no_grad(),
+        pytest.raises(ModelError, match=r"'blocks\.1\.up\.weight' cannot be given the shape"),
+    ):
+        parameter.set_(torch.ones(3))
+
+
+def test_a_parameter_prints_between_backward_and_step(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        for step in range(2):
             both.engine_step(step)
-            weight = both.model.get_parameter(name)
-            with infinity.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
-                weight.mul_(0.5)
-                weight[0] = 0.25
-            with torch.no_grad():
-                # The modified weight is all there is of it: the main weight follows the model weight.
-                modified = both.reference.model.get_parameter(name).mul_(0.5)
-                modified[0] = 0.25
-                both.reference.main[name].copy_(modified)
-        both.engine_step(3)
-        snapshot_weight = state_of(both.engine, both.model.get_parameter(name))["weight"]
-        if changes != BF16:
-            both.require_equal()
-        else:
-            # Elements whose cast did not change may keep their low bits: halving keeps them too.
-            main = both.reference.main[name].detach()
-            torch.testing.assert_close(snapshot_weight, main, rtol=2**-8, atol=1e-6)
+        loss = both.engine(**make_batch(2))
+        both.engine.backward(loss)
+        text = repr(both.model.get_parameter(_NAME))
+        assert text.startswith("Parameter containing:") and "size=(104, 24)" in text and "engine.step()" in text
+        both.engine.step()
 
 
 def test_an_exception_in_a_gathered_block_leaves_training_possible(tmp_path: Path) -> None:
@@ -73,136 +205,6 @@ def test_gathering_parameters_nobody_holds_does_nothing() -> None:
     with infinity.GatheredParameters([param]), torch.no_grad():
         param.add_(1)
     assert torch.equal(param, torch.full((3,), 2.0))
-
-
-def _reads(param: nn.Parameter) -> dict[str, Any]:
-    return {
-        "sum": lambda: param.sum(),
-        "index": lambda: param[0],
-        "clone": lambda: param.detach().clone(),
-        "data": lambda: param.data.clone(),
-        "numpy": lambda: torch.from_numpy(param.detach().numpy().copy()),
-        "tolist": lambda: torch.tensor(param.tolist()),
-        "item": lambda: torch.tensor(param.flatten()[0].item()),
-        "torch function": lambda: torch.linalg.vector_norm(param),
-        "operator": lambda: param + 1,
-        "reversed operator": lambda: 1 - param,
-        "equal": lambda: torch.tensor(torch.equal(param, torch.zeros(param.shape))),
-        "foreach": lambda: torch._foreach_norm([param])[0],
-        "stack": lambda: torch.stack([param, param]),
-        "to": lambda: param.to(torch.float64),
-        "cpu": lambda: param.cpu().clone(),
-        "op": lambda: torch.ops.aten.sum(param),
-        "iteration": lambda: torch.stack(list(param)),
-        "copy_ from": lambda: torch.empty(param.shape).copy_(param),
-        "storage": lambda: torch.tensor(list(param.untyped_storage())[4 * param.storage_offset() :][:16]),
-        "dlpack": lambda: torch.from_dlpack(param.detach()).clone(),
-    }
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("read", _reads(nn.Parameter(torch.ones(1, 1))))
-def test_a_read_outside_the_engine_is_true_or_raises_with_the_name(read: str, tmp_path: Path) -> None:
-    name = "blocks.1.up.weight"
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        expected = _reads(nn.Parameter(both.reference.model.get_parameter(name).detach().clone()))[read]()
-        param = both.model.get_parameter(name)
-        assert param.shape == both.reference.model.get_parameter(name).shape
-        assert param.requires_grad
-        assert param.dtype == torch.float32
-        try:
-            actual = _reads(param)[read]()
-        except AccessError as error:
-            assert name in str(error)
-            assert "GatheredParameters" in str(error)
-        else:
-            assert torch.equal(actual, expected)
-        both.engine_step(1)
-        both.require_equal()
-
-
-def test_repr_shows_true_values_or_none(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        name = "blocks.1.norm.bias"
-        text = repr(both.model.get_parameter(name))
-        values = both.reference.model.get_parameter(name)
-        assert f"{values[0].item():.4e}"[:6] in text.replace(" ", "") or "0.0000" not in text
-        assert repr(both.model)
-        both.engine_step(1)
-        both.require_equal()
-
-
-def test_a_pointer_to_a_parameters_memory_is_not_given_away(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        param = both.model.get_parameter("blocks.1.up.weight")
-        with pytest.raises(AccessError, match=r"blocks\.1\.up\.weight"):
-            param.data_ptr()
-        with infinity.GatheredParameters(param):
-            assert param.data_ptr() != 0
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("cast", ["half", "double", "bfloat16", "to meta"])
-def test_casting_or_moving_a_held_model_counts_or_raises(cast: str, tmp_path: Path) -> None:
-    """``nn.Module.to`` assigns to ``param.data``: it must not be lost in silence."""
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        with pytest.raises(InfinityError):
-            if cast == "to meta":
-                both.model.to("meta")
-            else:
-                getattr(both.model, cast)()
-        both.engine_step(1)
-        both.require_equal()
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("move", ["cpu", "float", "to"])
-def test_moving_a_held_model_to_where_it_is_changes_nothing(move: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        try:
-            both.model.to("cpu") if move == "to" else getattr(both.model, move)()
-        except InfinityError as error:
-            assert "GatheredParameters" in str(error) or "initialize" in str(error)
-        both.engine_step(1)
-        both.require_equal()
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("write", ["data", "copy_", "fill_", "index", "init", "data assigned"])
-def test_a_write_outside_the_engine_counts_or_raises(write: str, tmp_path: Path) -> None:
-    name = "blocks.1.up.weight"
-
-    def change(param: nn.Parameter) -> None:
-        with torch.no_grad():
-            if write == "data":
-                param.data.fill_(0.5)
-            elif write == "copy_":
-                param.copy_(torch.full(param.shape, 0.5))
-            elif write == "fill_":
-                param.fill_(0.5)
-            elif write == "index":
-                param[0] = 0.5
-            elif write == "init":
-                nn.init.constant_(param, 0.5)
-            else:
-                param.data = torch.full(param.shape, 0.5)
-
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        try:
-            change(both.model.get_parameter(name))
-        except (AccessError, InfinityError) as error:
-            assert name in str(error)
-        else:
-            change(both.reference.model.get_parameter(name))
-            change(both.reference.main[name])
-        both.engine_step(1)
-        both.require_equal()
 
 
 def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> None:
@@ -227,12 +229,23 @@ def test_a_gather_beyond_the_budget_names_one_that_is_enough(tmp_path: Path) -> 
         assert all(bool(parameter.isfinite().all()) for parameter in engine.module.parameters())
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("call", ["has_state", "gather_state", "gather_main_weight", "gather"])
-def test_a_foreign_tensor_is_refused(call: str, tmp_path: Path) -> None:
-    foreign = nn.Parameter(torch.ones(3, 2))
-    with Lockstep.start(tmp_path) as both:
-        with pytest.raises(ModelError, match=r"\(3, 2\) is no parameter of the engine's model"):
-            getattr(both.engine._settled, call)([foreign] if call == "gather" else foreign)
-        both.engine_step(0)
-        both.require_equal()
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[infinity.Engine]:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    config = everything_on_nvme(tmp_path, {"optimizer": None})
+    with infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0] as engine:
+        yield engine
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_parameters_cannot_be_swapped(engine: infinity.Engine) -> None:
+    parameter = next(engine.module.parameters())
+    other = nn.Parameter(torch.ones(8, 8))
+    for pair in ((parameter, other), (other, parameter)):
+        with pytest.raises(RuntimeError, match="weakref"):
+            torch.utils.swap_tensors(*pair)
+    with infinity.GatheredParameters(parameter), pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(parameter, other)

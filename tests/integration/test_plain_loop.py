@@ -7,34 +7,25 @@ and no update happens earlier.
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 import infinity
-from infinity.errors import AccessError, StepError
+from infinity.errors import StepError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.twins import Twins
 
 
 def _weights(both: Lockstep) -> dict[str, torch.Tensor]:
     params = dict(both.model.named_parameters())
     with infinity.GatheredParameters(list(params.values())):
         return {fqn: param.detach().clone() for fqn, param in params.items()}
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("changes", [{}, BF16, {"gradient_clipping": 0.1}, {"gradient_clipping": 0.1, **BF16}])
-def test_steps_are_those_of_plain_torch(changes: dict[str, Any], tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        for step in range(3):
-            both.plain_step(step)
-        assert both.engine.global_steps == 3
-        both.require_equal()
 
 
 @pytest.mark.deep(but=1)
@@ -63,80 +54,17 @@ def test_no_update_happens_before_step(accumulation: int, tmp_path: Path) -> Non
         after = _weights(both)
         assert all(torch.equal(before[fqn], after[fqn]) for fqn in before)
         both.plain_update()
-        assert any(not torch.equal(before[fqn], value) for fqn, value in _weights(both).items())
+        both.optimizer.step()  # without a gradient: it changes nothing
         both.require_equal()
 
 
-def test_zero_grad_drops_what_was_accumulated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["optimizer", "model"])
+def test_zero_grad_drops_what_was_accumulated(of: str, tmp_path: Path) -> None:
     with Lockstep.start(tmp_path) as both:
         both.plain_step(0)
         loss_of(both.model(**both.batch(7))).backward()
-        both.optimizer.zero_grad()
+        getattr(both, of).zero_grad()
         both.plain_step(1)
-        both.require_equal()
-
-
-def test_module_zero_grad_drops_too_or_raises(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        both.plain_step(0)
-        loss_of(both.model(**both.batch(7))).backward()
-        try:
-            both.model.zero_grad()
-        except AccessError as error:
-            assert "optimizer.zero_grad()" in str(error)
-            both.optimizer.zero_grad()
-        both.plain_step(1)
-        both.require_equal()
-
-
-def test_gradients_left_standing_are_accumulated_into_the_next_step(tmp_path: Path) -> None:
-    """Without zero_grad, torch adds the next gradients to those of the step before; so must this, or it must raise."""
-    with Lockstep.start(tmp_path) as both:
-        batch = both.batch(0)
-        loss_of(both.model(**batch)).backward()
-        both.optimizer.step()
-        loss = loss_of(both.model(**both.batch(1)))
-
-        # The reference has no zero_grad of its own to leave out: this is its optimizer's state after such a step.
-        both.reference.backward(both.reference.forward(batch))
-        kept = {fqn: main.grad.clone() for fqn, main in both.reference.main.items() if main.grad is not None}
-        both.reference.step()
-        for fqn, gradient in kept.items():
-            both.reference.main[fqn].grad = gradient
-        both.reference.backward(both.reference.forward(both.batch(1)))
-        both.reference.step()
-        try:
-            loss.backward()
-            both.optimizer.step()
-        except StepError:
-            return
-        both.require_equal()
-
-
-def test_step_without_backward_changes_nothing(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        both.plain_step(0)
-        before = _weights(both)
-        both.optimizer.step()
-        after = _weights(both)
-        assert all(torch.equal(before[fqn], after[fqn]) for fqn in before)
-        both.plain_step(1)
-        both.require_equal()
-
-
-def test_backward_twice_through_one_graph(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        for step in range(2):
-            batch = both.batch(step)
-            expected = both.reference.forward(batch)
-            expected.backward(retain_graph=True)
-            both.reference.backward(expected)
-            both.reference.step()
-            loss = loss_of(both.model(**batch))
-            loss.backward(retain_graph=True)
-            loss.backward()
-            both.optimizer.step()
-            both.optimizer.zero_grad()
         both.require_equal()
 
 
@@ -156,16 +84,6 @@ def test_two_graphs_alive_at_once(tmp_path: Path) -> None:
         both.require_equal()
 
 
-def test_a_forward_without_backward_between(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        for step in range(3):
-            loss_of(both.model(**both.batch(step + 10)))
-            with torch.no_grad():
-                loss_of(both.model(**both.batch(step + 20)))
-            both.plain_step(step)
-        both.require_equal()
-
-
 def test_a_backward_after_the_next_forward(tmp_path: Path) -> None:
     """An old graph is run backward after a newer one; its gradients count just the same."""
     with Lockstep.start(tmp_path) as both:
@@ -177,26 +95,6 @@ def test_a_backward_after_the_next_forward(tmp_path: Path) -> None:
                 both.reference.backward(expected)
                 loss.backward()
             both.plain_update()
-        both.require_equal()
-
-
-def test_closure_as_torch_defines_it(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        for step in range(2):
-            batch = both.batch(step)
-
-            def closure(batch: dict[str, Any] = batch) -> torch.Tensor:
-                both.optimizer.zero_grad()
-                loss = loss_of(both.model(**batch))
-                loss.backward()
-                return loss
-
-            loss = both.optimizer.step(closure)
-            expected = both.reference.forward(batch)
-            both.reference.backward(expected)
-            both.reference.step()
-            both.note(f"loss {step}", expected, loss)
-        both.optimizer.zero_grad()
         both.require_equal()
 
 
@@ -214,58 +112,6 @@ def test_hyperparameters_count_as_they_are_at_step(tmp_path: Path) -> None:
                 optimizer.param_groups[0]["betas"] = (0.0, 0.0)
                 optimizer.param_groups[0]["betas"] = (0.9, 0.95)
         both.require_equal()
-
-
-def _schedules() -> dict[str, Any]:
-    from torch.optim import lr_scheduler as s
-
-    return {
-        "LambdaLR": lambda o: s.LambdaLR(o, lambda epoch: 0.9**epoch),
-        "StepLR": lambda o: s.StepLR(o, 1, 0.5),
-        "CosineAnnealingLR": lambda o: s.CosineAnnealingLR(o, 4),
-        "OneCycleLR": lambda o: s.OneCycleLR(o, 0.01, total_steps=6),
-        "CyclicLR": lambda o: s.CyclicLR(o, 1e-4, 1e-2, step_size_up=2),
-        "SequentialLR": lambda o: s.SequentialLR(
-            o, [s.LinearLR(o, 0.1, total_iters=2), s.ExponentialLR(o, 0.5)], milestones=[2]
-        ),
-    }
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", _schedules())
-def test_torch_schedules_drive_it(name: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        schedules = [_schedules()[name](optimizer) for optimizer in both.each_optimizer()]
-        for step in range(4):
-            both.plain_step(step)
-            for schedule in schedules:
-                schedule.step()
-            lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in both.each_optimizer()]
-            assert lrs[0] == lrs[1] == both.engine.get_lr()
-        both.require_equal()
-
-
-@pytest.mark.deep
-def test_a_plateau_schedule_drives_it(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        make = torch.optim.lr_scheduler.ReduceLROnPlateau
-        schedules = [make(optimizer, patience=0, factor=0.1) for optimizer in both.each_optimizer()]
-        for step in range(3):
-            both.plain_step(step)
-            for schedule in schedules:
-                schedule.step(1.0)
-        assert both.optimizer.param_groups[0]["lr"] < 1e-3
-        both.require_equal()
-
-
-def test_step_hooks_of_the_optimizer_run(tmp_path: Path) -> None:
-    seen = []
-    with Lockstep.start(tmp_path) as both:
-        both.optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
-        both.optimizer.register_step_post_hook(lambda *_: seen.append("post"))
-        both.plain_step(0)
-        both.require_equal()
-    assert seen == ["pre", "post"]
 
 
 # ------------------------------------------------------------------------------------- the optimizer that was passed
@@ -300,122 +146,67 @@ def test_the_passed_optimizer_trains_as_in_plain_torch(
 ) -> None:
     """Torch warns, which is an error here, if a scheduler does not see the optimizer's step come first."""
 
-    def train(model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[list[torch.Tensor], list[float]]:
-        losses = []
+    early: dict[int, Any] = {}
+    extra: dict[Any, nn.Parameter] = {}
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if makes_scheduler_first:
+            early[id(optimizer)] = schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return optimizer
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        scheduler = early.get(id(optimizer)) or schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         for number in range(4):
             if number == 2:
-                extra = nn.Parameter(torch.ones(3))
-                optimizer.add_param_group({"params": [extra], "lr": 0.5})
-                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+                extra[model] = nn.Parameter(torch.ones(3))
+                optimizer.add_param_group({"params": [extra[model]], "lr": 0.5})
+                scheduler = schedules.ExponentialLR(optimizer, 0.5)
             if number == 3:
-                extra.grad = torch.ones(3)
+                extra[model].grad = torch.ones(3)
+
+            def closure(number: int = number) -> Any:
+                loss = _loss(model, number)
+                loss.backward()
+                return loss
+
             optimizer.zero_grad()
-            losses.append(optimizer.step(lambda n=number: _closure(model, n)).detach())
+            losses.append(optimizer.step(closure).detach())
             scheduler.step()
-        return [*losses, extra.detach()], [group["lr"] for group in optimizer.param_groups]
+        losses.append(extra[model].detach())
+        losses.append(torch.tensor([group["lr"] for group in optimizer.param_groups]))
 
-    def _closure(model: nn.Module, number: int) -> torch.Tensor:
-        loss = _loss(model, number)
-        loss.backward()
-        return loss
-
-    def make(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
+    losses: list[torch.Tensor] = []
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
-    twin = copy.deepcopy(model)
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    expected, expected_rates = train(twin, plain, make(plain))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    groups = optimizer.param_groups
-    early = make(optimizer) if makes_scheduler_first else None
-    config = everything_on_nvme(tmp_path, {"optimizer": None, **changes})
-    engine, returned, *_ = infinity.initialize(model=model, optimizer=optimizer, config=config)
-    with engine:
-        assert returned is optimizer is engine.optimizer and optimizer.param_groups is groups
-        found, rates = train(model, optimizer, early or make(optimizer))
-        assert engine.global_steps == 4
-        assert all(map(torch.equal, found, expected)) and rates == expected_rates
-        for (name, value), other in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-            assert torch.equal(value, other), name
-    assert optimizer.param_groups is groups and type(optimizer) is torch.optim.AdamW
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("changes", [BF16, {"fp16": {"enabled": True}}, {"gradient_accumulation_steps": 2}])
-def test_the_passed_optimizer_makes_the_engines_steps_in_every_precision(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
-    def train(directory: Path, *, is_passed: bool) -> tuple[list[torch.Tensor], Any]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
-        mine = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        config = everything_on_nvme(directory, {"optimizer": None, **changes})
-        source: Any = mine if is_passed else functools.partial(torch.optim.AdamW, lr=1e-2)
-        engine, returned, *_ = infinity.initialize(model=model, optimizer=source, config=config)
-        optimizer = mine if is_passed else returned
-        with engine:
-            for number in range(0 if "fp16" in changes else 3):  # whose loss scale wants the engine's step
-                _step(model, optimizer, number)
-            for number in range(3, 7):
-                engine.backward(_loss(model, number))
-                engine.step()
-            return list(model.state_dict().values()), copy.deepcopy(optimizer.state_dict())
-
-    (weights, states), (expected, expected_states) = (
-        train(tmp_path / "mine", is_passed=True),
-        train(tmp_path / "returned", is_passed=False),
-    )
-    assert all(map(torch.equal, weights, expected))
-    assert states["state"].keys() == expected_states["state"].keys() != set()
-    for key, entry in states["state"].items():
-        assert set(entry) == set(expected_states["state"][key])
-        for name, value in entry.items():
-            other = expected_states["state"][key][name]
-            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+    with Twins(tmp_path, nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8)), make, **changes) as twins:
+        twins.change(train)
+        assert twins.engine.global_steps == 4
+        assert all(torch.equal(a, b) for a, b in zip(losses[:6], losses[6:], strict=True))
+        twins.require_equal(has_states=False)
+        groups = twins.optimizer.param_groups
+    assert twins.optimizer.param_groups is groups and type(twins.optimizer) is torch.optim.AdamW
 
 
 def test_the_passed_optimizer_with_a_gradient_scaler_and_hooks(tmp_path: Path) -> None:
-    model, optimizer, engine = _passed(tmp_path, {})
-    twin = copy.deepcopy(model)
-    twin.load_state_dict(model.state_dict())
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     seen: list[Any] = []
-    with engine:
-        for each in (optimizer, plain):
-            each.register_step_pre_hook(lambda *_: seen.append("step"))
-            each.register_state_dict_post_hook(lambda *_: seen.append("state_dict"))
-        for net, each in ((model, optimizer), (twin, plain)):
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-            for number in range(3):
-                scaler.scale(_loss(net, number)).backward()
-                scaler.unscale_(each)
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
-                scaler.step(each)
-                scaler.update()
-                each.zero_grad()
-            each.state_dict()
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(lambda *_: seen.append("step"))
+        optimizer.register_state_dict_post_hook(lambda *_: seen.append("state_dict"))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(3):
+            scaler.scale(_loss(model, number)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        optimizer.state_dict()
+
+    with Twins(tmp_path, nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))) as twins:
+        twins.change(train)
         assert seen == ["step", "step", "step", "state_dict"] * 2
-        for value, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
-            assert torch.equal(value, other)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("changes", [{}, {"infinity": {"tile_above": "1KiB"}}])
-def test_state_dicts_of_the_passed_optimizer(changes: dict[str, Any], tmp_path: Path) -> None:
-    model, optimizer, engine = _passed(tmp_path, changes)
-    with engine:
-        _step(model, optimizer, 0)
-        weights = {name: value.clone() for name, value in model.state_dict().items()}
-        saved = copy.deepcopy(optimizer.state_dict())
-        assert saved["state"].keys() == set(range(4))
-        expected = [_step(model, optimizer, number) for number in (1, 2)]
-    model, optimizer, engine = _passed(tmp_path, changes)
-    with engine:
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(saved)
-        assert [_step(model, optimizer, number) for number in (1, 2)] == expected
+        twins.require_equal()
 
 
 @pytest.mark.deep(but=1)
@@ -453,33 +244,6 @@ def test_a_passed_optimizer_that_made_no_step_is_an_ordinary_one_again(tmp_path:
     engine.close()
     assert [_step(model, optimizer, n) for n in range(3)] == [_step(twin, plain, n) for n in range(3)]
     assert len(optimizer.state_dict()["state"]) == 4
-
-
-def test_a_passed_optimizer_survives_an_initialize_that_fails(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    twin = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    assert _step(model, optimizer, 0) == _step(twin, plain, 0)
-
-    def no_loader(_: Any) -> Any:
-        raise RuntimeError("no scheduler")
-
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    with pytest.raises(RuntimeError, match="no scheduler"):
-        infinity.initialize(model=model, optimizer=optimizer, lr_scheduler=no_loader, config=config)
-    assert type(optimizer) is torch.optim.AdamW
-    assert [_step(model, optimizer, n) for n in (1, 2)] == [_step(twin, plain, n) for n in (1, 2)]
-
-
-def test_two_passed_optimizers_with_an_engine_each(tmp_path: Path) -> None:
-    (one, first, first_engine), (other, second, second_engine) = (
-        _passed(tmp_path / name, {}) for name in ("one", "other")
-    )
-    with first_engine, second_engine:
-        assert [_step(one, first, n) for n in range(3)] == [_step(other, second, n) for n in range(3)]
-        assert (first_engine.global_steps, second_engine.global_steps) == (3, 3)
 
 
 def test_gradients_that_are_added_to_clipped_ones_are_warned_of_once(

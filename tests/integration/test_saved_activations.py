@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,24 +62,14 @@ def in_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.deep(but=1)
-@pytest.mark.parametrize("budget", ["1MiB", "64MiB"])
-def test_losses_and_weights_are_the_same(budget: str, in_memory: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("activations", "budget"), [("nvme", "1MiB"), ("nvme", "64MiB"), ("cpu", "256MiB")])
+def test_losses_and_weights_are_the_same(activations: str, budget: str, in_memory: Any, tmp_path: Path) -> None:
     checkpointing, (expected, weights, before) = in_memory
-    own = {"activation_checkpointing": checkpointing, "activations": "nvme", "host_memory_budget": budget}
+    own = {"activation_checkpointing": checkpointing, "activations": activations, "host_memory_budget": budget}
     losses, others, report = _run(tmp_path, own)
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
     assert all(torch.equal(weights[name], others[name]) for name in weights)
-    if budget == "1MiB":
-        assert report.write_bytes > before.write_bytes
-
-
-@pytest.mark.deep
-def test_in_host_memory_losses_and_weights_are_the_same(in_memory: Any, tmp_path: Path) -> None:
-    checkpointing, (expected, weights, _) = in_memory
-    own = {"activation_checkpointing": checkpointing, "activations": "cpu", "host_memory_budget": "256MiB"}
-    losses, others, _ = _run(tmp_path, own)
-    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert budget != "1MiB" or report.write_bytes > before.write_bytes
 
 
 @pytest.mark.deep
@@ -109,87 +97,10 @@ def _left(engine: Any) -> int:
     return len(saved._all)
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        if self.fails:
-            raise ValueError("in forward")
-        return x.square().mean()
-
-
-class _FailingGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, above: torch.Tensor) -> torch.Tensor:
-        raise ValueError("in backward")
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("activations", ["cpu", "nvme"])
-def test_whatever_becomes_of_a_graph_nothing_is_left(activations: str, tmp_path: Path) -> None:
-    budget = "1MiB" if activations == "nvme" else "64MiB"
-    changes = {"infinity": {"activations": activations, "host_memory_budget": budget}}
-    model, plain, x = _Net(), _Net(), torch.randn(1024, 64)
-    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0] as engine:
-        saved = engine._pager._activations
-        model.fails = True
-        with pytest.raises(ValueError, match="in forward"):
-            engine(x)
-        model.fails = False
-        engine.reset()
-        assert _left(engine) == 0
-        with pytest.raises(ValueError, match="in backward"):
-            engine.backward(_FailingGradient.apply(engine(x)))
-        engine.reset()
-        assert _left(engine) == 0
-        before = saved.kept_bytes
-        with torch.no_grad():
-            engine(x)
-        assert saved.kept_bytes == before
-        loss, expected = engine(x), plain(x)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        expected.backward(retain_graph=True)
-        expected.backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)
-        engine.optimizer.zero_grad()
-        del loss
-        assert _left(engine) == 0
-        found = []
-        for net in (engine, plain):
-            y = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(net(y), y, create_graph=True)
-            (second,) = torch.autograd.grad(gradient.square().sum(), y)
-            found.append(second)
-        assert torch.equal(*found)
-        del gradient, second, y
-        assert _left(engine) == 0
-        engine.backward(engine(x))
-        engine.step()
-
-
 def test_without_drives_it_is_refused_by_name(tmp_path: Path) -> None:
     changes = {"zero_optimization": None, "infinity": {"activations": "nvme"}}
     with pytest.raises(ConfigError, match=r"infinity\.activations"):
         infinity.initialize(model=nn.Linear(4, 4), config=everything_on_nvme(tmp_path, changes))
-
-
-def test_the_plan_says_what_is_reserved(tmp_path: Path) -> None:
-    changes = {"infinity": {"activations": "nvme"}}
-    with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, changes))[0] as engine:
-        assert engine.plan.placement.activation_bytes > 0
-        assert "activations" in str(engine.plan)
 
 
 @pytest.mark.deep
@@ -207,34 +118,18 @@ def test_vertical_steps_keep_what_they_keep_anyway(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
-def test_a_loss_that_is_never_differentiated_gives_its_space_back(tmp_path: Path) -> None:
-    changes = {"infinity": {"activations": "nvme", "host_memory_budget": "1MiB"}}
-    with infinity.initialize(model=_llama(), config=everything_on_nvme(tmp_path, changes))[0] as engine:
-        for number in range(4):
-            loss = engine(**_batch(number)).loss
-            del loss
-        gc.collect()
-        engine.backward(engine(**_batch(9)).loss)
-        engine.step()
-
-
 @pytest.mark.root
 @pytest.mark.deep
 def test_long_sequences_take_less_memory(
-    nvme_dir: Path, memory_cgroup: Cgroup, run_in_cgroup: Callable[..., subprocess.CompletedProcess[str]]
+    nvme_dir: Path, memory_cgroup: Cgroup, run_in_little_memory: Callable[..., list[dict[str, Any]]]
 ) -> None:
     if not memory_cgroup.reset_peak():
         pytest.skip("the peak of a control group (version 2) cannot be reset before Linux 6.12")
-    group = str(memory_cgroup.task_files[0].parent)
     peaks = {}
     for activations in ("memory", "cpu", "nvme"):
-        code = (
-            "from tests.budgeted_training import train_on_long_sequences\n"
-            f"train_on_long_sequences({group!r}, {str(nvme_dir)!r}, {activations!r})\n"
+        [peaks[activations]] = run_in_little_memory(
+            "budgeted_training", "train_on_long_sequences", str(nvme_dir), activations
         )
-        ended = run_in_cgroup(memory_cgroup, code)
-        assert ended.returncode == 0, ended.stderr
-        peaks[activations] = json.loads(ended.stdout)
     assert peaks["memory"]["loss"] == peaks["nvme"]["loss"] == peaks["cpu"]["loss"]
     assert peaks["memory"]["activation_bytes"] < peaks["cpu"]["peak_bytes"] < LONG_BUDGETS["cpu"]
     saved = peaks["memory"]["peak_bytes"] - peaks["nvme"]["peak_bytes"]

@@ -1,21 +1,18 @@
-"""What autograd has saved of weights, until backward: views that are read as conjugated, weights that become others meanwhile."""
+"""What autograd has saved of weights until backward: conjugated views, weights that change meanwhile, those of two engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
 from tests.exactness.case import Case
 from tests.exactness.lockstep import PLAIN
-from tests.exactness.shapes.blocks import Block, Net, token_batch
-from tests.twins import Side, config_for, require_same
+from tests.twins import Side, Twins, config_for, require_same
 
 in_modes = pytest.mark.parametrize("mode", ["smallest", "resident"])
 
@@ -60,25 +57,6 @@ def test_gradients_of_products_with_conjugated_weights(mode: str, tmp_path: Path
     require_same(scenario, tmp_path, mode, case=_COMPLEX, optimizer=_adamw)
 
 
-@in_modes
-def test_conjugated_views_outside_of_a_forward(mode: str, tmp_path: Path) -> None:
-    def scenario(side: Side) -> None:
-        side.step(0)
-        pairs, frozen = side.named("pairs"), side.named("frozen")
-        views = [frozen.conj(), frozen.mH, frozen.conj().imag, torch.view_as_complex(pairs).conj()]
-        side.note(*views, views[1][2], -views[2])
-        texts = [repr(view.detach().resolve_conj().resolve_neg()) for view in views]
-        assert texts == [repr(view.detach().clone().resolve_conj().resolve_neg()) for view in views]
-        with torch.no_grad():
-            views[0][0].mul_(2j)
-            views[2][1].fill_(0.5)
-            pairs.data = torch.view_as_real(torch.view_as_complex(pairs.data).conj().resolve_conj())
-        side.note(*views[:3], frozen, pairs)
-        side.step(1)
-
-    require_same(scenario, tmp_path, mode, case=_COMPLEX, optimizer=_adamw)
-
-
 # -------------------------------------------------------------------------------------------- others before backward
 
 
@@ -96,16 +74,9 @@ def _as_a_vector(model: nn.Module) -> None:
     nn.utils.vector_to_parameters(vector * 0.75, model.parameters())
 
 
-def _there_and_back(model: nn.Module) -> None:
-    before = [parameter.data for parameter in model.parameters()]
-    _one_by_one(model)
-    for parameter, values in zip(model.parameters(), before, strict=True):
-        parameter.data = values
-
-
 @pytest.mark.deep(but=2)
 @in_modes
-@pytest.mark.parametrize("change", [_one_by_one, _as_a_vector, _there_and_back])
+@pytest.mark.parametrize("change", [_one_by_one, _as_a_vector])
 def test_data_that_is_assigned_between_forward_and_backward(
     change: Callable[[nn.Module], None], mode: str, tmp_path: Path
 ) -> None:
@@ -121,30 +92,6 @@ def test_data_that_is_assigned_between_forward_and_backward(
             side.optimizer.zero_grad()
 
     require_same(scenario, tmp_path, mode)
-
-
-class _Between(Block):
-    """A block that is used twice, and assigns its weights in between."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        for parameter in self.parameters():
-            _halve(parameter)
-        return super().forward(x)
-
-
-@in_modes
-def test_data_that_is_assigned_between_two_uses_in_a_forward(mode: str, tmp_path: Path) -> None:
-    case = Case("between", lambda checkpointing: Net(checkpointing, make_block=_Between), token_batch)
-
-    def scenario(side: Side) -> None:
-        for number in range(2):
-            side.loss(number).backward()
-            side.note_gradients()
-            side.optimizer.step()
-            side.optimizer.zero_grad()
-
-    require_same(scenario, tmp_path, mode, case=case)
 
 
 @pytest.mark.parametrize("is_gathered", [True, False])
@@ -167,15 +114,56 @@ def test_a_write_that_torch_counts_is_an_error_in_backward(fqn: str, is_gathered
         engine.step()
 
 
-def test_an_engine_that_is_closed_inside_hooks_of_the_user_leaves_none(tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    before = model.head.weight.detach().clone()
-    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path, "roomy", model))
-    hooks: Any = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with infinity.GatheredParameters(model.parameters()):
-        with torch.no_grad():
-            model.head.weight.mul_(2)
-        with hooks:
-            engine.close()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert torch.equal(model.head.weight, before * 2)
+class Product(torch.autograd.Function):
+    """Saves the weights themselves."""
+
+    @staticmethod
+    def forward(ctx, u: Tensor, v: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.save_for_backward(u, v)
+        return u * v
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def, override]
+        u, v = ctx.saved_tensors
+        return gradient * v, gradient * u
+
+
+def _all_products(a: nn.Module, b: nn.Module) -> Tensor:
+    return torch.stack([(p * q).sin().sum() for p, q in zip(a.parameters(), b.parameters(), strict=True)]).sum()
+
+
+def _in_a_forward(a: nn.Module, b: nn.Module) -> Tensor:
+    weights = [module.weight for module in b.children() if isinstance(module, nn.Linear)]
+    others = [module for module in a.children() if isinstance(module, nn.Linear)]
+
+    def mixed(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        for weight in weights:
+            output = output @ Product.apply(others[-1].weight, weight)
+        return torch.tanh(b(output))
+
+    handle = others[0].register_forward_hook(mixed)
+    try:
+        return a(torch.ones(3, 16)).square().sum()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("loss_of", [_all_products, _in_a_forward])
+def test_weights_of_two_engines_in_one_graph_train_as_in_torch(
+    loss_of: Callable[[nn.Module, nn.Module], Tensor], tmp_path: Path
+) -> None:
+    pairs = [
+        Twins(tmp_path / str(i), nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), is_tight=True) for i in (0, 1)
+    ]
+    for _ in range(2):
+        expected, loss = (loss_of(*(each.sides[side][0] for each in pairs)) for side in (1, 0))
+        assert torch.equal(loss, expected)
+        expected.backward()
+        loss.backward()
+        for _, optimizer in (side for each in pairs for side in each.sides):
+            optimizer.step()
+            optimizer.zero_grad()
+    for each in pairs:
+        each.require_equal()
+        each.engine.close()

@@ -5,7 +5,6 @@ The reference is torch's own `GradScaler` over fp32 main weights.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
 from infinity.errors import BudgetTooSmallError, StepError
 from tests.exactness import lockstep
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.reference import PlainTorch
 from tests.states import state_of
 from tests.updates_on_demand import num_pending, updates_on_demand
@@ -90,35 +88,6 @@ def test_fp16_by_autocast_over_fp32_weights(
     with Lockstep.start(tmp_path, changes=changes) as both:
         assert both.engine.loss_scale() == 2.0**22
         assert 0 < _run(both, 14, vertically=vertically) < 12
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-def test_autocast_and_a_scaler_of_the_users_own(max_norm: float | None, tmp_path: Path) -> None:
-    def train(model: torch.nn.Module, optimizer: Any) -> tuple[float, dict[str, torch.Tensor]]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
-        for step in range(10):
-            with torch.autocast("cpu", torch.float16):
-                loss = model(**make_batch(step))
-            scaler.scale(loss).backward()
-            if max_norm is not None:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return scaler.get_scale(), {name: value.clone() for name, value in model.state_dict().items()}
-
-    model = PLAIN.make("none")
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    own = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=own)
-    with engine:
-        scale, weights = train(engine.module, optimizer)
-    plain = PLAIN.make("none")
-    expected_scale, expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
-    assert scale == expected_scale < 2.0**22
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
 @pytest.mark.deep
@@ -248,18 +217,3 @@ def test_a_scale_that_cannot_become_smaller_is_an_error_and_training_can_go_on(
         before = state_of(both.engine, next(both.model.parameters()))["weight"]
         assert torch.equal(before, next(iter(both.reference.main.values())))
         assert both.engine.micro_steps == 2 * num_micro_batches
-
-
-def test_the_norm_of_a_skipped_step_does_not_replace_the_one_before(tmp_path: Path) -> None:
-    """As in DeepSpeed; the step's own report has it."""
-    model = nn.Linear(4, 4)
-    config = everything_on_nvme(tmp_path, {"fp16": {"enabled": True, "initial_scale_power": 2, "hysteresis": 1}})
-    with infinity.initialize(model=model, config=config)[0] as engine:
-        engine.backward(engine(torch.ones(2, 4, dtype=torch.half)).float().sum())
-        engine.step()
-        before = engine.get_global_grad_norm()
-        assert before is not None and before > 0
-        engine.backward(engine(torch.ones(2, 4, dtype=torch.half)).float().sum() * 1e6)
-        engine.step()
-        assert not engine.was_step_applied() and engine.get_global_grad_norm() == before
-        assert not math.isfinite(engine.report.grad_norm)

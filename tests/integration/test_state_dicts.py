@@ -1,7 +1,11 @@
-"""State dicts of the model and of the optimizer: true, and usable by plain torch, in both directions."""
+"""State dicts of model and optimizer: true copies, tied where the model ties, usable by plain torch in both directions."""
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,42 +15,135 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import AccessError
+from infinity.errors import InfinityError
 from swapper import Swapper
-from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep
+from tests.exactness.lockstep import BF16, SHAPES_BY_NAME, Lockstep, everything_on_nvme
+from tests.internals import user_copies
 from tests.states import state_of
 
 
-def test_model_state_dict_is_true_or_raises(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["batch_norms"]) as both:
-        for step in range(2):
-            both.engine_step(step)
-            expected = both.reference.model.state_dict()
-            try:
-                actual = {key: value.clone() for key, value in both.engine.module.state_dict().items()}
-            except AccessError:
-                continue
-            assert list(actual) == list(expected)
-            assert all(torch.equal(actual[key], expected[key]) for key in expected)
+@pytest.fixture(params=["in memory", "in files"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "in files":
+        monkeypatch.setattr(user_copies, "_LEAST_BYTES", 0)
+    return str(request.param)
+
+
+@pytest.mark.deep(but=1)
+@pytest.mark.parametrize("shape", ["tied_weights", "transposed"])
+@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
+def test_copies_are_true_and_stay_as_they_are(shape: str, changes: dict[str, Any], where: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME[shape], changes=changes) as both:
+        both.engine_step(0)
+        weights, state = both.model.state_dict(), copy.deepcopy(both.optimizer.state_dict())
+        kept = {key: value.clone() for key, value in both.reference.model.state_dict().items()}
+        expected = copy.deepcopy(both.reference.optimizer.state_dict())["state"]
+        both.engine_step(1)
+        both.require_equal()
+        assert list(weights) == list(kept)
+        for key, value in kept.items():
+            assert torch.equal(weights[key], value) and weights[key].stride() == value.stride(), key
+        for index, entries in expected.items():
+            for name, value in entries.items():
+                assert torch.equal(torch.as_tensor(state["state"][index][name]), value)
+        for value in weights.values():
+            value.zero_()  # they belong to who asked for them
+        both.engine_step(2)
         both.require_equal()
 
 
-def test_a_kept_model_state_dict_does_not_change_with_training_or_raises(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
+def test_tied_weights_are_tied_in_a_state_dict_and_saved_once(where: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["tied_weights"]) as both:
         both.engine_step(0)
-        kept = both.engine.module.state_dict()
-        try:
-            before = {key: value.detach().clone() for key, value in kept.items()}
-        except AccessError:
-            return
-        both.engine_step(1)
-        for key, value in kept.items():
-            try:
-                still = value.detach().clone()
-            except AccessError:
-                continue
-            now = both.reference.model.state_dict()[key]
-            assert torch.equal(still, before[key]) or torch.equal(still, now), key
+        plain, found = both.reference.model.state_dict(), both.model.state_dict()
+        names = list(plain)
+        for one in names:
+            for other in names:
+                is_tied = plain[one].untyped_storage().data_ptr() == plain[other].untyped_storage().data_ptr()
+                assert (found[one].untyped_storage().data_ptr() == found[other].untyped_storage().data_ptr()) == is_tied
+        torch.save(plain, tmp_path / "plain.pt")
+        torch.save(found, tmp_path / "found.pt")
+        assert os.path.getsize(tmp_path / "found.pt") <= os.path.getsize(tmp_path / "plain.pt") + 1024
+        # Another state dict is another copy.
+        tied = next(name for name in names if found[name].is_floating_point())
+        found[tied].zero_()
+        assert torch.equal(both.model.state_dict()[tied], plain[tied])
+
+
+class _Oops(Exception):
+    pass
+
+
+def _fail(*_: Any) -> None:
+    raise _Oops
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[tuple[Any, nn.Sequential]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
+    with engine:
+        yield engine, model
+
+
+def _detached(parameter: nn.Parameter) -> str:
+    """How ``detach`` answers outside of everything."""
+    try:
+        value = parameter.detach()
+    except InfinityError as error:
+        return type(error).__name__
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("register", ["register_state_dict_pre_hook", "register_state_dict_post_hook"])
+@pytest.mark.parametrize("which", [0, 1], ids=["first module", "later module"])
+def test_a_hook_that_raises_in_state_dict_leaves_nothing_behind(
+    register: str, which: int, started: tuple[Any, nn.Sequential]
+) -> None:
+    engine, model = started
+    before = _detached(model[0].weight)
+    handle = getattr(model[which], register)(_fail)
+    with pytest.raises(_Oops):
+        model.state_dict()
+    handle.remove()
+    assert _detached(model[0].weight) == before
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    assert torch.equal(model.state_dict()["0.weight"], model[0].weight.clone())
+
+
+def test_copies_in_files_go_through_pickle_and_leave_nothing(
+    started: tuple[Any, nn.Sequential], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_copies, "_LEAST_BYTES", 0)
+    engine, model = started
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    num_open = len(os.listdir("/proc/self/fd"))
+    state, weights = copy.deepcopy(engine.optimizer.state_dict()), model.state_dict()
+    assert len(os.listdir("/proc/self/fd")) == num_open and os.listdir(tmp_path) == []
+    again = pickle.loads(pickle.dumps(weights))
+    assert all(torch.equal(again[key], weights[key]) for key in weights)
+    del state, weights
+    assert os.listdir(tmp_path) == []
+
+
+def test_writing_to_a_copy_is_told_once(started: tuple[Any, nn.Sequential], caplog: pytest.LogCaptureFixture) -> None:
+    engine, model = started
+    weights = model.state_dict()
+    engine(torch.ones(2, 4))
+    weights["0.weight"].mul_(0.5)
+    model.load_state_dict(weights)
+    engine(torch.ones(2, 4))
+    assert torch.equal(model[0].weight.clone(), weights["0.weight"]) and "state_dict()" not in caplog.text
+    weights = model.state_dict()
+    with torch.no_grad():
+        weights["1.0.weight"].mul_(0.5)
+    for _ in range(2):
+        engine(torch.ones(2, 4))
+    assert caplog.text.count("state_dict() gave for '1.0.weight' was written to. It is a copy") == 1
+    assert not torch.equal(model[1][0].weight.clone(), weights["1.0.weight"])
 
 
 def test_optimizer_state_dict_has_torchs_layout_and_is_lazy(tmp_path: Path) -> None:
@@ -63,20 +160,6 @@ def test_optimizer_state_dict_has_torchs_layout_and_is_lazy(tmp_path: Path) -> N
             gathered = dict(lazy["state"][index])
             assert gathered.keys() == entries.keys()
             assert all(torch.equal(torch.as_tensor(gathered[key]), entries[key]) for key in entries)
-
-
-def test_optimizer_state_dict_goes_through_pickle_into_plain_torch(tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    with Lockstep.start(drive) as both:
-        both.engine_step(0)
-        torch.save(both.optimizer.state_dict(), tmp_path / "optimizer.pt")
-        loaded = torch.load(tmp_path / "optimizer.pt", weights_only=False)
-        plain = torch.optim.AdamW([nn.Parameter(main.detach().clone()) for main in both.reference.main.values()])
-        plain.load_state_dict(loaded)
-        expected = both.reference.optimizer.state_dict()["state"]
-        for index, entries in plain.state_dict()["state"].items():
-            assert all(torch.equal(entries[key], expected[index][key]) for key in expected[index])
 
 
 @pytest.mark.deep(but=1)
@@ -111,18 +194,5 @@ def test_a_state_dict_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         other = torch.optim.AdamW([nn.Parameter(torch.ones(2))]).state_dict()
         with pytest.raises(ValueError, match="group"):
             both.optimizer.load_state_dict(other)
-        both.engine_step(1)
-        both.require_equal()
-
-
-def test_load_state_dict_into_the_model(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        new = {key: value + 0.125 for key, value in both.reference.model.state_dict().items()}
-        both.reference.model.load_state_dict(new)
-        with torch.no_grad():
-            for fqn, main in both.reference.main.items():
-                main.copy_(new[fqn])
-        both.model.load_state_dict(new)
         both.engine_step(1)
         both.require_equal()

@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from tests.killed import NEEDS_FORKS, run_killed
+from tests.twins import on_nvme
 
 _OPTIONS = "--accumulate 2 --clip 0.5"
 _SCRIPTS = {
@@ -63,13 +64,9 @@ def test_thirty_steps(name: str, precision: str, tmp_path: Path) -> None:
     if name in _NEEDS and importlib.util.find_spec(_NEEDS[name]) is None:
         pytest.skip(f"{_NEEDS[name]} is not installed")
     there, here, nvme, config = (tmp_path / part for part in ("plain", "ours", "nvme", "config.json"))
-    nvme.mkdir()
-    place = {"device": "nvme", "nvme_path": str(nvme)}
     script, *words = _SCRIPTS[name].split() + (["--bf16"] if precision == "bf16" else [])
     by_arguments = script == "trainer_script"
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
-    settings: dict[str, Any] = {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
-    settings |= {"infinity": memory, "gradient_accumulation_steps": 2}
+    settings = on_nvme(nvme, gradient_accumulation_steps=2)
     if by_arguments:
         settings["gradient_clipping"] = "auto"
     if precision == "bf16":

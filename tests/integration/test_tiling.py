@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import infinity
-from infinity.deepspeed.contents.tiling import TiledLinear, TiledLinearReturnBias
-from infinity.errors import BudgetTooSmallError, ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from infinity.deepspeed.contents.tiling import TiledLinear
+from infinity.errors import ModelError
+from tests.twins import Twins
 
 
 def _linear(bias: bool = True) -> nn.Linear:
@@ -62,29 +60,6 @@ def test_names_and_sizes_are_those_of_deepspeed() -> None:
     }
 
 
-def test_parts_in_and_out() -> None:
-    linear, x = _linear(), _input()
-    tiled = TiledLinear(
-        *(48, 80), in_splits=2, out_splits=2, input_is_already_split=True, combine_out_splits=False, init_linear=linear
-    )
-    first, second = tiled(x.split(24, dim=-1))
-    torch.testing.assert_close(torch.cat([first, second], dim=-1), linear(x))
-    with pytest.raises(ModelError, match="3 parts"):
-        tiled(x.split(16, dim=-1))
-
-
-def test_layers_that_give_their_bias() -> None:
-    class Biased(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return nn.functional.linear(x, self.weight), self.bias
-
-    linear, x = _linear(), _input()
-    tiled = TiledLinearReturnBias(48, 80, in_splits=2, out_splits=3, linear_cls=Biased, init_linear=linear)
-    result, bias = tiled(x)
-    assert torch.equal(bias, linear.bias)
-    torch.testing.assert_close(result + bias, linear(x))
-
-
 @pytest.mark.parametrize("arguments", [{"in_splits": 0}, {"in_splits": 9}, {"out_splits": 0}, {"out_splits": 5}])
 def test_impossible_splits(arguments: dict[str, int]) -> None:
     with pytest.raises(ModelError, match="splits"):
@@ -110,39 +85,15 @@ class _Model(nn.Module):
         return self.down(torch.relu(self.up(x))).square().mean()
 
 
-def _least(model: nn.Module, config: dict[str, Any]) -> int:
-    tight = config | {"infinity": config["infinity"] | {"host_memory_budget": 1, "page_bytes": None}}
-    with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=model, config=tight)
-    return refused.value.minimum_bytes
-
-
 def test_a_layer_that_is_too_large_for_the_budget_trains_in_tiles(tmp_path: Path) -> None:
-    config = everything_on_nvme(tmp_path)
-    model, plain = _Model(16), _Model(16)
-    least = _least(model, config)
-    assert least < 0.5 * _least(_Model(1), config)
-    config["infinity"] |= {"host_memory_budget": least, "page_bytes": None}
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    engine, *_ = infinity.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config | {"optimizer": None}
-    )
-    with engine:
+    with Twins(tmp_path, _Model(16), is_tight=True) as twins, Twins(tmp_path, _Model(1), is_tight=True) as whole:
+        assert twins.engine.plan.host_budget_bytes < 0.5 * whole.engine.plan.host_budget_bytes
         for number in range(3):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number))
-            expected = plain(x)
-            expected.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loss = engine(x)
-            engine.backward(loss)
-            engine.step()
-            assert torch.equal(loss, expected)
-        for fqn, parameter in model.named_parameters():
-            with infinity.GatheredParameters(parameter):
-                assert torch.equal(parameter, plain.get_parameter(fqn)), fqn
+            twins.step(lambda model, x=x: model(x))
+        twins.require_equal()
         replacement = nn.Linear(64, 2048)
-        model.up.copy_params_from(replacement)
-        x = torch.randn(2, 64)
+        twins.model.up.copy_params_from(replacement)
         with torch.no_grad():
-            torch.testing.assert_close(model.up(x), replacement(x))
+            x = torch.randn(2, 64)
+            torch.testing.assert_close(twins.model.up(x), replacement(x))

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import infinity
 from infinity.errors import ConfigError
 from tests.exactness.case import Case, loss_of
 from tests.exactness.families import FAMILIES
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
-from tests.separate_host import SeparateHostDevice
 from tests.waiting import wait_until
 
 _LLAMA = next(case for case in FAMILIES if case.name == "llama")
@@ -172,45 +167,6 @@ def test_rows_name_units_phases_and_extents(tmp_path: Path) -> None:
         assert any(event["name"] == f"optimizer state of {unit}" for event in rows["writes"])
 
 
-def test_two_drives_have_one_row_for_reads_and_one_for_writes(tmp_path: Path) -> None:
-    _attempted(_require_one_row, tmp_path)
-
-
-def _require_one_row(base: Path) -> None:
-    first, second = base / "a", base / "b"
-    for directory in (first, second):
-        directory.mkdir()
-    places = {
-        "offload_param": {"device": "nvme", "nvme_path": str(first)},
-        "offload_optimizer": {"device": "nvme", "nvme_path": str(second)},
-    }
-    reports = _train(_config(base, {"zero_optimization": {"stage": 3, **places}}))
-    rows = _rows(base / "trace.json")
-    names = {event["name"].split(" of ")[0] for event in rows["reads"]}
-    assert names == {"weights", "optimizer state"}
-    for report, step in zip(reports, rows["steps"], strict=True):
-        _require_close(max(report.drive_busy_seconds, report.seconds), report.seconds, "at most the step")
-        _require_close(_within(rows["reads"], step), report.read_busy_seconds, "reads")
-
-
-def test_copies_have_their_row_where_there_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("infinity.entry")
-    monkeypatch.setattr(module, "device_for", lambda torch_device: SeparateHostDevice(torch_device))
-    _attempted(_require_copies, tmp_path)
-
-
-def _require_copies(directory: Path) -> None:
-    reports = _train(_config(directory))
-    rows = _rows(directory / "trace.json")
-    assert {event["name"] for event in rows["copies"]} == {"upload", "download"}
-    assert all(event["args"]["bytes"] > 0 for event in rows["copies"])
-    for report, step in zip(reports, rows["steps"], strict=True):
-        if not report.copy_busy_seconds > 0:
-            raise _Torn("no copy of the step was over when its report was made")
-        assert "copies" in report.describe()
-        _require_close(_within(rows["copies"], step), report.copy_busy_seconds, "copies")
-
-
 def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
     with engine:
@@ -228,65 +184,6 @@ def test_it_can_be_saved_on_the_way_and_more_than_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["now.json", "trace.json"]
 
 
-def test_off_by_default(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path))
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-        with pytest.raises(ConfigError, match="no timeline is recorded"):
-            engine.save_timeline(tmp_path / "now.json")
-        assert engine.report.drive_busy_seconds > 0
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["missing/trace.json", "."])
-def test_a_path_that_cannot_be_written_is_refused_before_the_model_is_touched(name: str, tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    before = {fqn: parameter.detach().clone() for fqn, parameter in model.named_parameters()}
-    with pytest.raises(ConfigError, match=r"infinity\.timeline") as refused:
-        infinity.initialize(model=model, config=_config(tmp_path, timeline=str(tmp_path / name)))
-    assert str(tmp_path) in str(refused.value)
-    assert not list(tmp_path.iterdir())
-    for fqn, parameter in model.named_parameters():
-        assert torch.equal(parameter, before[fqn])
-
-
-def test_a_failed_forward_is_no_computing_for_ever(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError("as the test wants it")
-
-    with engine:
-        engine.backward(engine(**make_batch(0)))
-        engine.step()
-        handle = engine.module.register_forward_hook(fail)
-        with pytest.raises(ArithmeticError):
-            engine(**make_batch(1))
-        handle.remove()
-        engine.reset()
-        with torch.no_grad():
-            engine(**make_batch(1))
-        for _ in range(2):
-            engine.backward(engine(**make_batch(1)))
-            engine.step()
-    rows = _rows(tmp_path / "trace.json")
-    for step in rows["steps"]:
-        assert _within(rows["compute"], step) <= step["dur"] / 1e6
-
-
-def test_a_plain_loop_is_shown_too(tmp_path: Path) -> None:
-    engine, optimizer, *_ = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))
-    with engine:
-        for step in range(3):
-            engine.module(**make_batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    rows = _rows(tmp_path / "trace.json")
-    phases = {event["name"].split()[0] for event in rows["compute"] if event["args"].get("step") == 3}
-    assert phases == {"forward", "backward", "step"}
-
-
 def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:
     engine = infinity.initialize(model=PLAIN.make("none"), config=_config(tmp_path))[0]
     engine.backward(engine(**make_batch(0)))
@@ -294,20 +191,4 @@ def test_an_engine_that_nobody_closes_still_writes_it(tmp_path: Path) -> None:
     engine.flush()
     del engine
     wait_until(lambda: gc.collect() >= 0 and (tmp_path / "trace.json").exists())  # another thread does
-    assert len(_rows(tmp_path / "trace.json")["steps"]) == 1
-
-
-@pytest.mark.deep
-def test_a_script_that_ends_without_closing_writes_it(tmp_path: Path) -> None:
-    code = (
-        "import infinity\n"
-        "from pathlib import Path\n"
-        "from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch\n"
-        f"directory = Path({str(tmp_path)!r})\n"
-        "config = everything_on_nvme(directory, {'infinity': {'timeline': str(directory / 'trace.json')}})\n"
-        "engine, *_ = infinity.initialize(model=PLAIN.make('none'), config=config)\n"
-        "engine.backward(engine(**make_batch(0)))\n"
-        "engine.step()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=560, cwd=Path(__file__).resolve().parents[2])
     assert len(_rows(tmp_path / "trace.json")["steps"]) == 1

@@ -6,28 +6,34 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import infinity
+from tests.waiting import wait_until
+
 _ROOT = Path(__file__).resolve().parents[2]
 _PNG = b"\x89PNG"
 
 
-def start(directory: Path, script: str, *options: str) -> subprocess.Popen[str]:
+def start(
+    directory: Path, script: str, *options: str | Path, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     """Starts a tool in `directory`, which is on a drive and empty."""
     return subprocess.Popen(
-        [sys.executable, str(_ROOT / "tools" / script), *options],
+        [sys.executable, str(_ROOT / "tools" / script), *map(str, options)],
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"COLUMNS": "160", "PYTHONPATH": str(_ROOT)},
+        env=os.environ | {"COLUMNS": "160", "PYTHONPATH": str(_ROOT)} | (environment or {}),
     )
 
 
@@ -60,19 +66,6 @@ def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
 
 
 @pytest.mark.deep
-def test_train_reports_the_step_of_a_loss_that_is_not_a_number(nvme_dir: Path) -> None:
-    options = ["--model", "tiny", "--steps", "8", "--lr", "1e30", "--clip", "0", "--json"]
-    code, output = finish(start(nvme_dir, "train.py", *options))
-    assert code == 1, output
-    found = json.loads(output[output.rindex("\n{\n") :])
-    assert "loss of step" in found["problem"]
-    assert found["steps"][-1]["loss"] is None, "JSON has no NaN"
-    assert found["steps"][0]["loss"] > 0
-    assert "Ended after" in output
-    assert "loss of step" in output
-
-
-@pytest.mark.deep
 def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
     process = start(nvme_dir, "train.py", "--model", "tiny", "--steps", "10")
     try:
@@ -89,32 +82,6 @@ def test_train_prints_what_it_has_on_interrupt(nvme_dir: Path) -> None:
     assert code == 130, output
     assert "loss, mean" in output
     assert "interrupted" in output
-
-
-@pytest.mark.deep
-def test_train_is_interrupted_before_its_first_step(nvme_dir: Path) -> None:
-    process = start(nvme_dir, "train.py", "--model", "1b", "--steps", "1")
-    try:
-        maps = Path(f"/proc/{process.pid}/maps")
-        while process.poll() is None and "libtorch" not in maps.read_text():
-            time.sleep(0.05)  # before, Python itself may still be starting
-        time.sleep(0.5)  # at whatever it is by then: imports, the model, its states
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert (process.returncode, output) in {(130, "Interrupted.\n"), (-signal.SIGINT, "")}
-
-
-@pytest.mark.deep
-def test_train_names_the_cure_of_a_bad_option(nvme_dir: Path) -> None:
-    (nvme_dir / "file").touch()
-    wrong = str(nvme_dir / "file")
-    code, output = finish(start(nvme_dir, "train.py", "--model", "tiny", "--nvme-path", wrong))
-    assert code == 1, output
-    assert "nvme_path" in output
-    assert wrong in output.replace("\n", "")
-    assert "Traceback" not in output
 
 
 @pytest.mark.deep
@@ -194,35 +161,6 @@ def test_participants_beside_a_gpu_answer_one_by_one_and_who_is_missing_is_said(
     assert [each.name for each in nvme_dir.iterdir()] == ["answers.jsonl"]
 
 
-@pytest.mark.deep
-def test_a_day_with_a_gpu_names_what_it_cannot_do(nvme_dir: Path) -> None:
-    script = ["bash", str(_ROOT / "tools/gpu_day.sh"), "--out", str(nvme_dir / "day")]
-    wrong = subprocess.run([*script, "train-9b"], capture_output=True, text=True, timeout=60, check=False)
-    assert (wrong.returncode, "train-3b" in wrong.stderr) == (2, True), wrong.stderr
-    hidden = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    without = subprocess.run([*script, "train-3b"], capture_output=True, text=True, timeout=60, env=hidden, check=False)
-    assert (without.returncode, "--simulated" in without.stderr) == (1, True), without.stderr
-
-
-@pytest.mark.deep
-def test_calls_are_counted_and_come_out_the_same_twice() -> None:
-    """What the main thread calls depends on the step alone, but for waits that a busy machine adds."""
-    found = []
-    for _ in range(2):
-        answer = subprocess.run(
-            [sys.executable, "tools/count_calls.py", "--blocks", "3", "--json"],
-            cwd=_ROOT,
-            capture_output=True,
-            check=True,
-        )
-        found.append(json.loads(answer.stdout))
-    first, second = found
-    assert first["units"] == second["units"] == 5
-    assert first["transfers"] == second["transfers"] > first["units"]
-    main = [each["calls"]["main thread"] for each in found]
-    assert abs(main[0] - main[1]) < 0.05 * main[0], main
-
-
 def test_lines_of_code_are_counted_without_docstrings_comments_and_blanks(
     tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -235,3 +173,99 @@ def test_lines_of_code_are_counted_without_docstrings_comments_and_blanks(
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["4", "all"]
     assert "median 3 lines" in lines[3]
+
+
+_SHORT = ["--size", "96MiB", "--seconds", "0.02", "--backends", "threads"]
+_has_fio = shutil.which("fio") is not None
+
+
+def wait_for(process: subprocess.Popen[str], words: str) -> str:
+    """Reads on until a line holds `words`. Returns what was read."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return "".join(lines)
+    raise AssertionError(f"{words!r} never came: {''.join(lines)}")
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    """A directory for what is written, apart from the one that is measured."""
+    path = tmp_path / "outputs"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.deep
+def test_a_whole_run(nvme_dir: Path, outputs: Path) -> None:
+    config = outputs / "config.json"
+    config.write_bytes((_ROOT / "configs" / "zero3_nvme.json").read_bytes())
+    options = ["--size", "160MiB", "--seconds", "0.02", "--rounds", "2", "--pairs", "3"]
+    files = ["--json", outputs / "io.json", "--png", outputs / "io.png", "--apply", config]
+    cache = {"INFINITY_CACHE_DIR": str(outputs / "cache")}
+    code, output = finish(start(nvme_dir, "profile_io.py", nvme_dir, *options, *files, environment=cache))
+    assert code == 0, output
+    assert list(nvme_dir.iterdir()) == []
+
+    result: dict[str, Any] = json.loads((outputs / "io.json").read_text())
+    assert result["partial"] is False
+    assert "threads" in result["verified"]
+    for each in result["samples"]:
+        assert len(each["rates"]) == 2 and min(each["rates"]) <= each["median"] <= max(each["rates"])
+    assert (outputs / "io.png").read_bytes().startswith(b"\x89PNG")
+    if _has_fio:
+        for workload in ("read", "write", "mixed"):
+            low, high, level = result["share_of_fio"][workload]["interval"]
+            assert low <= result["share_of_fio"][workload]["share"] <= high and level == 0.75
+    else:
+        assert "share_of_fio" not in result and "fio is not installed" in output
+
+    # The printed block, the block in the JSON, and the file that was changed say the same.
+    printed = json.loads(output[output.index("\n{\n") : output.index("\n}\n") + 2])
+    assert printed == result["config"]
+    measured = [each["setting"] for each in result["samples"]]
+    io = infinity.load_config(config, check_storage=False).io
+    found = {"backend": io.backend, "request_bytes": io.request_bytes, "num_threads": io.num_threads}
+    assert {**found, "max_inflight": io.max_inflight} in measured
+    before = json.loads((_ROOT / "configs/zero3_nvme.json").read_text())
+    assert json.loads(config.read_text())["optimizer"] == before["optimizer"]
+    assert (outputs / "cache" / "io.json").is_file(), "plans know the drive's speed"
+
+
+@pytest.mark.deep
+def test_an_interruption_gives_what_was_measured(nvme_dir: Path, outputs: Path) -> None:
+    options = ["--json", outputs / "io.json", "--apply", outputs / "config.json", "--rounds", "9999"]
+    (outputs / "config.json").write_text('{"train_batch_size": 1}')
+    process = start(nvme_dir, "profile_io.py", nvme_dir, *_SHORT, "--no-fio", *options)
+    wait_for(process, "round 2 of 9999")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "Traceback" not in output
+    assert "Not finished: interrupted" in output
+    result = json.loads((outputs / "io.json").read_text())
+    assert result["partial"] is True
+    assert result["samples"]
+    assert (outputs / "config.json").read_text() == '{"train_batch_size": 1}', "half a measurement changes no config"
+    assert list(nvme_dir.iterdir()) == []
+    assert sorted(path.name for path in outputs.iterdir()) == ["config.json", "io.json"]
+
+
+def free_bytes(directory: Path) -> int:
+    stat = os.statvfs(directory)
+    return stat.f_bavail * stat.f_frsize
+
+
+@pytest.mark.deep
+def test_kill_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
+    directory = small_tmpfs(200 << 20)
+    before = free_bytes(directory)
+    process = start(directory, "profile_io.py", directory, *_SHORT, "--rounds", "9999")
+    wait_for(process, "round 1")
+    assert free_bytes(directory) < before - (90 << 20)
+    process.kill()
+    finish(process)
+    wait_until(lambda: free_bytes(directory) == before)  # a run of fio that goes on ends by itself
+    assert list(directory.iterdir()) == []

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
 
-import infinity
 from infinity.errors import BudgetTooSmallError, ModelError
-from tests.exactness.lockstep import everything_on_nvme
+from tests.twins import Twins
 
 # Forward-mode AD scripts its decompositions when it is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")
@@ -65,56 +61,24 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-@contextmanager
-def _both(model: nn.Module, directory: Path) -> Iterator[tuple[nn.Module, Any]]:
-    """A plain copy, and an engine with the smallest budget."""
-    plain = copy.deepcopy(model)
-    config = everything_on_nvme(
-        directory, {"optimizer": None, "infinity": {"host_memory_budget": 1, "page_bytes": None}}
-    )
-    with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=model, optimizer=_optimizer(model), config=config)
-    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
-    with infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0] as engine:
-        yield plain, engine
+def _both(model: nn.Module, directory: Path) -> Twins:
+    return Twins(directory, model, is_tight=True)
 
 
 def _input(step: int) -> Tensor:
     return torch.randn(2, 6, generator=torch.Generator().manual_seed(step))
 
 
-def _train(plain: nn.Module, engine: Any) -> None:
-    optimizer = _optimizer(plain)
+def _train(twins: Twins) -> None:
     for step in range(3):
-        expected, loss = plain(_input(step)).square().sum(), engine(_input(step)).square().sum()
-        assert torch.equal(loss, expected)
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.backward(loss)
-        engine.step()
-    for parameter, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
-        with infinity.GatheredParameters(parameter):
-            assert torch.equal(parameter, other)
+        twins.step(lambda model, step=step: model(_input(step)).square().sum())
+    twins.require_equal(has_states=False)
 
 
 @pytest.mark.parametrize("kind", [Recursive, Selective])
 def test_models_that_call_themselves_or_checkpoint_selectively_train(kind: type[nn.Module], tmp_path: Path) -> None:
-    with _both(kind(), tmp_path) as (plain, engine):
-        _train(plain, engine)
-
-
-def test_a_mode_of_the_user_sees_his_operations_only(tmp_path: Path) -> None:
-    with _both(Recursive(), tmp_path) as (plain, engine):
-        with FlopCounterMode(display=False) as counted:
-            engine.backward(engine(_input(0)).sum())
-        with FlopCounterMode(display=False) as expected:
-            plain(_input(0)).sum().backward()
-        assert counted.get_flop_counts()["Global"] == expected.get_flop_counts()["Global"]
+    with _both(kind(), tmp_path) as twins:
+        _train(twins)
 
 
 _CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -136,18 +100,20 @@ def _tangent(model: Any, x: Tensor) -> Tensor | None:
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("call", _CALLS)
 def test_transforms_of_a_forward(call: str, tmp_path: Path) -> None:
-    with _both(Recursive(), tmp_path) as (plain, engine):
+    with _both(Recursive(), tmp_path) as twins:
+        plain, engine = twins.plain, twins.engine
         expected = _CALLS[call](plain, _input(0))
         assert torch.equal(_CALLS[call](engine.module, _input(0)), expected)
-        _train(plain, engine)
+        _train(twins)
 
 
 def test_tracing_is_refused_by_name(tmp_path: Path) -> None:
-    with _both(Recursive(), tmp_path) as (plain, engine):
+    with _both(Recursive(), tmp_path) as twins:
+        engine = twins.engine
         with pytest.raises(ModelError, match=r"torch\.jit\.trace makes constants .*deepcopy"):
             torch.jit.trace(engine.module, (_input(0),))
         engine.reset()
-        _train(plain, engine)
+        _train(twins)
 
 
 class Normed(nn.Module):
@@ -196,19 +162,6 @@ class Mixed(Normed):
             return super().forward(torch.nn.functional.linear(x.tanh(), self.weight, self.bias))
 
 
-class NormedByItself(Mixed):
-    """The same, where autograd saves the parameter itself, and not a view of it."""
-
-    def __init__(self, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        super().__init__(around)
-        self.weight = nn.Parameter(torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.nn.functional.linear(x, self.layers[0][1].weight)
-        with self.around():
-            return Normed.forward(self, torch.layer_norm(x, (6,), self.weight, self.bias))
-
-
 _AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "narrow": lambda: saved_tensors_hooks(_narrow, lambda packed: packed[1].to(packed[0])),
     "kept": lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
@@ -219,8 +172,9 @@ _AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 @pytest.mark.deep(but=2)
 @pytest.mark.parametrize("which", _AROUND)
 def test_hooks_of_the_user_inside_a_forward(which: str, tmp_path: Path) -> None:
-    with _both(Mixed(_AROUND[which]), tmp_path) as (plain, engine):
-        _train(plain, engine)
+    with _both(Mixed(_AROUND[which]), tmp_path) as twins:
+        engine = twins.engine
+        _train(twins)
         for step in range(2):  # an error inside of them
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 engine(torch.ones(2, 5 + 2 * step))
@@ -228,21 +182,6 @@ def test_hooks_of_the_user_inside_a_forward(which: str, tmp_path: Path) -> None:
         loss = engine(_input(0)).sum()
         engine.backward(loss)
         engine.step()
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("which", _AROUND)
-def test_a_parameter_that_hooks_inside_a_forward_keep_is_never_a_wrong_number(which: str, tmp_path: Path) -> None:
-    with _both(NormedByItself(_AROUND[which]), tmp_path) as (plain, engine):
-        expected, loss = plain(_input(0)).square().sum(), engine(_input(0)).square().sum()
-        assert torch.equal(loss, expected)
-        expected.backward()
-        try:
-            loss.backward()
-        except RuntimeError:
-            return
-        found, own = engine.module.layers[0][1].weight.grad, plain.layers[0][1].weight.grad
-        assert torch.equal(found, own) or found.isnan().any()
 
 
 class KeepsViews(nn.Module):
@@ -271,21 +210,16 @@ def test_views_that_hooks_inside_a_forward_keep_cost_memory(tmp_path: Path) -> N
     for block in model.blocks:
         block.__class__ = KeepingLinear
     with (
-        _both(model, tmp_path) as (_, engine),
+        _both(model, tmp_path) as twins,
         pytest.raises(BudgetTooSmallError, match=r"hooks for saved tensors.*around the call of the model"),
     ):
-        engine(torch.ones(2, 64))
-    plain = copy.deepcopy(KeepsViews())
-    model = copy.deepcopy(plain)
+        twins.engine(torch.ones(2, 64))
+    model = KeepsViews()
     for block in model.blocks:
         block.__class__ = KeepingLinear
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    with infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0] as engine:
-        x = torch.ones(2, 64)
-        plain(x).square().sum().backward()
-        engine(x).square().sum().backward()
-        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(parameter.grad, other.grad)
+    with Twins(tmp_path, model) as twins:
+        twins.step(lambda model: model(torch.ones(2, 64)).square().sum())
+        twins.require_equal()
 
 
 @pytest.mark.deep(but=1)
@@ -298,8 +232,9 @@ def test_hooks_of_the_user_around_a_forward_see_all_that_is_saved(which: str, tm
             return saved_tensors_hooks(_narrow, lambda packed: packed[1].to(packed[0]))
         return save_on_cpu() if which == "moved" else saved_tensors_hooks(counting.pack, counting.unpack)
 
-    with _both(Normed(), tmp_path) as (plain, engine):
-        optimizer = _optimizer(plain)
+    with _both(Normed(), tmp_path) as twins:
+        plain, engine = twins.plain, twins.engine
+        optimizer = twins.expected
         for step in range(3):
             with hooks(counts[0]):
                 expected = plain(_input(step)).square().sum()
@@ -314,22 +249,6 @@ def test_hooks_of_the_user_around_a_forward_see_all_that_is_saved(which: str, tm
             optimizer.zero_grad()
             engine.step()
         assert counts[0].numel == counts[1].numel
-
-
-def test_a_profiler_of_shapes_sees_the_same_operations_and_no_errors(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    kinds = ("aten::addmm", "aten::native_layer_norm", "aten::gelu", "aten::mm", "aten::native_layer_norm_backward")
-    found = []
-    with _both(Normed(), tmp_path) as (plain, engine):
-        _train(plain, engine)
-        for model in (plain, engine):
-            with torch.profiler.profile(record_shapes=True, profile_memory=True) as profiled:
-                loss = model(_input(0)).square().sum()
-                loss.backward() if model is plain else engine.backward(loss)
-            found.append([(event.name, event.input_shapes) for event in profiled.events() if event.name in kinds])
-    assert found[0] == found[1] and len(found[0]) > 16
-    assert "Exception" not in capfd.readouterr().err
 
 
 class Slopes(nn.Module):
@@ -349,7 +268,8 @@ class Slopes(nn.Module):
 
 
 def test_derivatives_by_torch_func_inside_a_forward_are_an_error(tmp_path: Path) -> None:
-    with _both(Slopes(), tmp_path) as (_, engine):
+    with _both(Slopes(), tmp_path) as twins:
+        engine = twins.engine
         with pytest.raises(RuntimeError, match="saved tensor hooks"):
             engine(_input(0))
         engine.reset()
@@ -358,13 +278,10 @@ def test_derivatives_by_torch_func_inside_a_forward_are_an_error(tmp_path: Path)
 
 def test_derivatives_by_torch_func_around_a_forward(tmp_path: Path) -> None:
     """Weights that it uses stay in memory: torch forbids hooks for saved tensors meanwhile."""
-    config = everything_on_nvme(tmp_path, {"optimizer": None})
-    model = Recursive()
-    plain = copy.deepcopy(model)
-    with infinity.initialize(model=model, optimizer=_optimizer(model), config=config)[0] as engine:
+    with Twins(tmp_path, Recursive()) as twins:
         for transform in (grad, grad_and_value, jacrev):
-            expected = transform(lambda x: plain(x).square().sum())(_input(0))
-            found = transform(lambda x: engine(x).square().sum())(_input(0))
+            expected = transform(lambda x: twins.plain(x).square().sum())(_input(0))
+            found = transform(lambda x: twins.engine(x).square().sum())(_input(0))
             for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (expected, found)), strict=True):
                 assert torch.equal(a, b)
-        _train(plain, engine)
+        _train(twins)

@@ -16,21 +16,13 @@ from infinity.errors import ConfigError, StepError
 from infinity.integrations.transformers import InfinityTrainer, newest_checkpoint
 from tests.stand_in import models
 from tests.stand_in.text import rows
+from tests.twins import on_nvme
 
 _OF_TIME = ("runtime", "per_second")
 _CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
 )
 """transformers before 5.23 knows the second name only."""
-
-
-def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
-    """A config that leaves to the arguments what it can; nothing stays in memory."""
-    directory.mkdir(exist_ok=True)
-    nvme = {"device": "nvme", "nvme_path": str(directory)}
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
-    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    return {"zero_optimization": zero, "infinity": memory, **changes}
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
@@ -127,40 +119,6 @@ def test_a_callback_that_comes_before_the_step(max_norm: float, tmp_path: Path) 
     trainer.engine.close()
 
 
-class Looking(TrainerCallback):
-    """Looks at gradients now and then."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_pre_optimizer_step(self, arguments: Any, state: Any, *_: Any, **objects: Any) -> None:
-        if state.global_step == 2:
-            self.seen += [parameter.grad.square().sum().item() for parameter in objects["model"].parameters()]
-
-
-def test_gradients_first_looked_at_in_a_later_step(tmp_path: Path) -> None:
-    """Without clipping, which looks at them in each."""
-    found = []
-    for config in (None, on_nvme(tmp_path / "nvme")):
-        looking = Looking()
-        trainer = trained(tmp_path, config, models.llama(), callbacks=[looking], max_grad_norm=0.0)
-        found.append(looking.seen)
-    assert found[0] and found[0] == found[1]
-    trainer.engine.close()
-
-
-def test_weights_of_the_scripts_own_making_are_saved(tmp_path: Path) -> None:
-    """As scripts do it that gather a state dict, and change it."""
-    trainer = trained(tmp_path, on_nvme(tmp_path / "nvme"), models.llama())
-    halves = {name: (value / 2).half() for name, value in trainer.model.state_dict().items()}
-    trainer._save(str(tmp_path / "saved"), state_dict=dict(halves))
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert saved.keys() == halves.keys()
-    assert all(torch.equal(value, halves[name]) for name, value in saved.items())
-    assert (tmp_path / "saved" / "training_args.bin").is_file()
-    trainer.engine.close()
-
-
 @pytest.mark.deep
 def test_optimizer_and_scheduler_of_the_config(tmp_path: Path) -> None:
     adam = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
@@ -196,37 +154,6 @@ def test_evaluation_before_and_without_training(tmp_path: Path) -> None:
         trainer.engine.close()
 
 
-class _OwnOptimizer:
-    """Makes one of its own, each time anew."""
-
-    model: Any
-    optimizer: Any
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        return self.optimizer
-
-
-@pytest.mark.deep
-def test_an_optimizer_of_a_subclass(tmp_path: Path) -> None:
-    """The engine has it, whatever stands before the mixin; an evaluation changes nothing, a second training begins anew."""
-    found = []
-    for base in (Trainer, InfinityTrainer):
-        own = type("Own", (_OwnOptimizer, base), {})
-        more = {} if base is Trainer else {"infinity_config": on_nvme(tmp_path / "nvme")}
-        options = arguments(tmp_path, eval_strategy="steps", eval_steps=2)
-        trainer = own(models.llama(), options, train_dataset=rows(16, 32), eval_dataset=rows(4, 32), **more)
-        logs = []
-        for _ in range(2):
-            trainer.train()
-            logs += log_of(trainer.state.log_history)
-        trainer.save_model(str(tmp_path / base.__name__))
-        found.append(logs)
-    assert found[0] == found[1]
-    assert_same_weights(tmp_path / "Trainer" / "model.safetensors", tmp_path / "InfinityTrainer" / "model.safetensors")
-    trainer.engine.close()
-
-
 @pytest.mark.deep
 def test_a_durable_run_and_the_trainers_steps(tmp_path: Path) -> None:
     """It goes on with a checkpoint of the Trainer's, and not beside its count; who only evaluates has none."""
@@ -256,41 +183,12 @@ def test_a_durable_run_and_the_trainers_steps(tmp_path: Path) -> None:
     evaluating.engine.close()
 
 
-def test_one_trial_after_the_other(tmp_path: Path) -> None:
-    """A search makes model and accelerator anew for each."""
-    trainer = InfinityTrainer(
-        args=arguments(tmp_path, max_steps=1),
-        model_init=lambda: models.llama(),
-        train_dataset=rows(16, 32),
-        infinity_config=on_nvme(tmp_path / "nvme"),
-    )
-    trainer.train()
-    first = trainer.engine
-    trainer.create_accelerator_and_postprocess()
-    trainer.train()
-    assert first.is_closed and trainer.engine is not first
-    trainer.engine.close()
-
-
-class Plain(nn.Module):
-    """A model that is none of transformers'."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
-
-    def forward(self, input_ids: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
-        scores = self.head(self.embedding(input_ids[:, :-1]))
-        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), input_ids[:, 1:].flatten())}
-
-
 def test_a_save_that_fails_leaves_the_weights_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [tmp_path / "plain", tmp_path / "ours"]
     for folder, config in zip(folders, (None, on_nvme(tmp_path / "nvme")), strict=True):
-        trainer = trained(tmp_path, config, Plain(), prediction_loss_only=True)
+        trainer = trained(tmp_path, config, models.llama())
         trainer.save_model(str(folder))
     assert {path.name for path in folders[1].iterdir()} == {path.name for path in folders[0].iterdir()}
     assert_same_weights(*(folder / "model.safetensors" for folder in folders))
@@ -336,24 +234,6 @@ def test_a_training_after_one_that_was_cut_off(tmp_path: Path) -> None:
         found.append((log_of(trainer.state.log_history), weights))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
-    trainer.engine.close()
-
-
-def test_after_the_engine_was_closed(tmp_path: Path) -> None:
-    """The model is saved as an ordinary one, and trained once more."""
-    found = []
-    for config in (None, on_nvme(tmp_path / "nvme")):
-        trainer = trained(tmp_path, config, models.llama(), optim="sgd")
-        if config is not None:
-            trainer.engine.close()
-        trainer.save_model(str(tmp_path / "first"))
-        weights = load_file(tmp_path / "first" / "model.safetensors")
-        trainer.train()
-        values = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        found.append((weights, values, trainer.evaluate()["eval_loss"], log_of(trainer.state.log_history)))
-    for first, second in zip(found[0][:2], found[1][:2], strict=True):
-        assert first.keys() == second.keys() and all(torch.equal(second[name], value) for name, value in first.items())
-    assert found[0][2:] == found[1][2:]
     trainer.engine.close()
 
 

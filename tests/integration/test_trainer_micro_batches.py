@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from infinity.integrations.transformers import InfinityTrainerMixin
-from tests.integration.test_trainer import _CHECKPOINTING, arguments, log_of, on_nvme
+from tests.integration.test_trainer import _CHECKPOINTING, arguments, log_of
 from tests.stand_in import models
 from tests.stand_in.text import rows
+from tests.twins import on_nvme
 
 _BUDGET_BYTES = 300_000
 """Little enough for "auto" to see that the vertical schedule saves something."""
@@ -209,16 +209,6 @@ class Averaging(Weighing):
         return loss
 
 
-class Penalised(Trainer):
-    """Calls the model twice."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        first, second = (model(**inputs).logits for _ in range(2))
-        return (first.softmax(-1) * second.log_softmax(-1)).mean() / num_items_in_batch
-
-
 class Referring(Trainer):
     """Calls the model without its adapters first."""
 
@@ -230,19 +220,6 @@ class Referring(Trainer):
         return (model(**inputs).logits - reference.softmax(-1)).square().mean() / num_items_in_batch
 
 
-class Preparing(Trainer):
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        return super()._prepare_inputs(inputs)
-
-
-class TwoBackwards(Trainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        for _ in range(2):
-            loss: Any = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss / 2)
-        return loss.detach()
-
-
 class Halving(Trainer):
     """Changes some gradients after each backward."""
 
@@ -252,14 +229,6 @@ class Halving(Trainer):
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
         return loss
-
-
-class Forgetting(Trainer):
-    """Only the last micro-batch counts."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.optimizer.optimizer.zero_grad()
-        return super().training_step(*args, **kwargs)
 
 
 class Stopping(TrainerCallback):
@@ -281,13 +250,9 @@ def _adapted() -> Any:
     [
         (Trainer, functools.partial(_llama, attention_dropout=0.1), "random numbers are drawn at several places"),
         (Averaging, _llama, "a step changes OurTrainer.average, and another micro-batch may look at it"),
-        (Penalised, _llama, "a micro-batch calls the model several times"),
         (Trainer, functools.partial(_llama, tie_word_embeddings=True), "is used at several places"),  # with little room
         (Referring, _adapted, "a micro-batch calls the model several times"),
-        (Preparing, _llama, "OurTrainer has a _prepare_inputs of its own"),
-        (TwoBackwards, _llama, "a micro-batch calls the model several times"),
         (Halving, _llama, "the gradient of 'model.norm.weight' is looked at or changed before the step"),
-        (Forgetting, _llama, "gradients are dropped between micro-batches"),
         (Trainer, _llama, "Stopping.on_substep_end is called after each micro-batch"),
     ],
 )
@@ -303,24 +268,3 @@ def test_what_would_differ_goes_one_after_the_other(train: Any, base: Any, make:
     assert_same(found, expected)
     for report in found[2]:
         assert (report.schedule, reason in report.schedule_reason) == ("ordinary", True), report.schedule_reason
-
-
-@pytest.mark.deep
-def test_who_asks_for_it_is_told_what_differs(train: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="infinity.vertical"):
-        *_, reports = train(Trainer, _llama(attention_dropout=0.1), "vertical", max_steps=2)
-    assert [report.schedule for report in reports] == ["vertical"] * 2
-    [message] = [record.getMessage() for record in caplog.records if "vertical schedule" in record.getMessage()]
-    assert "random numbers are drawn at several places" in message
-
-
-@pytest.mark.deep
-def test_an_error_of_the_loss(train: Any) -> None:
-    class Failing(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 1:
-                raise ZeroDivisionError("its own")
-            return super().compute_loss(*args, **kwargs)
-
-    with pytest.raises(ZeroDivisionError, match="its own"):
-        train(Failing, _llama(), "auto")

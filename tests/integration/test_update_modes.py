@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,28 +11,13 @@ import pytest
 import torch
 
 import infinity
-from infinity.errors import BudgetTooSmallError
-from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme
 from tests.states import state_of
+from tests.twins import Twins, least_budget
 from tests.updates_on_demand import let_run_what_may, num_pending, updates_on_demand
 
 _MODES = ("in_backward", "deferred", "step")
 _DEFERRED = {"infinity": {"update": "deferred"}}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("update", [*_MODES, "auto"])
-@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
-def test_every_mode_gives_the_same_bits(update: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={**changes, "infinity": {"update": update}}) as both:
-        assert both.engine.plan.update == ("in_backward" if update == "auto" else update)
-        for step in range(4):
-            both.engine_step(step)
-            for optimizer in both.each_optimizer():
-                for group in optimizer.param_groups:
-                    group["lr"] *= 0.5
-                    group["weight_decay"] += 0.01
-        both.require_equal()
 
 
 @pytest.mark.deep
@@ -47,14 +31,6 @@ def test_deferred_updates_wait_for_the_forward_that_wants_them(tmp_path: Path) -
         let_run_what_may(both.engine)
         assert num_pending(both.engine) > 0, "some units are not in memory, and nobody wants them"
         both.engine_step(3)
-        both.require_equal()
-
-
-def test_step_leaves_nothing_pending(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={"infinity": {"update": "step"}}) as both, updates_on_demand(both.engine):
-        for step in range(3):
-            both.engine_step(step)
-            assert num_pending(both.engine) == 0
         both.require_equal()
 
 
@@ -88,17 +64,6 @@ def test_whoever_looks_sees_the_step_done(look: str, tmp_path: Path) -> None:
         both.engine.train()
         both.engine_step(3)
         both.require_equal()
-
-
-def test_a_state_dict_holds_the_new_weights(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes={**BF16, **_DEFERRED}) as both, updates_on_demand(both.engine):
-        for step in range(3):
-            both.engine_step(step)
-        expected = dict(both.reference.model.named_parameters())
-        assert num_pending(both.engine) > 0
-        found = both.model.state_dict()
-        for fqn, param in expected.items():
-            assert torch.equal(found[fqn], param), fqn
 
 
 def test_closing_finishes_what_is_pending(tmp_path: Path) -> None:
@@ -139,10 +104,8 @@ def _budget(size: str, directory: Path) -> int:
     """The smallest budget there is, or one in which everything has room."""
     if size == "roomy":
         return 64 << 20
-    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": 1}}
-    with pytest.raises(BudgetTooSmallError) as caught:
-        Lockstep.start(directory, changes=changes)
-    return caught.value.minimum_bytes + (30_000 if size == "some" else 0)
+    config = everything_on_nvme(directory, {**BF16, "infinity": {"update": "deferred"}})
+    return least_budget(PLAIN.make("none"), config) + (30_000 if size == "some" else 0)
 
 
 _BUDGETS = pytest.mark.parametrize("size", ["smallest", "some", "roomy"])
@@ -157,23 +120,6 @@ def test_gradients_added_by_hand_are_exact_in_any_budget(size: str, tmp_path: Pa
         for step in range(4):
             for micro_batch in range(1 + 2 * (step % 2)):
                 both.plain_backward(step, micro_batch)
-            both.plain_update()
-        both.require_equal()
-
-
-@pytest.mark.deep
-@_BUDGETS
-def test_a_gradient_that_is_looked_at_is_exact(size: str, tmp_path: Path) -> None:
-    changes = {**BF16, "infinity": {"update": "deferred", "host_memory_budget": _budget(size, tmp_path)}}
-    with Lockstep.start(tmp_path, changes=changes, loop="plain") as both:
-        for step in range(2):
-            both.plain_backward(step)
-            for fqn, param in both.model.named_parameters():
-                gradient = param.grad
-                assert gradient is not None
-                assert gradient.dtype == torch.float32
-                gradient.mul_(1 / 3)
-                both.reference.main[fqn].grad.mul_(1 / 3)
             both.plain_update()
         both.require_equal()
 
@@ -225,25 +171,10 @@ def test_a_gradient_that_was_not_expected_is_part_of_the_same_update(
 ) -> None:
     # A unit is updated when what fired in the micro-batch before has fired: gradients of earlier ones must not go before.
     torch.manual_seed(0)
-    plain, batches = _Routed(), [torch.randn(3, 6) for _ in routes]
-    paged = copy.deepcopy(plain)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
-    config = everything_on_nvme(
-        tmp_path, {"gradient_accumulation_steps": len(routes), "gradient_clipping": max_norm, "infinity": {}}
-    )
-    engine, *_ = infinity.initialize(
-        model=paged, optimizer=torch.optim.AdamW(paged.parameters(), lr=0.1, fused=True), config=config
-    )
-    with engine:
+    batches = [torch.randn(3, 6) for _ in routes]
+    changes = {"gradient_accumulation_steps": len(routes), "gradient_clipping": max_norm}
+    losses = [lambda model, x=x, names=names: model(x, names) for x, names in zip(batches, routes, strict=True)]
+    with Twins(tmp_path, _Routed(), **changes) as twins:
         for _ in range(3):
-            for x, names in zip(batches, routes, strict=True):
-                (plain(x, names) / len(routes)).backward()
-                engine.backward(engine(x, names))
-                engine.step()
-            grads = [p for p in plain.parameters() if p.grad is not None]
-            norm = torch.nn.utils.clip_grad_norm_(grads, max_norm or float("inf"))
-            optimizer.step()
-            optimizer.zero_grad()
-            assert torch.equal(torch.tensor(engine.get_global_grad_norm()), norm)
-    for (name, ours), theirs in zip(paged.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+            twins.step(*losses, max_norm=max_norm)
+        twins.require_equal()

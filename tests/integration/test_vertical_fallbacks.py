@@ -1,9 +1,9 @@
-"""Models that cannot go vertically: the step is done in the ordinary order, exactly, and the report says why."""
+"""Where a vertical step is done in the ordinary order, exactly, and the report says why; and what surrounds a vertical one."""
 
 from __future__ import annotations
 
 import random
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinity.errors import BudgetTooSmallError, StepError
-from tests.exactness.case import Case, loss_of
-from tests.exactness.lockstep import Lockstep
-from tests.exactness.shapes.blocks import WIDTH, Block, Net, token_batch
+from infinity.errors import BudgetTooSmallError
+from tests.exactness.case import Case
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
+from tests.exactness.shapes.blocks import VOCABULARY, WIDTH, Block, Net, token_batch
 
 pytestmark = pytest.mark.deep
 
@@ -26,21 +26,6 @@ _VERTICAL = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertica
 class WritesInput(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(0.5))
-
-
-class WritesMask(Block):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if mask is not None:
-            mask.add_(1.0)
-        return super().forward(x)
-
-
-class Masked(Net):
-    def body(self, x: Tensor) -> Tensor:
-        mask = torch.zeros(WIDTH)
-        for block in self.blocks:
-            x = block(x, mask) + mask
-        return x
 
 
 class FillsList(Block):
@@ -58,31 +43,10 @@ class Collecting(Net):
         return x + torch.stack(seen).sum()
 
 
-class Bag:
-    """Something that is no container."""
-
-    def __init__(self) -> None:
-        self.items: list[Tensor] = []
-
-
 class SavesNarrowly(Net):
     def body(self, x: Tensor) -> Tensor:
         with _narrowly():
             return super().body(x)
-
-
-class CarriesBag(Net):
-    def body(self, x: Tensor) -> Tensor:
-        bag = Bag()
-        bag.items.append(x)
-        for block in self.blocks:
-            x = block(x, bag)
-        return x
-
-
-class ReadsBag(Block):
-    def forward(self, x: Tensor, bag: Bag) -> Tensor:
-        return super().forward(x + bag.items[0])
 
 
 class Hoards(Block):
@@ -97,39 +61,6 @@ class Hoarding(Net):
     def body(self, x: Tensor) -> Tensor:
         y = super().body(x)
         return y + sum(block.seen.mean() for block in self.blocks)
-
-
-class TwoViews(Block):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = super().forward(x)
-        return y, y[:, 0]
-
-
-class Viewing(Net):
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x, first = block(x)
-            first.mul_(0.5)
-        return x
-
-
-class WritesLater(Net):
-    """What a block was given is written to afterwards, which its first operation allows."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=Doubling)
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            y = block(x)
-            x.add_(1.0)
-            x = y + x
-        return x
-
-
-class Doubling(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 2)
 
 
 class CountsInBlock(Block):
@@ -155,47 +86,6 @@ class CountsInBuffer(Net):
         return super().body(x) * (1.0 + 0.1 * self.calls.item())
 
 
-class Centred(Net):
-    """Subtracts a running mean before the blocks, and goes on with it behind them, in a new tensor."""
-
-    def __init__(self) -> None:
-        super().__init__("none")
-        self.register_buffer("centre", torch.zeros(WIDTH))
-        self.centre: Tensor
-
-    def body(self, x: Tensor) -> Tensor:
-        y = super().body(x - self.centre.to(x.dtype))
-        self.centre = 0.5 * self.centre + 0.5 * y.detach().float().mean((0, 1))
-        return y
-
-
-class WritesBlocksBuffer(Net):
-    """A block's own buffer, which it does not use, is written to from outside."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=Unused)
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            with torch.no_grad():
-                block.mean.mul_(0.5).add_(x.float().mean((0, 1)), alpha=0.5)
-        return x - self.blocks[0].mean.to(x.dtype)
-
-
-class Unused(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-
-class OtherSecondTime(Block):
-    """Depends on something that differs the second time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if threading.current_thread() is threading.main_thread() else 0.5 * x)
-
-
 class LayerDrop(Net):
     """Skips blocks at random, each micro-batch others."""
 
@@ -217,29 +107,6 @@ class Statistics(Block):
         with torch.no_grad():
             self.mean.mul_(0.9).add_(x.float().mean((0, 1)), alpha=0.1)
         return super().forward(x - self.mean.to(x.dtype))
-
-
-class Observer(Block):
-    """As those of quantization per channel: how many channels there are shows in the first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("largest", torch.empty(0))
-        self.largest: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = x.detach().float().abs().amax((0, 1))
-        if not self.largest.numel():
-            self.largest.resize_(found.shape).zero_()
-        self.largest.copy_(torch.max(self.largest, found))
-        return super().forward(x / self.largest.to(x.dtype))
-
-
-class StatisticsTwice(Net):
-    def body(self, x: Tensor) -> Tensor:
-        for index in (0, 1, 0, 2):
-            x = self.blocks[index](x)
-        return x
 
 
 class GradientInside(Net):
@@ -273,70 +140,6 @@ class HookedMemory(Net):
         return self.blocks[2](x + memory)
 
 
-class HookedNorm(Net):
-    """The same behind a normalization, which a later part of the graph shares."""
-
-    def body(self, x: Tensor) -> Tensor:
-        memory = self.norm(self.blocks[0](x))
-        memory.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        x = self.blocks[1](memory)
-        return self.blocks[2](x + 2 * memory)
-
-
-class HookedBetween(Net):
-    """A value with a hook that no block is given goes past a block."""
-
-    def body(self, x: Tensor) -> Tensor:
-        skip = 2.0 * x
-        skip.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        return self.blocks[2](self.blocks[1](self.blocks[0](x + skip)) + skip)
-
-
-class HookedParameter(Net):
-    """A parameter with a hook is used at two places."""
-
-    def __init__(self) -> None:
-        super().__init__("none")
-        self.offset = nn.Parameter(torch.linspace(-0.5, 0.5, WIDTH))
-        self.offset.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x + self.offset) + self.offset
-
-
-class HookedShared(Net):
-    """A parameter with a hook is shared by two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__("none")
-        self.blocks[2].up.weight = self.blocks[0].up.weight
-        self.blocks[0].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-
-
-class AddsOne(torch.autograd.Function):
-    """Its gradient is more than what comes: of an auxiliary loss, for example."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return gradient + 1.0
-
-
-class CrossingFunction(Net):
-    """Past the blocks goes the result of a function of the user's own, and the embedding is used behind them as well."""
-
-    def __init__(self) -> None:
-        super().__init__("none")
-        self.head.weight = self.embedding.weight
-
-    def body(self, x: Tensor) -> Tensor:
-        start = AddsOne.apply(x)
-        return super().body(start) + start
-
-
 def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
     def build(checkpointing: str) -> nn.Module:
         if block is not None:
@@ -348,26 +151,13 @@ def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
 
 _CASES: dict[str, tuple[Any, str]] = {
     "writes its input": (_net(Net, WritesInput), "blocks.0 writes to its input"),
-    "writes its mask": (_net(Masked, WritesMask), "blocks.0 writes to its input"),
     "fills a list": (_net(Collecting, FillsList), "changes a container that it is given"),
-    "carries a bag": (_net(CarriesBag, ReadsBag), "is given a Bag that carries gradients"),
     "hoards": (_net(Hoarding, Hoards), "blocks.0 gives tensors away"),
-    "two views": (_net(Viewing, TwoViews), "blocks.0 returns views of one tensor"),
-    "writes later": (_net(WritesLater), "written to after the block has used it"),
     "counts in a block": (_net(Net, CountsInBlock), "gives another result when it is computed again"),
-    "other the second time": (_net(Net, OtherSecondTime), "gives another result when it is computed again"),
     "hooks for what is saved": (_net(SavesNarrowly), "hooks for saved tensors are active around blocks.0"),
     "counts in a buffer": (_net(CountsInBuffer), "changes the buffer CountsInBuffer.calls between"),
-    "centred": (_net(Centred), "changes the buffer Centred.centre between its blocks"),
-    "writes a block's buffer": (_net(WritesBlocksBuffer), "changes the buffer Unused.mean between its blocks"),
     "layer drop": (_net(LayerDrop), "micro-batches call different blocks"),
-    "statistics twice": (_net(StatisticsTwice, Statistics), "writes to its buffers and is called several times"),
     "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
-    "hooked between": (_net(HookedBetween), "has a hook for its gradient"),
-    "hooked parameter": (_net(HookedParameter), "used between blocks has a hook for its gradient"),
-    "hooked shared": (_net(HookedShared), "is used in several blocks and has a hook"),
-    "hooked norm": (_net(HookedNorm), "has a hook for its gradient"),
-    "crossing function": (_net(CrossingFunction), "a function of the user's own has computed"),
     "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),
 }
 
@@ -379,25 +169,24 @@ def test_the_ordinary_order_takes_over(name: str, tmp_path: Path) -> None:
     random.seed(1)  # with which no step drops the same layers in all micro-batches
     torch.manual_seed(1)
     with Lockstep.start(tmp_path, case=Case(name, build, token_batch), changes=_VERTICAL) as both:
-        reasons = []
+        forward = both.reference.forward
         for step in range(4):
-            batches = [both.batch(step, index) for index in range(3)]
             states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-            losses = []
-            for batch in batches:
-                loss = both.reference.forward(batch)
-                losses.append(loss.detach())
-                both.reference.backward(loss)
-            both.reference.step()
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
-            mean = both.engine.train_batch(iter(batches))
-            report = both.engine.report
-            assert report.schedule == "ordinary"
-            reasons.append(report.schedule_reason)
-            both.note(f"loss {step}", torch.stack(losses).mean(), mean)
-        assert all(reason in said for said in reasons), reasons
+            drawn: list[Tensor] = []
+
+            def forward_and_again(batch: Any, states: Any = states, drawn: list[Tensor] = drawn) -> Tensor:
+                """The engine's micro-batches draw the same numbers."""
+                drawn.append(forward(batch))
+                if len(drawn) == 3:
+                    torch.set_rng_state(states[0])
+                    random.setstate(states[1])
+                    np.random.set_state(states[2])
+                return drawn[-1]
+
+            both.reference.forward = forward_and_again  # type: ignore[method-assign]
+            both.batch_step(step)
+            assert both.engine.report.schedule == "ordinary"
+            assert reason in both.engine.report.schedule_reason
         both.require_equal()
 
 
@@ -427,16 +216,11 @@ class Statistician(Net):
     """Suitable: each block is called once, so its buffer is written in the same order."""
 
 
-@pytest.mark.parametrize("block", [Statistics, Observer])
-def test_buffers_that_blocks_write_are_those_of_plain_torch(block: type[Block], tmp_path: Path) -> None:
-    case = Case("statistics", _net(Statistician, block), token_batch)
+def test_buffers_that_blocks_write_are_those_of_plain_torch(tmp_path: Path) -> None:
+    case = Case("statistics", _net(Statistician, Statistics), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         for step in range(3):
-            batches = [both.batch(step, index) for index in range(3)]
-            for batch in batches:
-                both.reference.backward(both.reference.forward(batch))
-            both.reference.step()
-            both.engine.train_batch(iter(batches))
+            both.batch_step(step)
             assert both.engine.report.schedule == "vertical"
         both.require_equal()
 
@@ -456,11 +240,7 @@ class Gathering(Net):
 def test_batch_norms_between_blocks_are_those_of_plain_torch(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=Case("gathering", _net(Gathering), token_batch), changes=_VERTICAL) as both:
         for step in range(3):
-            batches = [both.batch(step, index) for index in range(3)]
-            for batch in batches:
-                both.reference.backward(both.reference.forward(batch))
-            both.reference.step()
-            both.engine.train_batch(iter(batches))
+            both.batch_step(step)
             assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
         both.require_equal()
 
@@ -484,11 +264,7 @@ def test_a_table_that_grows_is_that_of_plain_torch(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=Case("grows", _net(Grows), token_batch), changes=_VERTICAL) as both:
         reasons = []
         for step in range(4):
-            batches = [both.batch(step, index) for index in range(3)]
-            for batch in batches:
-                both.reference.backward(both.reference.forward(batch))
-            both.reference.step()
-            both.engine.train_batch(iter(batches))
+            both.batch_step(step)
             reasons.append(both.engine.report.schedule_reason)
         assert "changes the buffer Grows.table between its blocks" in reasons[0]
         assert both.model.reach == both.reference.model.reach
@@ -508,76 +284,10 @@ def test_a_buffer_that_is_written_to_later_is_noticed(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         for step in range(4):
             WritesFromTheThirdStepOn.third = step >= 2
-            batches = [both.batch(step, index) for index in range(3)]
-            for batch in batches:
-                both.reference.backward(both.reference.forward(batch))
-            both.reference.step()
-            both.engine.train_batch(iter(batches))
+            both.batch_step(step)
             assert (both.engine.report.schedule == "ordinary") == (step >= 2)
             assert step != 2 or "changes the buffer" in both.engine.report.schedule_reason
         both.require_equal()
-
-
-_DRAWS: list[float] = []
-
-
-class DrawsInBlock(Block):
-    """Drops itself by Python's and NumPy's generators, as libraries for data do it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        _DRAWS.append(random.random() + np.random.rand())
-        return super().forward(x) if _DRAWS[-1] < 1.3 else x
-
-
-def test_what_blocks_draw_from_python_and_numpy_is_drawn_again(tmp_path: Path) -> None:
-    random.seed(5)
-    np.random.seed(6)
-    with Lockstep.start(tmp_path, case=Case("draws", _net(Net, DrawsInBlock), token_batch), changes=_VERTICAL) as both:
-        for step in range(3):
-            _DRAWS.clear()
-            both.engine.train_batch(iter([both.batch(step, index) for index in range(3)]))
-            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
-            forward, again = _DRAWS[:9], _DRAWS[9:]
-            assert len(set(forward)) == 9
-            assert sorted(again) == sorted(draw for draw in forward if draw < 1.3), (
-                "as those that were not dropped drew"
-            )
-            following = random.random()
-            assert following not in _DRAWS
-
-
-class ChangesHisMind(Net):
-    """Suitable until the third step, in which a block computes something else the second time."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=Fickle)
-
-
-class Fickle(Block):
-    step = 0
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).calls += 1
-        y = super().forward(x)
-        if type(self).step == 2 and type(self).calls > 12:
-            return y.detach()
-        return y
-
-
-def test_too_late_to_begin_anew_is_an_error_and_a_reset_helps(tmp_path: Path) -> None:
-    Fickle.step = 0
-    with Lockstep.start(tmp_path, case=Case("fickle", _net(ChangesHisMind), token_batch), changes=_VERTICAL) as both:
-        for step in range(2):
-            Fickle.step, Fickle.calls = step, 0
-            both.engine.train_batch(iter([both.batch(step, index) for index in range(3)]))
-            assert both.engine.report.schedule == "vertical"
-        Fickle.step, Fickle.calls = 2, 0
-        with pytest.raises((StepError, RuntimeError)):
-            both.engine.train_batch(iter([both.batch(2, index) for index in range(3)]))
-        Fickle.step = 3
-        both.engine.reset()
-        both.engine.train_batch(iter([both.batch(3, index) for index in range(3)]))
 
 
 def test_what_the_config_and_the_loop_decide(tmp_path: Path) -> None:
@@ -612,28 +322,9 @@ def test_what_lies_between_blocks_may_be_differentiated_in_forward(tmp_path: Pat
     case = Case("gradient inside", _net(GradientInside), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         for step in range(3):
-            batches = [both.batch(step, index) for index in range(3)]
-            for batch in batches:
-                both.reference.backward(both.reference.forward(batch))
-            both.reference.step()
-            both.engine.train_batch(iter(batches))
+            both.batch_step(step)
             assert both.engine.report.schedule == "vertical"
         both.require_equal()
-
-
-def test_a_step_begun_by_hand_is_finished_in_order(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
-        both.engine_step(0)
-        assert both.engine.report.schedule_reason == ""
-        batches = [both.batch(1, index) for index in range(3)]
-        for batch in batches:
-            both.reference.backward(both.reference.forward(batch))
-        both.reference.step()
-        both.engine.backward(loss_of(both.engine(**batches[0])))
-        both.engine.step()
-        both.engine.train_batch(iter([*batches[1:], both.batch(2, 0)]))
-        assert both.engine.global_steps == 2
-        assert "begun with engine.backward" in both.engine.report.schedule_reason
 
 
 def test_loss_function_and_batches_of_any_kind(tmp_path: Path) -> None:
@@ -653,4 +344,94 @@ def test_loss_function_and_batches_of_any_kind(tmp_path: Path) -> None:
             both.reference.step()
             both.engine.train_batch(iter(batches), loss_fn=loss_fn)
             assert both.engine.report.schedule == "vertical"
+        both.require_equal()
+
+
+def _train(both: Lockstep, schedule: str, *, num_steps: int = 3, first: int = 0) -> None:
+    for step in range(first, first + num_steps):
+        both.batch_step(step)
+        assert both.engine.report.schedule == schedule, both.engine.report.schedule_reason
+
+
+def _case(kind: type[Net], block: type[nn.Module] = Block) -> Case:
+    return Case(kind.__name__, lambda _: kind("none", make_block=block), token_batch)
+
+
+@pytest.mark.parametrize("how", ["same tensors", "same dict"])
+def test_an_iterator_that_fills_the_same_memory_again(how: str, tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["plain"], changes=_VERTICAL) as both:
+        memory: dict[str, Tensor] = {}
+
+        def filled(batches: list[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+            for batch in batches:
+                for name, values in batch.items():
+                    if how == "same dict" or name not in memory:
+                        memory[name] = values.clone()
+                    memory[name].copy_(values)
+                yield memory
+
+        for step in range(3):
+            first = both.batch(step).items()
+            batches = [{name: (values + index) % VOCABULARY for name, values in first} for index in range(3)]
+            for batch in batches:
+                both.reference.backward(both.reference.forward(batch))
+            both.reference.step()
+            both.engine.train_batch(filled(batches))
+            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
+        both.require_equal()
+
+
+class Fails(Block):
+    """Fails where a class attribute says so."""
+
+    is_due = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_due:
+            raise LookupError("as asked for")
+        return super().forward(x)
+
+
+class Recovers(Net):
+    """Catches what a block raises."""
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except LookupError:
+                x = x * 2
+        return x
+
+
+@pytest.mark.parametrize("kind", [Net, Recovers])
+def test_what_a_block_raises_reaches_the_model(kind: type[Net], tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=_case(kind, Fails), changes=_VERTICAL) as both:
+        _train(both, "vertical", num_steps=2)
+        batches = [both.batch(2, index) for index in range(3)]
+        Fails.is_due = True
+        try:
+            if kind is Net:
+                with pytest.raises(LookupError, match="as asked for"):
+                    both.engine.train_batch(iter(batches))
+            else:
+                both.engine.train_batch(iter(batches))
+                assert "blocks.0 raises an error, and the model goes on" in both.engine.report.schedule_reason
+                for batch in batches:
+                    both.reference.backward(both.reference.forward(batch))
+                both.reference.step()
+        finally:
+            Fails.is_due = False
+        _train(both, "vertical", first=3)
+        both.require_equal()
+
+
+def test_a_hook_for_an_accumulated_gradient(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, case=SHAPES_BY_NAME["plain"], changes=_VERTICAL) as both:
+        _train(both, "vertical", num_steps=1)
+        handle = both.model.get_parameter("head.weight").register_post_accumulate_grad_hook(lambda parameter: None)
+        _train(both, "ordinary", num_steps=1, first=1)
+        assert "hook for its accumulated gradient" in both.engine.report.schedule_reason
+        handle.remove()
+        _train(both, "vertical", num_steps=1, first=2)
         both.require_equal()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.exactness.case import Case
-from tests.exactness.families import FAMILIES, VOCABULARY
 from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import Block, Net, token_batch
-from tests.states import state_of
 
 _VERTICAL: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"schedule": "vertical"}}
 
 
-def _train(
-    both: Lockstep,
-    *,
-    num_steps: int = 3,
-    around: Callable[[], Any] | None = None,
-) -> None:
-    for step in range(num_steps):
-        batches = [both.batch(step, index) for index in range(3)]
-        losses = []
-        for batch in batches:
-            with around() if around is not None else torch.enable_grad():
-                loss = both.reference.forward(batch)
-            losses.append(loss.detach().float())
-            both.reference.backward(loss)
-        both.reference.step()
-        with around() if around is not None else torch.enable_grad():
-            mean = both.engine.train_batch(iter(batches))
+def _train(both: Lockstep) -> None:
+    for step in range(3):
+        both.batch_step(step)
         assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
-        both.note(f"loss {step}", torch.stack(losses).mean(), mean)
     both.require_equal()
 
 
@@ -89,7 +70,10 @@ def test_hooks_of_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_autocast_around_the_step(changes: dict[str, Any], tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes={**_VERTICAL, **changes}) as both:
-        _train(both, around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+        both.reference.model.forward = autocast(both.reference.model.forward)
+        both.engine.train_batch = autocast(both.engine.train_batch)
+        _train(both)
 
 
 class AutocastInside(Net):
@@ -129,145 +113,6 @@ def test_a_result_that_goes_several_ways(tmp_path: Path) -> None:
         _train(both)
 
 
-_scale: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
-
-
-class ScaledBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * _scale.get())
-
-
-class Contextual(Net):
-    """Blocks read a context variable that the model sets around each."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=ScaledBlock)
-
-    def body(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            token = _scale.set(1.0 + index)
-            x = block(x)
-            _scale.reset(token)
-        return x
-
-
-def test_context_variables(tmp_path: Path) -> None:
-    case = Case("contextual", lambda _: Contextual(), token_batch)
-    with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
-        _train(both)
-
-
-class ManyKinds(Net):
-    """Integer, boolean, constant and empty results; a parameter handed in; one tensor in two places; a result unused."""
-
-    def __init__(self) -> None:
-        super().__init__("none", make_block=KindBlock)
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 3))
-
-    def body(self, x: Tensor) -> Tensor:
-        total = x.new_zeros(())
-        for index, block in enumerate(self.blocks):
-            state = block((x, x), self.gain, index=index, positions=torch.arange(x.shape[1]))
-            assert state["mask"].dtype is torch.bool and state["count"] == 1 and state["nothing"] is None
-            assert state["first"] is state["pair"][0]
-            x = state["pair"][0] * state["mask"].to(x.dtype)
-            total = total + state["pair"][1].sum() + state["empty"].sum()
-        return x + total
-
-
-class KindBlock(Block):
-    def forward(self, pair: tuple[Tensor, Tensor], gain: Tensor, *, index: int, positions: Tensor) -> dict[str, Any]:
-        assert pair[0] is pair[1]
-        y = super().forward(pair[0]) * gain[index]
-        constant = torch.ones((), dtype=y.dtype) * positions.max()
-        return {
-            "first": y,
-            "pair": [y, constant],
-            "mask": positions[:, None] >= 0,
-            "count": 1,
-            "nothing": None,
-            "empty": y[:0],
-            "unused": y.exp(),
-            "self": type(self),
-        }
-
-
-@pytest.mark.deep
-def test_arguments_and_results_of_all_kinds(tmp_path: Path) -> None:
-    case = Case("kinds", lambda _: ManyKinds(), token_batch)
-    changes = {**_VERTICAL, "gradient_clipping": 0.0}
-    with Lockstep.start(tmp_path, case=case, changes=changes) as both:
-        reference = both.reference
-        for step in range(3):
-            batches = [both.batch(step, index) for index in range(3)]
-            for batch in batches:
-                reference.backward(reference.forward(batch))
-            reference.step()
-            both.engine.train_batch(iter(batches))
-            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
-        # The gain is used at three places, so it is summed in another order.
-        for fqn, parameter in both.model.named_parameters():
-            weight = state_of(both.engine, parameter)["weight"]
-            assert torch.allclose(weight, reference.main[fqn], rtol=1e-4, atol=1e-5), fqn
-
-
-def _cached_llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=True,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-@pytest.mark.deep
-def test_a_cache_that_the_library_brings_along(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    batch = next(case for case in FAMILIES if case.name == "llama").batch
-    with Lockstep.start(tmp_path, case=Case("cached", lambda _: _cached_llama(), batch), changes=_VERTICAL) as both:
-        _train(both)
-
-
-@pytest.mark.deep
-def test_evaluation_between_steps_and_a_changed_number_of_threads(tmp_path: Path) -> None:
-    num_threads = torch.get_num_threads()
-    try:
-        with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
-            for step in range(4):
-                torch.set_num_threads(1 + step % 2)
-                _train_once(both, step)
-                both.model.eval()
-                both.reference.model.eval()
-                with torch.no_grad():
-                    both.note(
-                        f"evaluation {step}",
-                        both.reference.forward(both.batch(step + 30)),
-                        both.engine(**both.batch(step + 30)),
-                    )
-                both.model.train()
-                both.reference.model.train()
-            both.require_equal()
-    finally:
-        torch.set_num_threads(num_threads)
-
-
-def _train_once(both: Lockstep, step: int) -> None:
-    batches = [both.batch(step, index) for index in range(3)]
-    for batch in batches:
-        both.reference.backward(both.reference.forward(batch))
-    both.reference.step()
-    both.engine.train_batch(iter(batches))
-    assert both.engine.report.schedule == "vertical"
-
-
 @pytest.mark.deep
 def test_both_orders_in_turn(tmp_path: Path) -> None:
     """The engine's own loop and train_batch, on one engine."""
@@ -277,5 +122,6 @@ def test_both_orders_in_turn(tmp_path: Path) -> None:
                 both.engine_step(step)
                 assert both.engine.report.schedule == "ordinary"
             else:
-                _train_once(both, step)
+                both.batch_step(step)
+                assert both.engine.report.schedule == "vertical"
         both.require_equal()

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from swapper.backend import IOBackend, IORequest
-from swapper.scheduling.waiting import WaitingRoom
+from swapper.scheduling.scheduler import IOScheduler
 from swapper.wrappers.base import BackendWrapper
 from tests.waiting import wait_until
 
@@ -61,16 +61,15 @@ class LateBackend(BackendWrapper):
 @contextlib.contextmanager
 def waits(on_wait: Callable[[Any, Any], None]) -> Iterator[None]:
     """``on_wait`` is called whenever somebody is about to sleep until a request is over; what it raises is the outcome."""
-    real = WaitingRoom.wait
+    real = IOScheduler.sleep
 
-    def wait(self: WaitingRoom, operation: Any, *args: Any, **kwargs: Any) -> None:
+    def sleep(self: IOScheduler, operation: Any, *args: Any, **kwargs: Any) -> None:
         if not operation.is_finished:
-            owner: Any = operation.extent.owner
-            await_hand_over(owner._scheduler)
-            on_wait(owner._scheduler, operation)
+            await_hand_over(self)
+            on_wait(self, operation)
         real(self, operation, *args, **kwargs)
 
-    with mock.patch.object(WaitingRoom, "wait", wait):
+    with mock.patch.object(IOScheduler, "sleep", sleep):
         yield
 
 

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from infinity.config.schema import directories, quantities
 from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.reference import blocks, leaves, rules_of, texts_of
-from infinity.config.schema.vocabulary import child_block
+from infinity.config.schema.reference import leaves, rules_of, texts_of
+from infinity.config.schema.vocabulary import blocks, child_block
 
 _NUMBER = {"type": "string", "pattern": r"^\s*[-+0-9.eE_]+\s*$"}
 _SIZE = {"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+]*\s*([KMGTkmgt]?[Ii]?[Bb]?)\s*$"}

@@ -18,8 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from infinity.config.schema import directories, quantities
 from infinity.config.schema.block import Block, NoEffect, Refused
-from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.vocabulary import child_block
+from infinity.config.schema.vocabulary import blocks, child_block
 
 _KINDS = {
     quantities.parse_bytes: "a size",
@@ -45,14 +44,6 @@ def texts_of(block: type[Block]) -> dict[str, str]:
         is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         name = node.target.id if is_field else None
     return found
-
-
-def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str, type[Block]]]:
-    """Every block of the JSON by its dotted path, the top level first."""
-    yield path, block
-    for name, field in block.model_fields.items():
-        if (child := child_block(field)) is not None:
-            yield from blocks(child, f"{path}{name}.")
 
 
 class Key(NamedTuple):

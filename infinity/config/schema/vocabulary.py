@@ -58,7 +58,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 def known_keys() -> dict[str, str]:
     """For each key that stands in some block, its dotted path: the one nearest to the top when there are several."""
     paths: dict[str, str] = {}
-    for path in sorted(_paths(RootBlock, ""), key=lambda path: path.count(".")):
+    for path in sorted(known_paths(), key=lambda path: path.count(".")):
         paths.setdefault(path.rpartition(".")[2], path)
     return paths
 
@@ -67,11 +67,18 @@ def _place(path: str) -> str:
     return path if "." in path else f"{path} at the top level"
 
 
-def _paths(block: type[Block], path: str) -> Iterator[str]:
+def blocks(block: type[Block] = RootBlock, path: str = "") -> Iterator[tuple[str, type[Block]]]:
+    """Every block of the JSON by its dotted path, the top level first."""
+    yield path, block
     for name, field in block.model_fields.items():
-        yield path + name
         if (child := child_block(field)) is not None:
-            yield from _paths(child, f"{path}{name}.")
-        for item in field.metadata:
-            if isinstance(item, Keys):
-                yield from (f"{path}{name}.{key}" for key in item.names)
+            yield from blocks(child, f"{path}{name}.")
+
+
+def known_paths() -> Iterator[str]:
+    """The dotted path of every key under its present name."""
+    for path, block in blocks():
+        for name, field in block.model_fields.items():
+            yield path + name
+            known = (item.names for item in field.metadata if isinstance(item, Keys))
+            yield from (f"{path}{name}.{key}" for names in known for key in names)

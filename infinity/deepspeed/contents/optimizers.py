@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from infinity.config import OptimizerSection
+from infinity.config.resolved import OptimizerSection
 from infinity.errors import ConfigError
 from infinity.optim.registry import resolve
 

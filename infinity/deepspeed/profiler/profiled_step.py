@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.config import FlopsProfilerSection
+from infinity.config.schema.blocks import FlopsProfilerBlock
 from infinity.deepspeed.profiler.flops_profiler import FlopsProfiler
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class ProfiledStep:
     """Counts each training forward of the step, and shows the last one when the step is made."""
 
-    def __init__(self, model: nn.Module, section: FlopsProfilerSection, engine: Any) -> None:
+    def __init__(self, model: nn.Module, section: FlopsProfilerBlock, engine: Any) -> None:
         """
         Args:
             model: of the engine.

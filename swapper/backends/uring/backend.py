@@ -7,11 +7,12 @@ import logging
 import resource
 import threading
 from collections.abc import Callable
+from functools import partial
 
-from swapper.backend import IORequest
+from swapper.backend import IORequest, ended
 from swapper.backends.uring.ring_loop import RingLoop
 from swapper.backends.volume_backend import VolumeBackend
-from swapper.backends.workers import WorkerPool
+from swapper.backends.workers import Workers
 from swapper.config import ALIGNMENT
 from swapper.errors import ArgumentError, error_words
 from swapper.memory.region import AlignedRegion
@@ -26,7 +27,7 @@ _NUM_BOUNCE_THREADS = 2
 
 
 class UringBackend(VolumeBackend):
-    """Knows a volume, the ring that transfers its bytes, and threads for what must be bounced; must not know extents.
+    """A volume, the ring that transfers its bytes, and threads for what must be bounced.
 
     Args:
         volume: Where the bytes go; closed together with the backend.
@@ -41,9 +42,8 @@ class UringBackend(VolumeBackend):
             raise ArgumentError(f"queue_depth must be from 1 to {MAX_QUEUE_DEPTH}, got {queue_depth}")
         super().__init__(volume)
         self.concurrency = queue_depth
-        self._files = {file: index for index, file in enumerate(volume.files)}
-        self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        self._pool: WorkerPool | None = None
+        self._lock = threading.RLock()
+        self._bouncing: Workers | None = None
         self._has_complained = False
         self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
         when_gone(self, self._loop.stop)
@@ -59,17 +59,15 @@ class UringBackend(VolumeBackend):
 
     def submit(self, request: IORequest) -> None:
         """Hand the request to the ring; see [Note: bounced transfers] in `FileTransfer` for what it does not take."""
+        pieces = self.volume.pieces(request.offset, len(request.memory))
         if self.block_bytes > 1 and (request.offset | request.address | len(request.memory)) % ALIGNMENT:
-            self._bounce_pool().submit(request)
+            with self._lock:
+                if self._bouncing is None:  # few need it
+                    self._bouncing = Workers("bounce", _NUM_BOUNCE_THREADS)
+            if not self._bouncing.submit(partial(self._transfer, request, pieces, request.complete)):
+                request.complete(0, ended("the worker threads have"))
         else:
-            file, offset = self.volume.locate(request.offset)
-            self._loop.submit(request, self._files[file], offset)
-
-    def _bounce_pool(self) -> WorkerPool:
-        with self._lock:
-            if self._pool is None:  # few need it
-                self._pool = WorkerPool("bounce", self._transfer, _NUM_BOUNCE_THREADS)
-            return self._pool
+            self._loop.submit(request, *pieces[0][:2])
 
     def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
         """Have the kernel pin memory once, instead of for each transfer of bytes inside it.
@@ -115,9 +113,9 @@ class UringBackend(VolumeBackend):
     def stop(self, timeout_seconds: float) -> bool:
         """End the threads and leave the files open for another backend; return whether all ended in time."""
         self._loop.stop()
-        with self._lock:
-            pool = self._pool
-        if pool is not None:
-            pool.stop()
-        has_ended = join_all([self._loop.thread, *(pool.threads if pool is not None else ())], timeout_seconds)
+        threads = [self._loop.thread]
+        if self._bouncing is not None:
+            self._bouncing.stop()
+            threads += self._bouncing.threads
+        has_ended = join_all(threads, timeout_seconds)
         return self._loop.close(0.0) and has_ended

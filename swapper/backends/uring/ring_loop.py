@@ -24,14 +24,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
-from swapper.backend import IORequest
+from swapper.backend import IORequest, ended
 from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import Ring
 from swapper.errors import BackendUnavailableError, error_words
-from swapper.sync.callbacks import call_back
+from swapper.sync.callbacks import fulfil
 from swapper.sync.lifetimes import EXIT_SECONDS, Roll
 from swapper.sync.limits import start_threads
 from swapper.sync.patience import join_all
@@ -113,7 +112,7 @@ class RingLoop(Uncopyable):
     def submit(self, request: IORequest, file: int, offset: int) -> None:
         """Have a transfer carried out at an offset of one of the files."""
         if self._is_stopping:
-            _complete(request, 0, _ended())
+            request.complete(0, _ended())
             return
         self._queues[request.direction].waiting.append((request, file, offset))
         if self._is_asleep:
@@ -189,7 +188,7 @@ class RingLoop(Uncopyable):
             with contextlib.suppress(IndexError):
                 while True:
                     request, _, _ = queue.waiting.popleft()
-                    _complete(request, 0, _ended())
+                    request.complete(0, _ended())
 
     # -- on the ring's thread ----------------------------------------------------------------------------------------
 
@@ -238,10 +237,7 @@ class RingLoop(Uncopyable):
     def _run_commands(self) -> None:
         while self._commands:
             future, function = self._commands.popleft()
-            try:
-                future.set_result(function(self._slots))
-            except Exception as error:
-                future.set_exception(error)
+            fulfil(future, function, self._slots)
             del future, function
 
     def _prepare(self, ring: Ring) -> None:
@@ -279,22 +275,14 @@ class RingLoop(Uncopyable):
                 continue
             request = self._inflight.pop(token)
             self._queues[request.direction].num_inflight -= 1
-            if result < 0:
-                _complete(request, 0, OSError(-result, os.strerror(-result)))
-            else:
-                _complete(request, result, None)
+            request.complete(max(0, result), OSError(-result, os.strerror(-result)) if result < 0 else None)
             if index % _BURST == 0:
                 self._prepare(ring)
                 self._submit(ring, num_awaited=0)
 
 
-def _complete(request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
-    # All other requests need this thread.
-    call_back(partial(request.complete, transferred_bytes, error), "completing a transfer")
-
-
 def _ended() -> OSError:
-    return OSError(errno.ESHUTDOWN, "the ring's thread has ended")
+    return ended("the ring's thread has")
 
 
 def _make_eventfd() -> int:

@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 
-import numpy as np
-import numpy.typing as npt
-
-from swapper.backend import Direction, IORequest
+from swapper.backend import Direction
 from swapper.backends.uring.backend import UringBackend
 from swapper.config import ALIGNMENT
 from swapper.memory.region import AlignedRegion
-from swapper.sync.bell import Latch
+from swapper.testing.conformance import Bytes, random_bytes, start
 from swapper.volumes.volume import Volume
 
 TEST_BYTES = 4 * ALIGNMENT
 """So much of each file is written to."""
 _MAX_STRIPES = 1024  # to look through for one of each file
 _TIMEOUT_SECONDS = 10.0
-
-_Bytes = npt.NDArray[np.uint8]
 
 
 def find_fault(backend: UringBackend) -> str:
@@ -61,7 +56,7 @@ def _places(volume: Volume) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def _try_place(backend: UringBackend, offset: int, data: _Bytes, copy: _Bytes) -> str:
+def _try_place(backend: UringBackend, offset: int, data: Bytes, copy: Bytes) -> str:
     file, file_offset = backend.volume.locate(offset)
     before = AlignedRegion(data.size).array()
     try:
@@ -69,13 +64,13 @@ def _try_place(backend: UringBackend, offset: int, data: _Bytes, copy: _Bytes) -
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
     try:
-        data[:] = _pattern(data.size, 1)
+        data[:] = random_bytes(data.size, 1)
         fault = _transfer(backend, Direction.WRITE, offset, data)
         if not fault:
             os.preadv(file.fd, [copy.data], file_offset)
             fault = _compare(data, copy, f"written to {file.name}")
         if not fault:
-            data[:] = _pattern(data.size, 2)
+            data[:] = random_bytes(data.size, 2)
             os.pwritev(file.fd, [data.data], file_offset)
             copy[:] = 0
             fault = _transfer(backend, Direction.READ, offset, copy) or _compare(data, copy, f"read from {file.name}")
@@ -87,28 +82,16 @@ def _try_place(backend: UringBackend, offset: int, data: _Bytes, copy: _Bytes) -
             os.pwritev(file.fd, [before.data], file_offset)
 
 
-def _pattern(num_bytes: int, seed: int) -> _Bytes:
-    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
-
-
-def _compare(expected: _Bytes, found: _Bytes, what: str) -> str:
+def _compare(expected: Bytes, found: Bytes, what: str) -> str:
     num_wrong = int((expected != found).sum())
     return f"{num_wrong} of {expected.size} bytes {what} differ" if num_wrong else ""
 
 
-def _transfer(backend: UringBackend, direction: Direction, offset: int, array: _Bytes) -> str:
-    is_over = Latch()
-    outcome: list[str] = []
-
-    def complete(request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
-        if error is not None:
-            outcome.append(f"a {direction.name.lower()} failed: {error}")
-        elif transferred_bytes != array.size:
-            outcome.append(f"a {direction.name.lower()} moved {transferred_bytes} of {array.size} bytes")
-        is_over.set()
-
-    address: int = array.__array_interface__["data"][0]
-    backend.submit(IORequest(direction, offset, array.data, address, complete))
-    if not is_over.wait(_TIMEOUT_SECONDS):
-        return f"a {direction.name.lower()} had no answer for {_TIMEOUT_SECONDS:g} seconds"
-    return outcome[0] if outcome else ""
+def _transfer(backend: UringBackend, direction: Direction, offset: int, array: Bytes) -> str:
+    completion, name = start(backend, direction, offset, array), direction.name.lower()
+    if not completion.is_over.wait(_TIMEOUT_SECONDS):
+        return f"a {name} had no answer for {_TIMEOUT_SECONDS:g} seconds"
+    if completion.error is not None:
+        return f"a {name} failed: {completion.error}"
+    is_whole = completion.transferred_bytes == array.size
+    return "" if is_whole else f"a {name} moved {completion.transferred_bytes} of {array.size} bytes"

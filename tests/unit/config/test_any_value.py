@@ -10,27 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.config import InfinityConfig, load_config
-from infinity.config.schema.block import Block, Keys
-from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.vocabulary import child_block
+from infinity.config.schema.vocabulary import blocks, known_paths
 from infinity.errors import ConfigError
 
-
-def _paths(block: type[Block], path: tuple[str, ...]) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = []
-    for name in (*block.model_fields, *block.renamed):
-        found.append((*path, name))
-    for name, field in block.model_fields.items():
-        if (child := child_block(field)) is not None:
-            found.extend(_paths(child, (*path, name)))
-        for item in field.metadata:
-            if isinstance(item, Keys):
-                found.extend((*path, name, key) for key in item.names)
-    return found
-
-
 PATHS = [
-    *_paths(RootBlock, ()),
+    *[tuple(path.split(".")) for path in known_paths()],
+    *[(*path.split(".")[:-1], name) for path, block in blocks() for name in block.renamed],
     *[("scheduler", "params", name) for name in ("warmup_num_steps", "total_num_steps", "cycle_min_lr")],
     *[("optimizer", "params", name) for name in ("lr", "betas", "max_grad_norm")],
     *[("zero_optimization", name) for name in ("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory")],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -16,36 +15,20 @@ from infinity.config.text import read_text
 from infinity.errors import ConfigError
 
 _ROOT = Path(__file__).resolve().parents[3]
+_FILES = sorted([*(_ROOT / "configs").glob("*.json"), *Path(__file__).with_name("wild").glob("*.json")])
 _SCHEMA = json.loads(json.dumps(json_schema()))
 _VALIDATOR = jsonschema.Draft202012Validator(_SCHEMA)
-
-
-def _texts() -> list[dict[str, Any]]:
-    """The ready files, and every config in the tests that stands there as JSON and loads."""
-    found = [path.read_text() for path in sorted((_ROOT / "configs").glob("*.json"))]
-    for path in sorted((_ROOT / "tests" / "unit" / "config").glob("test_*.py")):
-        constants = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
-        found += [text for text in constants if isinstance(text, str) and text.lstrip().startswith("{")]
-    loaded = []
-    for text in found:
-        try:
-            load_config(text.replace("/local_nvme", "/tmp"), check_storage=False)
-            loaded.append(read_text(text))
-        except ConfigError:
-            continue
-    return loaded
 
 
 def test_it_is_a_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(_SCHEMA)
 
 
-def test_what_loads_fits() -> None:
-    configs = _texts()
-    assert len(configs) > 10
-    for config in configs:
-        problems = [f"{error.json_path}: {error.message}" for error in _VALIDATOR.iter_errors(config)]
-        assert problems == [], config
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
+def test_what_loads_fits(path: Path) -> None:
+    """`test_ready_configs` and `test_files_in_the_wild` load them."""
+    found = _VALIDATOR.iter_errors(read_text(path.read_text()))
+    assert [f"{error.json_path}: {error.message}" for error in found] == []
 
 
 @pytest.mark.parametrize(

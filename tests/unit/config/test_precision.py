@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.config import LossScaling, load_config
+from infinity.config import load_config
+from infinity.config.resolved import LossScaling
 from infinity.errors import ConfigError
 
 _BASE: dict[str, Any] = {"train_batch_size": 1, "gradient_clipping": 0}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infinity.config import load_config
-from infinity.config.schema.block import Block, Keys, NoEffect, Refused
-from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.vocabulary import child_block
+from infinity.config.schema.block import Keys, NoEffect, Refused
+from infinity.config.schema.vocabulary import blocks
 from infinity.errors import ConfigError
 
 BASE: dict[str, Any] = {"train_batch_size": 1}
+_FIELDS = [(path + name, field) for path, block in blocks() for name, field in block.model_fields.items()]
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("amp", {"amp": {"enabled": True, "opt_level": "O1"}}),
@@ -79,9 +81,7 @@ def test_refused_when_switched_on(key: str, config: dict[str, Any]) -> None:
 
 
 def test_every_refusal_is_tested() -> None:
-    refusals = {
-        path for path, field in _fields(RootBlock, "") if any(isinstance(rule, Refused) for rule in field.metadata)
-    }
+    refusals = {path for path, field in _FIELDS if any(isinstance(rule, Refused) for rule in field.metadata)}
     # These two are one annotation, and the check against the compute dtype is made elsewhere.
     tested = {key for key, _ in REFUSED} - {"data_types.param_dtype"}
     assert refusals - tested == {"tensor_parallel.tp_size"}
@@ -194,54 +194,21 @@ def test_noted(config: dict[str, Any], words: str) -> None:
     assert words in notice
 
 
-# What DeepSpeed 0.19.8 reads at the top level and in `zero_optimization`, from its documentation and defaults.
-DEEPSPEED_TOP = """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
-    steps_per_print dump_state wall_clock_breakdown memory_breakdown dataloader_drop_last log_level disable_python_gc
-    optimizer scheduler zero_allow_untested_optimizer zero_force_ds_cpu_optimizer gradient_clipping
-    gradient_allreduce_op prescale_gradients gradient_predivide_factor communication_data_type
-    seq_parallel_communication_data_type sparse_gradients disable_allgather data_types fp16 bf16 bfloat16
-    torch_autocast amp zero_optimization aio activation_checkpointing checkpoint timers flops_profiler comms_logger
-    tensorboard wandb csv_monitor comet tensor_parallel expert_parallel sequence_parallel_size hybrid_engine pipeline
-    compile compression_training weight_quantization quantize_training sparse_attention progressive_layer_drop
-    curriculum_learning data_efficiency eigenvalue elasticity autotuning nebula datastates_ckpt graph_harvesting
-    vocabulary_size use_data_before_expert_parallelism
-"""
-DEEPSPEED_ZERO = """
-    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-    allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param
-    offload_optimizer zenflow sub_group_size cpu_offload cpu_offload_param cpu_offload_use_pin_memory
-    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-    stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
-    stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold
-    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters legacy_stage1
-    round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights
-    zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size
-    mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply
-    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
-"""
+_KEYS = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_text())
+"""What DeepSpeed 0.19.8 reads at the top level and in `zero_optimization`, from its documentation and defaults."""
 
 
-@pytest.mark.parametrize("key", DEEPSPEED_TOP.split())
+@pytest.mark.parametrize("key", _KEYS["top"])
 def test_deepspeeds_keys_are_known(key: str) -> None:
     load_config({"train_micro_batch_size_per_gpu": 1, **({} if key == "train_batch_size" else {key: "auto"})})
 
 
-@pytest.mark.parametrize("key", DEEPSPEED_ZERO.split())
+@pytest.mark.parametrize("key", _KEYS["zero_optimization"])
 def test_deepspeeds_zero_keys_are_known(key: str) -> None:
     load_config(BASE | {"zero_optimization": {key: "auto"}})
 
 
 def test_no_key_is_both_refused_and_noted() -> None:
-    for path, field in _fields(RootBlock, ""):
+    for path, field in _FIELDS:
         assert sum(isinstance(rule, NoEffect | Refused) for rule in field.metadata) <= 1, path
         assert sum(isinstance(rule, Keys) for rule in field.metadata) <= 1, path
-
-
-def _fields(block: type[Block], path: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, field in block.model_fields.items():
-        found.append((path + name, field))
-        if (child := child_block(field)) is not None:
-            found.extend(_fields(child, f"{path}{name}."))
-    return found

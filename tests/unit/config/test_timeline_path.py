@@ -22,23 +22,6 @@ def test_off(value: object) -> None:
     assert load_config(_BASE).infinity.timeline is None
 
 
-def test_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/somebody")
-    monkeypatch.setenv("TRACES", "/traces")
-    assert _timeline("trace.json") == tmp_path / "trace.json"
-    assert _timeline(Path("/a/b.json")) == Path("/a/b.json")
-    assert _timeline("~/trace.json") == Path("/home/somebody/trace.json")
-    assert _timeline("$TRACES/a.json") == Path("/traces/a.json")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_variable_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRACES", raising=False)
-    with pytest.raises(ConfigError, match=r"infinity\.timeline.*not set"):
-        _timeline("$TRACES/a.json")
-
-
 @pytest.mark.parametrize("path", ["~nobody9/a", "~"])
 def test_a_home_that_nobody_knows(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: int) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.config import InfinityConfig, InfinitySection, IOSection, OffloadSection, load_config
+from infinity.config import InfinityConfig, load_config
+from infinity.config.resolved import InfinitySection, IOSection, OffloadSection
 from infinity.errors import ConfigError
 
 BASE: dict[str, Any] = {"train_batch_size": 1}

@@ -66,15 +66,9 @@ def test_a_group_with_less_decides(machine: _Machine, version: str) -> None:
     assert host_memory.free_bytes() == _AVAILABLE
 
 
-def test_the_controllers_may_be_mounted_together(machine: _Machine) -> None:
-    machine.is_member("4:cpu,memory:/job")
-    machine.v1("job", 400, 100)
-    assert host_memory.free_bytes() == 300
-
-
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_a_group_further_up_may_be_tighter(machine: _Machine, version: str) -> None:
-    machine.is_member("4:memory:/a/b/c") if version == "v1" else machine.is_member("0::/a/b/c")
+    machine.is_member("4:cpu,memory:/a/b/c") if version == "v1" else machine.is_member("0::/a/b/c")
     write: Callable[..., None] = getattr(machine, version)
     write("a/b/c", 5_000, 1_000)
     write("a/b", 9_000, 7_000)
@@ -82,23 +76,12 @@ def test_a_group_further_up_may_be_tighter(machine: _Machine, version: str) -> N
     assert host_memory.free_bytes() == 2_000
 
 
-def test_no_limit_is_no_limit(machine: _Machine) -> None:
-    machine.is_member("0::/job")
-    machine.v2("job", "max", 123)
-    assert host_memory.free_bytes() == _AVAILABLE
-
-
-def test_both_versions_at_once(machine: _Machine) -> None:
+@pytest.mark.parametrize(("limit", "usage", "free"), [("max", 123, 700), (900, 400, 500), (100, 400, 0)])
+def test_both_versions_at_once(machine: _Machine, limit: int | str, usage: int, free: int) -> None:
     machine.is_member("4:memory:/job", "0::/job")
     machine.v1("job", 800, 100)
-    machine.v2("job", 900, 400)
-    assert host_memory.free_bytes() == 500
-
-
-def test_a_group_over_its_limit_has_nothing(machine: _Machine) -> None:
-    machine.is_member("0::/job")
-    machine.v2("job", 100, 400)
-    assert host_memory.free_bytes() == 0
+    machine.v2("job", limit, usage)
+    assert host_memory.free_bytes() == free
 
 
 def test_unreadable_files_are_passed_over(machine: _Machine) -> None:

@@ -17,7 +17,6 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, InfinityError
 from infinity.gradients.main_grads import MainGradStore
-from infinity.gradients.sources import GradientBuffer
 from infinity.updates.job import UpdateJob
 from infinity.updates.stream import UpdateStream
 from swapper import (
@@ -252,68 +251,6 @@ def after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[.
 
 
 _ACCUMULATED = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("num_uses", [0, 1, 2, 5])
-@pytest.mark.parametrize("moment", ["wait", "submission"])
-def test_an_interrupt_during_a_read_of_spilled_gradients(moment: str, num_uses: int, tmp_path: Path) -> None:
-    """The read answers when its memory would have been in use for other gradients."""
-    with _late_training(tmp_path, _ACCUMULATED) as (both, backends):
-        both.engine_step(0)
-        interrupted: list[Any] = []
-
-        def is_gradients(request: Any) -> bool:
-            return request.direction is Direction.READ and request.operation.extent.name.startswith("gradients")
-
-        def keep(request: Any) -> bool:
-            if not is_gradients(request) or interrupted:
-                return False
-            if moment == "submission":
-                interrupted.append(request.operation)
-            return True
-
-        def interrupt(_: Any, operation: Any) -> None:
-            if any(is_kept(backend, operation) for backend in backends) and not interrupted:
-                interrupted.append(operation)
-                raise KeyboardInterrupt
-            if moment == "submission" and operation in interrupted:
-                interrupted.append(operation)
-                raise KeyboardInterrupt
-
-        def train(step: int) -> None:
-            for index in range(3):
-                loss = both.engine(**both.batch(step, index))
-                both.engine.backward(loss)
-                both.engine.step()
-
-        for backend in backends:
-            backend.is_late = keep
-        with waits(interrupt), pytest.raises(KeyboardInterrupt):
-            train(77)
-        assert interrupted
-        both.engine.reset()
-        uses = 0
-        add = GradientBuffer.add
-
-        def answer() -> None:
-            for backend in backends:
-                backend.answer_all()
-
-        def adding(self: GradientBuffer, *args: Any) -> None:
-            nonlocal uses
-            add(self, *args)
-            uses += 1
-            if uses > num_uses:
-                answer()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(GradientBuffer, "add", adding)
-            for owner, name in ((FlatPool, "awaits_requests"), (MainGradStore, "_await_loan")):
-                patch.setattr(owner, name, after(answer, getattr(owner, name)))
-            for step in range(1, 4):
-                both.engine_step(step)
-        both.require_equal()
 
 
 @pytest.mark.deep

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from infinity.config import LossScaling
+from infinity.config.resolved import LossScaling
 from infinity.errors import StepError
 from infinity.gradients.loss_scaler import LossScaler
 from tests.exactness.loss_scale import DeepSpeedScaler

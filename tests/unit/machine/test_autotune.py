@@ -20,7 +20,8 @@ import infinity
 import infinity.machine.autotune as autotune_module
 import infinity.machine.bandwidth_cache as measured_module
 import infinity.machine.drive_profile as profile_module
-from infinity.config import InfinityConfig, IOSection, load_config
+from infinity.config import InfinityConfig, load_config
+from infinity.config.resolved import IOSection
 from infinity.machine.autotune import tune_io
 from infinity.machine.bandwidth_cache import BandwidthCache, cache_key, cache_path, load, measured_bandwidth, store
 from infinity.machine.drive_profile import AT_START, candidates, choose
@@ -122,19 +123,17 @@ def _sample(speed: float, cpu: float = 0.1, request: int = MIB, threads: int = 4
     return Sample(IOSetting("threads", request, threads, threads), Workload.MIXED, half, half, 1.0, cpu)
 
 
-def test_the_fastest_wins() -> None:
-    slow, fast = _sample(1e9, cpu=0.01), _sample(1.04e9, cpu=0.9, request=8 * MIB)
-    assert choose([slow, fast]) is choose([fast, slow]) is fast
-
-
-def test_of_equals_the_one_that_costs_less_processor_time_wins() -> None:
-    cheap, dear = _sample(0.98e9, cpu=0.1, request=8 * MIB), _sample(1e9, cpu=0.2)
-    assert choose([cheap, dear]) is choose([dear, cheap]) is cheap
-
-
-def test_of_equals_at_equal_cost_the_one_with_fewer_bytes_in_flight_wins() -> None:
-    small, large = _sample(0.98e9, cpu=0.1), _sample(1e9, cpu=0.098, threads=16)
-    assert choose([small, large]) is choose([large, small]) is small
+@pytest.mark.parametrize(
+    ("best", "other"),
+    [
+        (_sample(1.04e9, cpu=0.9, request=8 * MIB), _sample(1e9, cpu=0.01)),
+        (_sample(0.98e9, cpu=0.1, request=8 * MIB), _sample(1e9, cpu=0.2)),
+        (_sample(0.98e9, cpu=0.1), _sample(1e9, cpu=0.098, threads=16)),
+    ],
+    ids=["the fastest", "of equals the cheapest", "then the one with fewest bytes in flight"],
+)
+def test_what_wins(best: Sample, other: Sample) -> None:
+    assert choose([best, other]) is choose([other, best]) is best
 
 
 def _io(**given: Any) -> IOSection:
@@ -237,23 +236,19 @@ def test_a_backend_that_does_not_work_is_left_out(nvme: Path, drive: FakeDrive) 
     assert _decided(tuned)["aio.intra_op_parallelism"] == (4, "default")
 
 
-def test_once_means_once(nvme: Path, drive: FakeDrive, caplog: pytest.LogCaptureFixture) -> None:
+def test_once_means_once_and_true_measures_again(
+    nvme: Path, drive: FakeDrive, caplog: pytest.LogCaptureFixture
+) -> None:
     drive.speed = _likes(request_bytes=8 * MIB, num_threads=4)
     first = tune_io(_config(nvme))
-    drive.speed = _likes(request_bytes=MIB, num_threads=4)
+    drive.speed = _likes(request_bytes=MIB, num_threads=16)
     with caplog.at_level(logging.INFO):
         assert tune_io(_config(nvme)) == first
     assert len(drive.opened) == 1
     assert f"as measured on {measured_module.now()[:10]}: threads, 8 MiB x 4 in flight" in caplog.text
-
-
-def test_true_measures_again_and_stores(nvme: Path, drive: FakeDrive) -> None:
-    tune_io(_config(nvme))
-    drive.speed = _likes(request_bytes=MIB, num_threads=16)
-    assert tune_io(_config(nvme, True)).io.num_threads == 16
-    assert len(drive.opened) == 2
-    assert tune_io(_config(nvme)).io.num_threads == 16
-    assert len(drive.opened) == 2
+    for asked in (True, "auto"):  # the first stores what it finds
+        assert tune_io(_config(nvme, asked)).io.num_threads == 16
+        assert len(drive.opened) == 2
 
 
 def test_what_the_user_wrote_stays(nvme: Path, drive: FakeDrive, caplog: pytest.LogCaptureFixture) -> None:
@@ -583,35 +578,6 @@ def test_bandwidth_is_that_of_the_last_measurement(tmp_path: Path, nvme: Path) -
     assert measured_bandwidth([nvme]) == newer
     assert measured_bandwidth([tmp_path]) is None
     assert measured_bandwidth([tmp_path / "missing"]) is None
-
-
-def test_writers_do_not_lose_the_file(nvme: Path, cache: Path) -> None:
-    """Each replaces it whole: whoever reads meanwhile sees one of the versions."""
-    store(_key(nvme, "before"), _MEASURED)
-    is_over = threading.Event()
-    broken: list[str] = []
-
-    def read() -> None:
-        while not is_over.is_set():
-            try:
-                assert json.loads(cache.read_text())["format"] == 1
-            except Exception as error:
-                broken.append(repr(error))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    writers = [
-        threading.Thread(target=lambda n=number: [store(_key(nvme, f"{n}.{i}"), _MEASURED) for i in range(20)])  # type: ignore[misc]
-        for number in range(3)
-    ]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    is_over.set()
-    reader.join()
-    assert not broken
-    assert os.listdir(cache.parent) == ["io.json"]
 
 
 def test_the_file_does_not_grow_for_ever(nvme: Path, cache: Path) -> None:

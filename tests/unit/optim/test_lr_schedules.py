@@ -13,7 +13,7 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.config import SchedulerSection
+from infinity.config.resolved import SchedulerSection
 from infinity.errors import ConfigError
 from infinity.optim.lr_schedules import (
     SCHEDULES,

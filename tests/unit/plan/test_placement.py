@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from infinity.plan.cost_model import best_placement, predict
 from infinity.plan.placement import DEVICE_KEY, HOST_KEY, Placement, apparent_bytes, place
 from infinity.plan.sizes import Request, UnitSize
 from infinity.units.layout import CHUNK_GRANULE
+from tests.unit.plan.planned import request_of
 
 _FP32_BYTES = 4
 _FORMATS = {
@@ -28,6 +31,7 @@ _FORMATS = {
     "int8 states, fp32": ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT, StateFormat.INT8),
 }
 _PAGE = 4096
+_request = functools.partial(request_of, record_format=_FORMATS["bf16"])
 
 
 @st.composite
@@ -182,23 +186,6 @@ def test_more_memory_keeps_more_in_it(question: tuple[list[UnitSize], Request], 
         kept.append((placement.weights_bytes, gradients))
     assert kept[0][0] <= kept[1][0]
     assert kept[0][1] <= kept[1][1]
-
-
-def _request(**changes: object) -> Request:
-    values: dict[str, object] = {
-        "budget_bytes": 1 << 40,
-        "device_budget_bytes": None,
-        "param_tier": "nvme",
-        "optimizer_tier": "nvme",
-        "record_format": _FORMATS["bf16"],
-        "shares_host_memory": True,
-        "update": "in_backward",
-        "num_micro_batches": 1,
-        "page_bytes": None,
-        "prefetches": True,
-        "can_spill": True,
-    }
-    return Request(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def _model(num_blocks: int = 4, granules: int = 1000) -> list[UnitSize]:
@@ -489,7 +476,7 @@ def test_states_in_memory_move_nothing() -> None:
     assert (prediction.read_bytes, prediction.write_bytes) == (0, 0)
 
 
-def _on_a_gpu(**changes: object) -> Request:
+def _on_a_gpu(**changes: Any) -> Request:
     return _request(shares_host_memory=False, param_tier="none", optimizer_tier="none", can_spill=False, **changes)
 
 

@@ -3,59 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
-import torch
 
 from infinity.metrics import StepReport
-from infinity.numerics.chunk_format import ChunkFormat
 from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
-from infinity.plan.placement import place
 from infinity.plan.plan import Plan
-from infinity.plan.sizes import Request, UnitSize
+from infinity.plan.sizes import UnitSize
 from infinity.plan.tracker import PlanTracker
 from infinity.units.layout import CHUNK_GRANULE
+from tests.unit.plan.planned import plan_of, request_of
 
 _SPEED = Bandwidth(2e6, 1e6, 2.5e6, "2026-01-02T03:04:05+00:00")
 _NUMEL = 100 * CHUNK_GRANULE
 _UNITS = [UnitSize(f"unit {index}", 2 * _NUMEL, _NUMEL, 2, True) for index in range(8)]
-_REQUEST = Request(
-    budget_bytes=1 << 25,
-    device_budget_bytes=None,
-    param_tier="nvme",
-    optimizer_tier="nvme",
-    record_format=ChunkFormat.of(torch.bfloat16, has_remainder=True),
-    shares_host_memory=True,
-    update="in_backward",
-    num_micro_batches=1,
-    page_bytes=None,
-    prefetches=True,
-    can_spill=True,
-    gradient_itemsize=2,
-    keeps_in_memory=False,
-)
+_REQUEST = request_of(budget_bytes=1 << 25, gradient_itemsize=2, keeps_in_memory=False)
+_GUESS = [*range(8), *reversed(range(8))]
 
 
-def _plan(read: int = 0, write: int = 0, **changes: object) -> Plan:
-    plan = Plan(
-        num_parameters=8 * _NUMEL,
-        num_trainable=8 * _NUMEL,
-        units=tuple((unit.name, unit.weight_bytes) for unit in _UNITS),
-        param_tier="nvme",
-        optimizer_tier="nvme",
-        update="in_backward",
-        resting_bytes={"host": {"weights": 5_000_000, "states": 0}, "nvme": {"remainders": 7_000_000}},
-        host_budget_bytes=_REQUEST.budget_bytes,
-        host_budget_source="from the config",
-        minimum_budget_bytes=1 << 20,
-        placement=place(_UNITS, _REQUEST),
-        num_micro_batches=1,
-        predicted_read_bytes_per_step=read,
-        predicted_write_bytes_per_step=write,
-    )
-    return dataclasses.replace(plan, **changes)  # type: ignore[arg-type]
+def _plan(read: int = 0, write: int = 0, **changes: Any) -> Plan:
+    moved = {"predicted_read_bytes_per_step": read, "predicted_write_bytes_per_step": write}
+    return plan_of(_UNITS, _REQUEST, **moved, **changes)
 
 
 def _report(seconds: float, compute: float, optimizer: float = 0.0) -> StepReport:
@@ -123,9 +94,8 @@ def test_the_table_says_what_rests_where() -> None:
 
 
 def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
-    guess = [*range(8), *reversed(range(8))]
-    plan_tracker = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess)
-    trace = Trace(guess)
+    plan_tracker = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, _GUESS)
+    trace = Trace(_GUESS)
     first = plan_tracker.plan(trace, Traffic())
     assert first.predicted_read_bytes_per_step > 0
     assert first.compute_seconds is None
@@ -155,8 +125,7 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
 
 
 def test_pauses_of_the_script_do_not_count() -> None:
-    guess = [*range(8), *reversed(range(8))]
-    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
+    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, _GUESS), Trace(_GUESS)
     for step in range(12):
         pause = 30.0 * (step % 2)
         report = dataclasses.replace(
@@ -170,8 +139,7 @@ def test_pauses_of_the_script_do_not_count() -> None:
 
 
 def test_a_pause_before_the_only_known_step_does_not_count() -> None:
-    guess = [*range(8), *reversed(range(8))]
-    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, guess), Trace(guess)
+    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, _GUESS), Trace(_GUESS)
     for pause in (3.0, 0.1, 60.0):
         report = dataclasses.replace(
             _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=2.0, drive_busy_seconds=4.0, read_bytes=4_000_000

@@ -12,21 +12,14 @@ from infinity.plan.cost_model import best_placement, place_for_schedule, reason_
 from infinity.plan.placement import place
 from infinity.plan.sizes import Request, UnitSize
 from infinity.units.layout import CHUNK_GRANULE
+from tests.unit.plan.planned import request_of
 
 _UNITS = [UnitSize(f"unit {index}", CHUNK_GRANULE * 400, CHUNK_GRANULE * 100, 2, True) for index in range(8)]
 _ORDER = [*range(8), *reversed(range(8))]
-_REQUEST = Request(
-    budget_bytes=1 << 40,
-    device_budget_bytes=None,
-    param_tier="nvme",
-    optimizer_tier="nvme",
+_REQUEST = request_of(
     record_format=ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT),
-    shares_host_memory=True,
     update="deferred",
     num_micro_batches=4,
-    page_bytes=None,
-    prefetches=True,
-    can_spill=True,
     keeps_in_memory=False,
 )
 

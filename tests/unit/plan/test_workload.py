@@ -11,11 +11,12 @@ import torch
 
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.state_format import StateFormat
-from infinity.plan.cost_model import Traffic, best_placement
+from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
 from infinity.plan.plan import Plan, Workload, as_record, of_record
 from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.units.layout import CHUNK_GRANULE
+from tests.unit.plan.planned import plan_of, request_of
 
 _NUMEL = 40 * CHUNK_GRANULE
 _UNITS = tuple(
@@ -27,43 +28,18 @@ _UNITS = tuple(
 def _request(**changes: Any) -> Request:
     values: dict[str, Any] = {
         "budget_bytes": 1 << 25,
-        "device_budget_bytes": None,
-        "param_tier": "nvme",
-        "optimizer_tier": "nvme",
         "record_format": ChunkFormat.of(torch.bfloat16, has_remainder=True, states=StateFormat.INT8),
-        "shares_host_memory": True,
         "update": "deferred",
         "num_micro_batches": 2,
-        "page_bytes": None,
-        "prefetches": True,
-        "can_spill": True,
         "used_together": (frozenset({1, 2}), frozenset({3})),
     }
-    return Request(**values | changes)
+    return request_of(**values | changes)
 
 
 def _both(request: Request, traffic: Traffic) -> tuple[Workload, Plan]:
-    order = guessed_order(len(_UNITS))
-    workload = Workload(_UNITS, request, tuple(order), len(_UNITS), traffic)
-    plan = Plan(
-        num_parameters=6 * _NUMEL,
-        num_trainable=6 * _NUMEL,
-        units=tuple((unit.name, unit.weight_bytes) for unit in _UNITS),
-        param_tier="nvme",
-        optimizer_tier="nvme",
-        update=request.update,
-        resting_bytes={"nvme": {"weights": 3}},
-        host_budget_bytes=request.budget_bytes,
-        host_budget_source="from the config",
-        minimum_budget_bytes=1,
-        placement=best_placement(_UNITS, request, order, len(_UNITS)),
-        num_micro_batches=request.num_micro_batches,
-        predicted_read_bytes_per_step=0,
-        predicted_write_bytes_per_step=0,
-        bandwidth=Bandwidth(2e9, 1e9, 1.5e9, "2026-01-02T03:04:05+00:00"),
-        seen_bytes_per_second=1e9,
-        compute_seconds=0.5,
-    )
+    workload = Workload(_UNITS, request, tuple(guessed_order(len(_UNITS))), len(_UNITS), traffic)
+    speed = Bandwidth(2e9, 1e9, 1.5e9, "2026-01-02T03:04:05+00:00")
+    plan = plan_of(_UNITS, request, bandwidth=speed, seen_bytes_per_second=1e9, compute_seconds=0.5)
     return workload, workload.predicted(plan)
 
 

@@ -40,7 +40,7 @@ def test_a_deadline_that_is_as_good_as_none_works_everywhere(seconds: float) -> 
         with arena.lease(seconds) as page:
             swapper.write(extent, page.tensor).wait(seconds)
             swapper.read(extent, page.tensor).wait()
-        assert swapper._scheduler._watchdog._thread.is_alive()
+        assert swapper._scheduler._watchdog.is_alive()
 
 
 def test_demand_goes_first() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.config.schema.reference import Key, keys
+from infinity.config.schema.reference import Key, keys, texts_of
+from infinity.config.schema.vocabulary import blocks
 
 _KEYS: dict[str, Key] = {key.name: key for key in keys()}
 
@@ -42,3 +43,8 @@ def test_a_default_that_is_decided_is_told_as_auto() -> None:
 def test_what_is_an_error_for_several_processes_says_so(name: str) -> None:
     """As `infinity.config.ranks` has them."""
     assert "it is an error to ask for anything else" in _KEYS[name].text
+
+
+def test_every_key_with_an_effect_says_what_it_does() -> None:
+    texts = {path + name: text for path, block in blocks() for name, text in texts_of(block).items()}
+    assert [key.name for key in _KEYS.values() if key.has_effect and not texts.get(key.name)] == []

@@ -24,9 +24,12 @@ _NUM_REQUESTS = 64
 _FOLDER = str(Path(package.__file__).parent) + os.sep
 
 
-def _opened(directory: Path, num_threads: int = 4) -> Swapper:
+def _opened(directory: Path, num_threads: int = 4, num_files: int = 1) -> Swapper:
     config = SwapperConfig(backend="threads", request_bytes=_REQUEST, num_threads=num_threads)
-    return Swapper.open(directory, 2 * _NUM_REQUESTS * _REQUEST, config)
+    directories = [directory / str(number) for number in range(num_files)]
+    for path in directories:
+        path.mkdir()
+    return Swapper.open(directories, 2 * _NUM_REQUESTS * _REQUEST, config)
 
 
 def _random(num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -53,9 +56,12 @@ def counter() -> Iterator[_Counter]:
     threading.setprofile(None)
 
 
-def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(tmp_path: Path, counter: _Counter) -> None:
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(
+    num_files: int, tmp_path: Path, counter: _Counter
+) -> None:
     memory = AlignedRegion(_NUM_REQUESTS * _REQUEST).array()
-    with _opened(tmp_path) as opened:
+    with _opened(tmp_path, num_files=num_files) as opened:
         extent = opened.allocate(memory.size, "x")
         opened.write(extent, memory).wait()
 
@@ -72,16 +78,41 @@ def test_an_operation_of_64_requests_takes_half_as_many_calls_again_as_one(tmp_p
             assert long <= 1.5 * short, (long, short)
 
 
+@pytest.mark.parametrize("num_files", [1, 3])
 @pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "not aligned"])
-@pytest.mark.parametrize("num_bytes", [_REQUEST, 5 * _REQUEST + 4096, 33 * _REQUEST - 777])
-def test_bytes_come_back_whatever_their_number_and_place(tmp_path: Path, num_bytes: int, shift: int) -> None:
+@pytest.mark.parametrize("num_bytes", [_REQUEST, 5 * _REQUEST + 4096, 33 * _REQUEST - 777, 70 * _REQUEST])
+def test_bytes_come_back_whatever_their_number_and_place(
+    tmp_path: Path, num_bytes: int, shift: int, num_files: int
+) -> None:
     values = _random(num_bytes)
     memory = AlignedRegion(num_bytes + shift).array()[shift:]
-    with _opened(tmp_path, num_threads=2) as opened:
-        extent = opened.allocate(num_bytes, "x")
+    with _opened(tmp_path, num_threads=2, num_files=num_files) as opened:
+        extent = opened.allocate(num_bytes + 4096, "x")
+        for offset in (0, 512):
+            opened.write(extent, values, offset=offset).wait()
+            opened.read(extent, memory, offset=offset).wait()
+            assert np.array_equal(memory, values)
+
+
+def test_what_is_short_on_one_of_several_files_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorts = iter([4096, 0, 8192])
+    fake = SimpleNamespace(preadv=os.preadv, pwritev=os.pwritev)
+
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        most = next(shorts, None)
+        return os.preadv(fd, [buffers[0][:most]] if most is not None else buffers, offset)
+
+    values = _random(12 * _REQUEST)
+    memory = AlignedRegion(values.size).array()
+    with _opened(tmp_path, num_files=2) as opened:
+        extent = opened.allocate(values.size, "x")
         opened.write(extent, values).wait()
+        fake.preadv = preadv
+        monkeypatch.setattr(file_transfer, "os", fake)
         opened.read(extent, memory).wait()
-    assert np.array_equal(memory, values)
+        assert np.array_equal(memory, values) and opened.statistics().num_retries
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EIO])

@@ -76,25 +76,6 @@ def _line(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
 # -- by name -------------------------------------------------------------------------------------------------------------
 
 
-def test_threads_by_name(open_one: _Opener, caplog: pytest.LogCaptureFixture) -> None:
-    backend = open_one(backend="threads", num_threads=3)
-    assert isinstance(backend, ThreadsBackend) and backend.num_threads == 3
-    assert not caplog.records
-
-
-@needs_uring
-def test_uring_by_name_is_not_compared_with_anything(open_one: _Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_module, "measure_gain", None)
-    backend = open_one(backend="uring", max_inflight=7)
-    assert isinstance(backend, UringBackend) and backend.concurrency == 7
-    assert isinstance(open_one(backend="uring", max_inflight=100_000), UringBackend)
-    data = random_bytes(5 * ALIGNMENT + 3, 1)
-    copy = np.zeros_like(data)
-    write(backend, 100, data)
-    read(backend, 100, copy)
-    assert np.array_equal(data, copy)
-
-
 @needs_uring
 @pytest.mark.parametrize(("code", "cure"), [(errno.EPERM, "kernel.io_uring_disabled"), (errno.ENOSYS, "5.11 or newer")])
 def test_uring_by_name_is_an_error_with_a_cure_where_it_is_forbidden(
@@ -178,29 +159,15 @@ def test_a_small_volume_gets_threads_without_any_trial(
 
 
 @needs_uring
-def test_uring_is_taken_if_it_works_and_wins(open_one: _Opener, caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(open_one(), UringBackend)
-    assert _line(caplog).message == f"io_uring is used: {_WON[1]}"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("swapper-io")], "the loser stays"
-
-
-@needs_uring
-def test_threads_are_taken_if_uring_does_not_win(
-    open_one: _Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(choice_module, "measure_gain", lambda *_: _LOST)
-    backend = open_one()
-    assert isinstance(backend, ThreadsBackend)
-    assert _line(caplog).message == f"worker threads are used and not io_uring: {_LOST[1]}"
-    assert not [thread for thread in threading.enumerate() if thread.name == "swapper-ring"], "the loser stays"
-    data = random_bytes(ALIGNMENT, 1)
-    write(backend, 0, data)  # its files are open
-
-
-@needs_uring
-@pytest.mark.parametrize("result", [_WON, _LOST])
-def test_a_comparison_is_made_once_per_process_drive_and_setting(
-    open_one: _Opener, monkeypatch: pytest.MonkeyPatch, result: tuple[bool, str]
+@pytest.mark.parametrize(
+    ("result", "words"), [(_WON, "io_uring is used"), (_LOST, "worker threads are used and not io_uring")]
+)
+def test_a_comparison_decides_and_is_made_once_per_process_drive_and_setting(
+    open_one: _Opener,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    result: tuple[bool, str],
+    words: str,
 ) -> None:
     compared: list[SwapperConfig] = []
 
@@ -209,6 +176,11 @@ def test_a_comparison_is_made_once_per_process_drive_and_setting(
         return result
 
     monkeypatch.setattr(choice_module, "measure_gain", count)
+    data = random_bytes(ALIGNMENT, 1)
+    write(open_one(), 0, data)  # its files are open
+    assert _line(caplog).message == f"{words}: {result[1]}"
+    loser = "swapper-io" if result[0] else "swapper-ring"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(loser)], "the loser stays"
     kinds = {type(open_one()) for _ in range(3)}
     assert len(compared) == 1 and kinds == {UringBackend if result[0] else ThreadsBackend}
     open_one(request_bytes=4 * _MIB)

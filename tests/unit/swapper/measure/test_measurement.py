@@ -14,24 +14,14 @@ import numpy as np
 import pytest
 
 import swapper.measure.measurement as measurement_module
-from swapper import (
-    ALIGNMENT,
-    ArgumentError,
-    SwapperConfig,
-    TransferError,
-    Volume,
-    VolumeError,
-    WrongDataError,
-)
+from swapper import ALIGNMENT, ArgumentError, SwapperConfig, TransferError, Volume, WrongDataError
 from swapper.backend import Direction, IOBackend, IORequest
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
-from swapper.measure.io_setting import WindowSize
-from swapper.measure.measurement import STEP_READ_SHARE, DriveTest, IOSetting, Sample, Workload
+from swapper.measure.measurement import STEP_READ_SHARE, DriveTest, IOSetting, Workload
 from swapper.measure.pattern import CheckedPattern, FileRange
 from swapper.measure.window import Track
 from swapper.volumes.directory import Directory
-from tests.waiting import wait_until
 
 SMALL = IOSetting("threads", 64 << 10, num_threads=2, max_inflight=2)
 FILE_BYTES = 4 << 20
@@ -45,7 +35,9 @@ def drive(tmp_path: Path) -> Iterator[DriveTest]:
 
 
 class _Watched:
-    """A backend that remembers how its inner one was used."""
+    """A backend that remembers how its inner one was used, request by request."""
+
+    run_bytes = 0
 
     def __init__(self, inner: IOBackend) -> None:
         self._inner = inner
@@ -129,32 +121,6 @@ def test_a_sample_tells_what_the_backend_did(drive: DriveTest, watched: list[_Wa
     assert sample.cpu_cores == sample.cpu_seconds / sample.seconds >= 0
 
 
-def test_processor_time_counts_all_threads(drive: DriveTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    burnt = threading.Event()
-
-    def burn() -> None:
-        while not burnt.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=burn)
-    thread.start()
-    seconds = 0.0
-
-    def others_are_counted() -> bool:
-        """Again and again: a busy machine may leave the other thread little of one measurement."""
-        nonlocal seconds
-        began = time.thread_time()
-        used = drive.measure(SMALL, Workload.READ, 0.1).cpu_seconds
-        seconds += used - (time.thread_time() - began)
-        return seconds > 0.05
-
-    try:
-        wait_until(others_are_counted, "the other thread's time")
-    finally:
-        burnt.set()
-        thread.join()
-
-
 def test_a_measurement_goes_on_where_the_last_one_ended_and_starts_over_at_the_end(
     drive: DriveTest, watched: list[_Watched]
 ) -> None:
@@ -166,17 +132,6 @@ def test_a_measurement_goes_on_where_the_last_one_ended_and_starts_over_at_the_e
     assert len(watched) > 1, "one measurement went through the whole file: take a larger one"
     expected = [index * setting.request_bytes % FILE_BYTES for index in range(len(offsets))]
     assert offsets == expected
-
-
-def test_a_file_that_is_no_multiple_of_the_request_is_used_to_its_end(tmp_path: Path, watched: list[_Watched]) -> None:
-    with DriveTest(tmp_path, FILE_BYTES + 12288) as test:
-        test.prepare()
-        seen: set[tuple[int, int]] = set()
-        while not seen >= {(0, SMALL.request_bytes), (FILE_BYTES, 12288)}:
-            test.measure(SMALL, Workload.READ, 0.02)
-            seen.update((offset, num_bytes) for _, offset, num_bytes in watched[-1].requests)
-            assert all(num_bytes in (SMALL.request_bytes, 12288) for _, num_bytes in seen)
-        test.verify(SMALL)
 
 
 @pytest.mark.deep(but=2)
@@ -213,22 +168,6 @@ def test_the_window_is_full_at_the_backend(
     spare = per_operation if workload is Workload.MIXED and per_operation > 1 else 0
     assert most <= setting.num_inflight + spare
     assert {num_bytes for *_, num_bytes in watched[0].requests} == {setting.request_bytes}
-
-
-@pytest.mark.parametrize("num_inflight", [1, 2, 3, 8, 31, 32, 256])
-@pytest.mark.parametrize("request_bytes", [4096, 1 << 20, 8 << 20])
-def test_memory_is_what_is_in_flight(num_inflight: int, request_bytes: int) -> None:
-    size = WindowSize(request_bytes, num_inflight)
-    inflight = request_bytes * num_inflight
-    for workload in Workload:
-        memory = size.operation_bytes * size.operations_for(workload)
-        assert inflight <= memory <= 1.5 * inflight + request_bytes
-
-
-def test_threads_bound_what_is_in_flight() -> None:
-    assert IOSetting("threads", 1 << 20, 4, 32).num_inflight == 4
-    assert IOSetting("threads", 1 << 20, 32, 4).bytes_inflight == 4 << 20
-    assert IOSetting("uring", 1 << 20, 4, 32).num_inflight == 32
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -273,15 +212,6 @@ def test_old_and_misplaced_blocks_are_found(drive: DriveTest) -> None:
         drive.verify(SMALL)
 
 
-def test_a_torn_block_is_found(drive: DriveTest) -> None:
-    with open(drive.paths[0], "rb", buffering=0) as file:
-        before = os.pread(file.fileno(), 4096, 0)
-    drive.prepare()
-    _damage(drive, 2048, before[2048:])
-    with pytest.raises(WrongDataError, match="offset 2048: it holds write number 1"):
-        drive.verify(SMALL)
-
-
 def test_blocks_of_a_failed_write_are_not_held_against_the_drive() -> None:
     pattern = CheckedPattern([8192])
     memory = np.empty(8192, np.uint8)
@@ -321,31 +251,6 @@ def test_another_process_can_open_the_file(drive: DriveTest, tmp_path: Path) -> 
     assert not os.path.samestat(os.stat(path), os.stat(tmp_path))
 
 
-def test_every_setting_uses_the_same_files(drive: DriveTest) -> None:
-    before = os.stat(drive.paths[0]).st_ino
-    for request_bytes in (4096, 64 << 10, 512 << 10):
-        drive.measure(IOSetting("threads", request_bytes, 2, 2), Workload.READ, 0.01)
-    assert os.stat(drive.paths[0]).st_ino == before
-
-
-@pytest.mark.deep
-def test_several_directories_are_striped_by_the_request(tmp_path: Path, watched: list[_Watched]) -> None:
-    directories = [tmp_path / name for name in "abc"]
-    for directory in directories:
-        directory.mkdir()
-    with DriveTest(directories, FILE_BYTES) as test:
-        assert len(set(test.paths)) == 3
-        test.prepare()
-        test.verify(SMALL)
-        for request_bytes in (64 << 10, 12288, 512 << 10):
-            setting = IOSetting("threads", request_bytes, 3, 3)
-            test.measure(setting, Workload.MIXED, 0.05, verify=True)
-            assert max(num_bytes for *_, num_bytes in watched[-1].requests) == request_bytes
-            test.verify(SMALL)
-        for path in test.paths:
-            assert os.stat(path).st_blocks * 512 >= FILE_BYTES
-
-
 def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
@@ -365,17 +270,6 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
             assert len(set(ranges)) == len(ranges), "two addresses for one place"
     finally:
         owner.close()
-
-
-def test_a_borrowed_volume_leaves_the_files_open(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        owner = Volume(["."], 1 << 20)
-    borrowed = BorrowedVolume(owner, 4096)
-    borrowed.close()
-    assert owner.files[0].fd >= 0
-    assert borrowed.ranges(4096, 8192) == [FileRange(0, 4096, 8192)]
-    owner.close()
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -415,17 +309,6 @@ def test_arguments_that_mean_nothing(drive: DriveTest, seconds: float, share: fl
         drive.measure(SMALL, Workload.MIXED, seconds, read_share=share)
 
 
-def test_settings_that_cannot_work(drive: DriveTest) -> None:
-    for setting in (IOSetting("threads", 1000, 1, 1), IOSetting("threads", 4096, 0, 1), IOSetting("threads", 0, 1, 1)):
-        with pytest.raises(ArgumentError):
-            drive.measure(setting, Workload.READ, 0.01)
-
-
-def test_bad_directories(tmp_path: Path) -> None:
-    with pytest.raises(VolumeError):
-        DriveTest([tmp_path, tmp_path / "missing"], FILE_BYTES)
-
-
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -457,16 +340,6 @@ def test_an_interrupt_leaves_nothing_running(drive: DriveTest, monkeypatch: pyte
     drive.measure(SMALL, Workload.READ, 0.01)
 
 
-def test_progress(tmp_path: Path) -> None:
-    with DriveTest([tmp_path], FILE_BYTES) as test:
-        seen: list[tuple[int, int]] = []
-        test.prepare(lambda done, total: seen.append((done, total)))
-        assert seen[-1] == (FILE_BYTES, FILE_BYTES)
-        seen.clear()
-        test.verify(SMALL, lambda done, total: seen.append((done, total)))
-        assert seen[-1] == (FILE_BYTES, FILE_BYTES) and len(seen) > 10
-
-
 def test_files_in_the_page_cache_are_measured_at_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(BorrowedVolume, "sync", lambda self: calls.append("sync"))
@@ -481,11 +354,6 @@ def test_files_in_the_page_cache_are_measured_at_the_drive(tmp_path: Path, monke
         sample = test.measure(SMALL, Workload.READ, 0.05)
         assert len(calls) >= sample.read_bytes // FILE_BYTES
         test.verify(SMALL)
-
-
-def test_a_sample_is_small_enough_to_store() -> None:
-    sample = Sample(SMALL, Workload.READ, 10, 0, 2.0, 1.0)
-    assert (sample.bytes_per_second, sample.cpu_cores) == (5.0, 0.5)
 
 
 def test_a_filling_that_is_cut_short_is_used_as_far_as_it_came(tmp_path: Path, watched: list[_Watched]) -> None:

@@ -14,8 +14,7 @@ from swapper.memory.buffer import bytes_of
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64],
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64]
 )
 def test_a_tensor_of_any_dtype(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, 5, dtype=dtype)

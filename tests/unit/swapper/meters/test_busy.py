@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,23 +116,6 @@ def _busy(statistics: Statistics) -> tuple[float, float, float]:
     return statistics.read_busy_seconds, statistics.write_busy_seconds, statistics.busy_seconds
 
 
-def test_swappers_side_by_side_count_in_one_total(clock: _Clock) -> None:
-    total = BusyTimes()
-    backends = [ManualBackend(_CAPACITY) for _ in range(2)]
-    with Swapper(backends[0], busy=total) as one, Swapper(backends[1], busy=total) as two:
-        _fill(one, "x")
-        clock.now += 1
-        _fill(two, "y")
-        clock.now += 2
-        backends[0].complete_all()
-        clock.now += 4
-        backends[1].complete_all()
-        clock.now += 8
-        assert one.statistics().busy_seconds == 3
-        assert two.statistics().busy_seconds == 6
-        assert total.seconds() == (0, 7, 7)
-
-
 def test_failed_and_repeated_transfers_leave_nothing_busy(clock: _Clock) -> None:
     backend = ManualBackend(_CAPACITY)
     with Swapper(backend, SwapperConfig(max_retries=1)) as opened:
@@ -178,24 +160,6 @@ def test_every_transfer_is_told_once_with_its_bytes_and_times() -> None:
         assert records[2].queued_seconds > records[0].queued_seconds
 
 
-def test_the_busy_time_is_the_union_of_what_was_told() -> None:
-    backend = ManualBackend(_CAPACITY)
-    records: list[TransferRecord] = []
-    with Swapper(backend, SwapperConfig(request_bytes=ALIGNMENT, max_inflight=4)) as opened:
-        opened.observe(records.append)
-        extent = opened.allocate(64 * ALIGNMENT, "x")
-        opened.write(extent, np.zeros(64 * ALIGNMENT, dtype=np.uint8))
-        while backend.open:
-            backend.complete(len(backend.open) // 2)
-        statistics = opened.statistics()
-    union = 0.0
-    covered = 0.0
-    for record in sorted(records, key=lambda record: record.began_seconds):
-        union += max(0.0, record.ended_seconds - max(covered, record.began_seconds))
-        covered = max(covered, record.ended_seconds)
-    assert statistics.busy_seconds == pytest.approx(union, rel=0.2, abs=1e-3)
-
-
 def test_short_and_failed_transfers_are_told_with_the_bytes_that_count() -> None:
     backend = ManualBackend(_CAPACITY)
     records: list[TransferRecord] = []
@@ -238,10 +202,3 @@ def test_an_observer_may_use_the_swapper_leave_and_be_wrong(caplog: pytest.LogCa
         backend.complete_all()
         assert next(seen) == 1
         assert len(others) == 2
-
-
-def test_a_record_cannot_be_changed() -> None:
-    record = TransferRecord(Direction.READ, "x", 1, 0.0, 1.0, 2.0)
-    with pytest.raises(AttributeError):
-        record.num_bytes = 2  # type: ignore[misc]
-    assert replace(record, num_bytes=2).num_bytes == 2

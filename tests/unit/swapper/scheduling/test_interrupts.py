@@ -9,17 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from swapper import (
-    ALIGNMENT,
-    ExtentError,
-    StallError,
-    Swapper,
-    SwapperConfig,
-)
+from swapper import ALIGNMENT, ExtentError, StallError, Swapper, SwapperConfig
 from swapper.backend import IORequest
 from swapper.backends.memory import MemoryBackend
+from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.transfer_queue import TransferQueue
-from swapper.scheduling.waiting import WaitingRoom
 from tests.manual_backend import ManualBackend
 from tests.unit.late_backend import stall
 
@@ -106,7 +100,7 @@ def test_an_interrupted_free_gives_the_space_back_when_the_requests_end(monkeypa
         for extent in extents:
             swapper.write(extent, _bytes(8))
         with monkeypatch.context() as patched:
-            patched.setattr(WaitingRoom, "wait", interrupted)
+            patched.setattr(IOScheduler, "sleep", interrupted)
             for extent in extents:
                 with pytest.raises(KeyboardInterrupt):
                     swapper.free(extent)

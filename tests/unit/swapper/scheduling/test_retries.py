@@ -5,53 +5,45 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
-import swapper.scheduling.retries as retries_module
 from swapper import ALIGNMENT, Swapper, SwapperClosedError, SwapperConfig, TransferError
-from swapper.scheduling.retries import delay_seconds
-from swapper.scheduling.watchdog import TICKS_PER_DEADLINE
+from swapper.scheduling.scheduler import delay_seconds
+from swapper.scheduling.waiting import TICKS_PER_DEADLINE
 from tests.manual_backend import ManualBackend
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.off_main_thread
 
 _CONFIG = SwapperConfig(request_bytes=ALIGNMENT, deadline_seconds=1000.0)
 
 
-class _Clock:
-    """Time passes when the test says so; the thread that waits is woken then."""
+class _Timer:
+    """Its time comes when the test says so."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        self.pauses: list[float] = []
-        self._changed = threading.Condition()
-        monkeypatch.setattr(retries_module.time, "monotonic", lambda: self.now)
-        clock = self
+    waiting: list[_Timer]
 
-        class Bell:
-            is_rung = False
+    def __init__(self, seconds: float, function: Callable[..., None], args: tuple[object, ...]) -> None:
+        self.seconds, self._function, self._args = seconds, function, args
 
-            def ring(self) -> None:
-                with clock._changed:
-                    self.is_rung = True
-                    clock._changed.notify_all()
+    def start(self) -> None:
+        self.waiting.append(self)
 
-            def wait(self, seconds: float) -> None:
-                with clock._changed:
-                    clock.pauses.append(seconds)
-                    until = clock.now + seconds
-                    clock._changed.wait_for(lambda: self.is_rung or clock.now >= until)
-                    self.is_rung = False
+    def cancel(self) -> None:
+        self.waiting.remove(self)
 
-        monkeypatch.setattr(retries_module, "Bell", Bell)
+    def ring(self) -> None:
+        self.waiting.remove(self)
+        self._function(*self._args)
 
-    def advance(self, seconds: float) -> None:
-        with self._changed:
-            self.now += seconds
-            self._changed.notify_all()
+
+@pytest.fixture(autouse=True)
+def timers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_Timer]]:
+    _Timer.waiting = []
+    monkeypatch.setattr(threading, "Timer", _Timer)
+    yield _Timer.waiting
 
 
 def _bytes(num_blocks: int = 1) -> np.ndarray:
@@ -67,8 +59,7 @@ def test_the_delay_doubles_and_is_bounded() -> None:
     assert delay_seconds(3, has_moved=True) == 0, "a signal, say: what has moved is not moved again"
 
 
-def test_others_go_on_while_one_waits_for_its_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock(monkeypatch)
+def test_others_go_on_while_one_waits_for_its_next_attempt(timers: list[_Timer]) -> None:
     backend = ManualBackend(64 * ALIGNMENT, concurrency=1)
     with Swapper(backend, _CONFIG) as swapper:
         extent = swapper.allocate(8 * ALIGNMENT, "x")
@@ -77,65 +68,67 @@ def test_others_go_on_while_one_waits_for_its_next_attempt(monkeypatch: pytest.M
         backend.fail(errno.EAGAIN)
         backend.complete_all()
         assert all(other.done() for other in others) and not first.done()
-        clock.advance(delay_seconds(1, has_moved=False))
-        wait_until(lambda: bool(backend.open))
+        timers[0].ring()
         backend.complete_all()
         first.wait()
         assert swapper.statistics().num_retries == 1
 
 
-def test_each_attempt_waits_longer_and_the_last_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock(monkeypatch)
+def test_each_attempt_waits_longer_and_the_last_error_is_told(timers: list[_Timer]) -> None:
     backend = ManualBackend(64 * ALIGNMENT)
     with Swapper(backend, SwapperConfig(max_retries=4, deadline_seconds=1000.0)) as swapper:
         handle = swapper.write(swapper.allocate(ALIGNMENT, "x"), _bytes())
         for attempt in range(1, 5):
             backend.fail(errno.EAGAIN)
-            seconds = delay_seconds(attempt, has_moved=False)
-            assert not backend.open
-            clock.advance(seconds * 1.001)
-            wait_until(lambda: bool(backend.open))
+            assert not backend.open and timers[0].seconds == delay_seconds(attempt, has_moved=False)
+            timers[0].ring()
         backend.fail(errno.EAGAIN)
         with pytest.raises(TransferError, match="EAGAIN"):
             handle.wait()
 
 
-def test_close_does_not_wait_for_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    _Clock(monkeypatch)  # which stands still
+def test_without_a_thread_it_is_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: _Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_Timer, "start", refuse)
+    backend = ManualBackend(64 * ALIGNMENT)
+    with Swapper(backend, _CONFIG) as swapper:
+        handle = swapper.write(swapper.allocate(ALIGNMENT, "x"), _bytes())
+        backend.fail(errno.EAGAIN)
+        backend.complete_all()
+        handle.wait()
+
+
+def test_close_does_not_wait_for_the_next_attempt(timers: list[_Timer]) -> None:
     backend = ManualBackend(64 * ALIGNMENT)
     swapper = Swapper(backend, _CONFIG)
     handle = swapper.write(swapper.allocate(ALIGNMENT, "x"), _bytes())
     backend.fail(errno.EAGAIN)
+    (late,) = timers
     swapper.close()
     with pytest.raises(SwapperClosedError):
         handle.wait()
-    assert not swapper._scheduler._active
-    wait_until(lambda: not any(thread.name == "swapper-back-off" for thread in threading.enumerate()))
+    assert not swapper._scheduler._active and not timers
+    late._function(*late._args)  # it was just about to come
+    assert not backend.open
 
 
-def test_there_is_no_attempt_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock(monkeypatch)
+def test_attempts_together_have_the_time_of_one(timers: list[_Timer]) -> None:
     backend = ManualBackend(64 * ALIGNMENT)
     with Swapper(backend, _CONFIG) as swapper:
         handle = swapper.write(swapper.allocate(ALIGNMENT, "x"), _bytes())
         for _ in range(TICKS_PER_DEADLINE // 2):
             swapper._scheduler._on_tick()
         backend.fail(errno.EAGAIN)
-        clock.advance(1.0)
-        wait_until(lambda: bool(backend.open))
+        timers[0].ring()
         for _ in range(TICKS_PER_DEADLINE // 2):
             assert not handle.done()
             swapper._scheduler._on_tick()
-        assert "saw no answer" in str(handle.error), "both attempts together have the time of one"
+        assert "saw no answer" in str(handle.error)
         backend.complete_all()
-
-
-def test_an_attempt_that_fails_after_the_deadline_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    _Clock(monkeypatch)
-    backend = ManualBackend(64 * ALIGNMENT)
-    with Swapper(backend, _CONFIG) as swapper:
-        handle = swapper.write(swapper.allocate(ALIGNMENT, "x"), _bytes())
+        late = swapper.write(swapper.allocate(ALIGNMENT, "y"), _bytes())
         swapper._scheduler._tick += TICKS_PER_DEADLINE
         backend.fail(errno.EAGAIN)
-        with pytest.raises(TransferError, match="EAGAIN"):
-            handle.wait()
+        with pytest.raises(TransferError, match="EAGAIN"):  # too late for another one
+            late.wait()

@@ -15,7 +15,7 @@ import pytest
 from swapper import ALIGNMENT, Extent, Handle, Priority, Swapper, SwapperConfig
 from swapper.backend import Direction
 from swapper.errors import StallError, SwapperError
-from swapper.scheduling.watchdog import TICKS_PER_DEADLINE
+from swapper.scheduling.waiting import TICKS_PER_DEADLINE
 from tests.manual_backend import ManualBackend
 
 pytestmark = pytest.mark.off_main_thread
@@ -90,15 +90,6 @@ def test_in_flight_is_bounded_for_each_direction() -> None:
         backend.complete()
         assert backend.inflight(Direction.READ) == 3
     assert backend.log[:6].count(("read", 0, _BLOCK)) == 1
-
-
-def test_a_backend_may_take_less_than_max_inflight() -> None:
-    backend = ManualBackend(64 * _BLOCK, concurrency=2)
-    with _opened(backend) as swapper:
-        extent = _written(swapper, backend, 8)
-        for block in range(8):
-            _read(swapper, extent, block)
-        assert len(backend.open) == 2
 
 
 def test_demand_before_prefetch_before_write_back() -> None:
@@ -200,26 +191,6 @@ def test_hazards_only_between_overlapping_requests_of_which_one_writes(first: st
         assert len(backend.open) == (1 if must_wait else 2)
         backend.complete()
         assert len(backend.open) == 1
-
-
-@pytest.mark.parametrize("reads", [0, 1, 3])
-def test_of_many_writes_of_the_same_bytes_each_waits_for_the_one_before(reads: int) -> None:
-    backend = ManualBackend(64 * _BLOCK)
-    with _opened(backend) as swapper:
-        extent = _written(swapper, backend, 8)
-        for _ in range(300):
-            for _ in range(reads):
-                _read(swapper, extent, 2)
-            _write(swapper, extent, 2, 2)
-            assert len(backend.open) == max(reads, 1)
-        assert max(len(each.blockers) for each in swapper._scheduler._active) <= reads + 1
-        for _ in range(300):
-            for _ in range(reads):
-                backend.complete()
-            assert [request.direction for request in backend.open] == [Direction.WRITE]
-            backend.complete()
-            backend.log.clear()
-        assert not swapper._scheduler._active and not backend.open
 
 
 def test_all_that_wait_for_each_other_behind_what_hangs_end_at_once() -> None:

@@ -16,7 +16,7 @@ import pytest
 from swapper import ALIGNMENT, Extent, Priority, StallError, Swapper, SwapperClosedError, SwapperConfig, SwapperError
 from swapper.backend import Direction
 from swapper.backends.memory import MemoryBackend
-from swapper.scheduling.watchdog import TICKS_PER_DEADLINE, tick_seconds
+from swapper.scheduling.waiting import TICKS_PER_DEADLINE, tick_seconds
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.manual_backend import ManualBackend
 from tests.ticking import LONG_SECONDS, ticking
@@ -172,17 +172,6 @@ def test_what_a_stall_sets_free_is_started() -> None:
     third = swapper.write(extent, _bytes(1, 9), offset=_BLOCK)
     wait_until(third.done)
     assert isinstance(behind.error, StallError) and third.error is None
-    _close(swapper, backend)
-
-
-def test_the_space_of_a_hung_write_is_not_given_to_others() -> None:
-    swapper, backend, extent = _opened()
-    free_bytes = swapper.free_bytes
-    backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
-    with pytest.raises(StallError):
-        swapper.write(extent, _bytes()).wait()
-    swapper.free(extent)
-    assert swapper.free_bytes == free_bytes
     _close(swapper, backend)
 
 

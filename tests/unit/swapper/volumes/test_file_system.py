@@ -13,27 +13,16 @@ import pytest
 import swapper.volumes.file_system as module
 from swapper import VolumeError, describe_drive
 
-_MOUNTS = """\
-27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
-30 27 0:28 / {here} rw shared:7 master:2 - {kind} {source} rw,size=1k
-31 27 0:29 / /elsewhere rw - xfs /dev/vdb rw
-"""
 
-
-def _mounted(
-    monkeypatch: pytest.MonkeyPatch, path: Path, kind: str, source: str = "none", mount_id: str = "30"
-) -> None:
-    text = _MOUNTS.format(here=str(path).replace(" ", "\\040"), kind=kind, source=source)
-    real = Path.read_text
-
-    def read_text(self: Path, *arguments: object, **options: object) -> str:
-        if str(self) == "/proc/self/mountinfo":
-            return text
-        if str(self).startswith("/proc/self/fdinfo/"):
-            return f"pos:\t0\nmnt_id:\t{mount_id}\nino:\t1\n"
-        return real(self, *arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Path, "read_text", read_text)
+def _mounted(monkeypatch: pytest.MonkeyPatch, path: Path, kind: str, source: str = "none") -> None:
+    mounts = [
+        ("/dev/vda", "/", "ext4"),
+        ("x", str(path), "xfs"),
+        (source, str(path), kind),
+        ("/dev/vdb", "/else", "xfs"),
+    ]
+    found = [SimpleNamespace(device=device, mountpoint=point, fstype=kind) for device, point, kind in mounts]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: found)
 
 
 def test_the_drive_under_a_directory(nvme_dir: Path) -> None:
@@ -87,23 +76,14 @@ def test_kinds_of_file_systems(
     assert (drive.file_system, drive.is_network, drive.is_tmpfs) == (kind, is_network, is_tmpfs)
 
 
-@pytest.mark.parametrize("mount_id", ["", "999"])
-def test_a_sandbox_that_hides_mounts_leaves_the_deepest_one_above(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount_id: str
-) -> None:
+def test_the_deepest_mount_above_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = tmp_path / "with blank"
     below = point / "a" / "b"
     below.mkdir(parents=True)
-    _mounted(monkeypatch, point, "nfs4", "server:/export", mount_id)
+    _mounted(monkeypatch, point, "nfs4", "server:/export")
     assert describe_drive(below).file_system == "nfs4"
     assert describe_drive(tmp_path).file_system == "ext4"
-
-
-def test_without_proc_the_file_system_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(*_: object, **__: object) -> str:
-        raise OSError(errno.ENOENT, "no /proc")
-
-    monkeypatch.setattr(Path, "read_text", refusing)
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: os.stat(tmp_path / "no proc"))
     assert describe_drive(tmp_path).file_system == "unknown"
 
 

@@ -108,13 +108,6 @@ def test_a_capacity_is_kept_and_the_others_take_the_rest(paths: list[Path]) -> N
         assert _shares(volume) == [3, 3, 3]
 
 
-def test_a_directory_with_less_free_space_than_its_share(paths: list[Path], on_drives: Callable[..., None]) -> None:
-    on_drives({paths[0]: 100 * _STRIPE, paths[1]: 3 * _STRIPE + 1, paths[2]: 100 * _STRIPE})
-    with _opened(list(paths), 30) as volume:
-        assert _shares(volume)[1] == 3
-        assert abs(_shares(volume)[0] - _shares(volume)[2]) <= 1
-
-
 def test_directories_of_one_file_system_share_its_free_space(
     paths: list[Path], on_drives: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import _thread
-import random
-import signal
 import threading
-from types import FrameType
 
 import pytest
 
@@ -54,34 +51,3 @@ def test_without_threads_the_caller_works(num_to_be_had: int, monkeypatch: pytes
         is_done_here = pool.submit(threading.get_ident).result() == threading.get_ident()
         assert is_done_here == (num_to_be_had == 0)
         assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
-
-
-@pytest.mark.deep
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside of a callback
-def test_interrupts_leave_nothing_locked() -> None:
-    """With ``ThreadPoolExecutor`` this does not come to its end."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    draw = random.Random(0)
-    num_interrupted = 0
-    try:
-        while num_interrupted < 100:
-            done: list[int] = []
-            brought = 0
-            pool = ThreadPool(2)
-            try:
-                signal.setitimer(signal.ITIMER_VIRTUAL, draw.uniform(2e-5, 4e-4))
-                for _ in range(10_000):
-                    pool.submit(done.append, 1)
-                    brought += 1
-            except KeyboardInterrupt:
-                num_interrupted += 1
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            pool.close()
-            assert brought <= len(done) <= brought + 1
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)

@@ -14,7 +14,6 @@ from swapper.backends.memory import MemoryBackend
 from swapper.testing.conformance import Completion, aligned_bytes, start
 from swapper.wrappers.base import BackendWrapper
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
-from tests.latency import delayed
 
 _READ, _WRITE = Direction.READ, Direction.WRITE
 
@@ -111,17 +110,6 @@ def test_close_says_that_something_hangs() -> None:
     backend = _faulty(FaultRule(hangs=True))
     start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
     assert not backend.close(0.1)
-
-
-def test_latency_delays_and_close_does_not_wait_for_it() -> None:
-    backend = delayed(MemoryBackend(ALIGNMENT), read_seconds=0.05, write_seconds=60.0)
-    started = time.monotonic()
-    _one(backend, _READ)
-    assert time.monotonic() - started >= 0.045
-    completion = start(backend, _WRITE, 0, aligned_bytes(ALIGNMENT))
-    assert backend.close(60.0)
-    completion.wait()
-    assert time.monotonic() - started < 30
 
 
 def test_wrappers_show_what_is_inside() -> None:

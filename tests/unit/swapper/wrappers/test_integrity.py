@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import random
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,17 +13,15 @@ import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, AlignedRegion
-from swapper.backend import CorruptedDataError, Direction, IOBackend, IORequest
+from swapper.backend import CorruptedDataError, Direction, IOBackend
 from swapper.backends.memory import MemoryBackend
 from swapper.backends.threads import ThreadsBackend
-from swapper.backends.workers import WorkerPool
 from swapper.errors import ArgumentError
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
 from swapper.volumes.volume import Volume
-from swapper.wrappers.checksum import PAGE_BYTES, ChecksumTable, Segment, crc32c, is_fast
+from swapper.wrappers.checksum import PAGE_BYTES, crc32c, is_fast
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from swapper.wrappers.integrity import IntegrityBackend
-from tests.latency import delayed
 from tests.manual_backend import ManualBackend
 
 _READ, _WRITE = Direction.READ, Direction.WRITE
@@ -62,22 +59,6 @@ def test_the_checksum_is_crc32c_of_all_pieces_and_fast() -> None:
     text = np.frombuffer(b"123456789", dtype=np.uint8)
     assert crc32c(text) == crc32c(text[:4], text[4:4], text[4:]) == 0xE3069283
     assert is_fast(), "google-crc32c has no compiled implementation here"
-
-
-def test_a_table_knows_whole_and_partial_pages() -> None:
-    table = ChecksumTable(2 * PAGE_BYTES + 5)
-    assert table.segments(0) == () and table.whole(0, 2) is None
-    table.replace_whole(0, [7, 8])
-    assert table.whole(0, 2) == [7, 8] and table.segments(1) == (Segment(PAGE_BYTES, 2 * PAGE_BYTES, 8),)
-    table.replace(1, [Segment(PAGE_BYTES + 9, PAGE_BYTES + 10, 3)])
-    table.add(Segment(PAGE_BYTES, PAGE_BYTES + 2, 4))
-    assert table.whole(0, 2) is None and [each.checksum for each in table.segments(1)] == [4, 3]
-    assert [each.checksum for each in table.segments_in(PAGE_BYTES + 2, PAGE_BYTES + 10)] == [3]
-    table.replace_whole(1, [5])
-    assert [each.checksum for each in table.segments(1)] == [5]
-    last = Segment(2 * PAGE_BYTES, 2 * PAGE_BYTES + 5, 6)
-    table.add(last)
-    assert table.segments(2) == (last,) and table.whole(2, 3) == [6]
 
 
 # ----------------------------------------------------------------------------------------------------- any ranges
@@ -134,70 +115,6 @@ def test_every_written_byte_is_protected_and_no_other(kind: str, seed: int, tmp_
         _poke(backend.inner, address)
         assert not _is_damaged(backend, low, high)
     assert backend.close(5.0)
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("threads", [0, 3])
-def test_neighbours_in_a_page_are_written_and_read_at_once(threads: int) -> None:
-    """Each thread has two ranges of its own, all of them small parts of the same few pages."""
-    inner = MemoryBackend(4 * _PAGE, threads)
-    backend = IntegrityBackend(delayed(inner, 0.0001, 0.0002), _PAGE)
-    model = aligned_bytes(inner.capacity_bytes)
-    errors: list[BaseException] = []
-    num_threads, share = 6, inner.capacity_bytes // 12
-
-    def work(index: int) -> None:
-        dice = random.Random(index)
-        try:
-            for number in range(80):
-                base = share * (index + num_threads * dice.randrange(2))
-                low, high = sorted(dice.sample(range(share + 1), 2))
-                data = random_bytes(high - low, number)
-                if dice.random() < 0.5:
-                    write(backend, base + low, data)
-                    model[base + low : base + high] = data
-                else:
-                    read(backend, base + low, data)
-                    assert np.array_equal(data, model[base + low : base + high])
-        except BaseException as error:
-            errors.append(error)
-
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(num_threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not errors, errors[0]
-    whole = aligned_bytes(inner.capacity_bytes)
-    read(backend, 0, whole)
-    assert np.array_equal(whole, model)
-    assert backend.close(5.0)
-
-
-def test_a_page_in_thousands_of_pieces_is_joined() -> None:
-    backend, inner = _over_memory()
-    for address in range(600):
-        write(backend, address, random_bytes(1, address))
-    assert len(backend._table.segments(0)) <= 64
-    for address in range(1000, 1400, 2):  # never touching: there is nothing to join
-        write(backend, address, random_bytes(1, address))
-    for address in (0, 599, 1000, 1398):
-        _flip(inner, address)
-        assert _is_damaged(backend, address, address + 1)
-        _flip(inner, address)
-    assert not _is_damaged(backend, 0, _PAGE)
-
-
-def test_what_is_damaged_is_not_joined_with_anything() -> None:
-    backend, inner = _over_memory()
-    for address in range(64):
-        write(backend, address, random_bytes(1, address))
-    for address in (0, 30, 31):
-        _flip(inner, address)
-    write(backend, 100, random_bytes(1, 1))
-    assert not _is_damaged(backend, 1, 30) and not _is_damaged(backend, 32, _PAGE)
-    for address in (0, 30, 31):
-        assert _is_damaged(backend, address, address + 1)
 
 
 # --------------------------------------------------------------------------------------------------- what is in flight
@@ -276,54 +193,15 @@ def test_requests_in_one_page_may_end_in_any_order(seed: int, block_bytes: int) 
         inner.complete_all()
         assert isinstance(completion.error, CorruptedDataError), address
         _flip(inner, address)
-    assert not backend._num_requests and not backend._preparing
-
-
-def test_segments_are_joined_only_by_who_is_alone_in_the_page() -> None:
-    backend, inner = _manual()
-    for address in range(70):
-        start(backend, _WRITE, 10 * address, random_bytes(10, address))
-    inner.complete_all()
-    reading = start(backend, _READ, 0, aligned_bytes(10))
-    start(backend, _WRITE, 1000, random_bytes(10, 1))
-    inner.complete(1)
-    inner.complete_all()
-    reading.require_whole(10)
-    assert len(backend._table.segments(0)) == 71
-    start(backend, _WRITE, 2000, random_bytes(10, 1))
-    reading = start(backend, _READ, 0, aligned_bytes(10))
-    inner.complete_all()
-    reading.require_whole(10)
-    assert len(backend._table.segments(0)) == 72
-    writing = start(backend, _WRITE, 3000, random_bytes(10, 1))
-    start(backend, _WRITE, 0, random_bytes(10, 7))  # what was to be read back for joining is no longer true
-    inner.complete(1)
-    inner.complete_all()
-    writing.require_whole(10)
-    assert len(backend._table.segments(0)) == 73
-    start(backend, _WRITE, 3001, random_bytes(1, 1))
-    inner.fail(errno.EIO)
-    assert not backend._joiners
-    writing = start(backend, _WRITE, 3000, random_bytes(10, 1))
-    inner.complete_all()
-    writing.require_whole(10)
-    reading = start(backend, _READ, 0, aligned_bytes(_PAGE))
-    inner.complete_all()
-    reading.require_whole(_PAGE)
-    assert len(backend._table.segments(0)) == 4
+    assert not backend._preparing
 
 
 class _SlowBackend(MemoryBackend):
     """Takes its time on a thread of its own."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
-        self._pool = WorkerPool("slow", self._slowly, 1)
-        self._copy = self._transfer
-
-    def _slowly(self, request: IORequest) -> int:
-        time.sleep(0.01)
-        return self._copy(request)
+        super().__init__(capacity_bytes, 1)
+        copy, self._copy = self._copy, lambda request: (time.sleep(0.01), copy(request))
 
 
 def test_close_completes_what_is_still_read_back_for() -> None:
@@ -333,22 +211,6 @@ def test_close_completes_what_is_still_read_back_for() -> None:
     assert backend.close(20.0)
     for completion in completions:
         completion.require_whole(50)
-
-
-def test_close_does_not_wait_for_what_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, inner = _over_memory()
-    write(backend, 0, random_bytes(_PAGE, 0))
-
-    def interrupt(request: IORequest) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(inner, "submit", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        start(backend, _WRITE, 10, random_bytes(50, 1))
-    monkeypatch.undo()
-    started = time.monotonic()
-    assert backend.close(60.0)
-    assert time.monotonic() - started < 30
 
 
 def test_close_does_not_wait_for_ever_for_what_hangs() -> None:

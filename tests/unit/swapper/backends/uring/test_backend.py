@@ -90,20 +90,6 @@ def test_one_thread_keeps_many_requests_in_flight_and_bounds_them(
         assert np.array_equal(array, copy)
 
 
-def test_completions_are_reaped_in_one_go(tmp_path: Path) -> None:
-    volume = Volume([tmp_path], 1 << 20)
-    ring = Ring(16, [volume.files[0].fd])
-    memory = AlignedRegion(10 * ALIGNMENT)
-    for token in range(10):
-        address = memory.address + token * ALIGNMENT
-        assert ring.prepare(_WRITE, 0, address, ALIGNMENT, token * ALIGNMENT, token=token + 7)
-    ring.submit(10)
-    assert sorted(ring.reap()) == [(token + 7, ALIGNMENT) for token in range(10)]
-    assert ring.reap() == []
-    ring.close()
-    volume.close()
-
-
 def test_a_full_queue_refuses_and_is_usable_again_after_submitting(tmp_path: Path) -> None:
     volume = Volume([tmp_path], 1 << 20)
     ring = Ring(4, [volume.files[0].fd])
@@ -154,45 +140,16 @@ def test_short_transfers_and_errors_are_passed_on_as_they_are(backend: UringBack
     assert nowhere.error is not None and nowhere.error.errno == errno.EFAULT
 
 
-@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN, errno.EIO])
-def test_a_backend_does_not_retry(backend: UringBackend, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    reap = Ring.reap
-    monkeypatch.setattr(
-        Ring, "reap", lambda ring: [(token, -code if token else result) for token, result in reap(ring)]
-    )
-    completion = start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
-    completion.wait()
-    assert completion.error is not None and completion.error.errno == code
-    assert completion.num_calls == 1
-
-
-@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EBUSY])
-def test_a_kernel_short_of_resources_is_asked_again(
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EBUSY, errno.EINTR])
+def test_a_kernel_short_of_resources_or_a_signal_does_no_harm(
     backend: UringBackend, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    answers = [code] * 5
-
-    def refuse(*_: object) -> None:
-        if answers:
-            raise OSError(answers.pop(), "not now")
-
-    _Spy(monkeypatch, "submit", refuse)
+    answers, real = [-code] * 5, library().submit_and_wait
+    monkeypatch.setattr(library(), "submit_and_wait", lambda *both: answers.pop() if answers else real(*both))
     data, copy = random_bytes(16 * ALIGNMENT, 3), aligned_bytes(16 * ALIGNMENT)
     write(backend, 0, data)
     read(backend, 0, copy)
     assert not answers and np.array_equal(data, copy)
-
-
-def test_a_signal_in_the_middle_of_a_wait_does_no_harm(backend: UringBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    interruptions = [-errno.EINTR] * 5
-    real = library().submit_and_wait
-    monkeypatch.setattr(
-        library(), "submit_and_wait", lambda *both: interruptions.pop() if interruptions else real(*both)
-    )
-    data, copy = random_bytes(16 * ALIGNMENT, 3), aligned_bytes(16 * ALIGNMENT)
-    write(backend, 0, data)
-    read(backend, 0, copy)
-    assert not interruptions and np.array_equal(data, copy)
 
 
 def test_requests_that_find_the_queue_full_are_carried_out_later(
@@ -239,16 +196,6 @@ def test_a_ring_that_breaks_refuses_instead_of_hanging(
     assert ring_loop_module._abandoned == [backend._loop]
     ring_loop_module._abandoned.clear()
     backend.volume.close()
-
-
-def test_a_callback_that_raises_harms_no_other_request(backend: UringBackend, caplog: pytest.LogCaptureFixture) -> None:
-    def explode(*_: object) -> None:
-        raise SystemExit("not here")
-
-    page = aligned_bytes(ALIGNMENT)
-    backend.submit(IORequest(_READ, 0, page.data, page.ctypes.data, explode))
-    write(backend, 0, random_bytes(ALIGNMENT, 0))
-    assert "completing a transfer raised" in caplog.text
 
 
 def test_memory_in_flight_is_kept_and_then_let_go(tmp_path: Path) -> None:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import logging
-import subprocess
-import sys
-import textwrap
-import threading
 import weakref
 from pathlib import Path
 
@@ -16,7 +12,6 @@ import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, AlignedRegion, StagingArena, Swapper, Volume
-from swapper.backend import Direction, IORequest
 from swapper.backends.memory import MemoryBackend
 from swapper.backends.uring import memory_slots as memory_slots_module
 from swapper.backends.uring.backend import UringBackend
@@ -79,21 +74,6 @@ def test_registered_memory_is_let_go_when_the_backend_is_closed(tmp_path: Path) 
     assert backend.register_memory(AlignedRegion(ALIGNMENT)) is not None, "too late, but no reason to raise"
 
 
-def test_memory_can_be_registered_from_a_completion(backend: UringBackend) -> None:
-    region = AlignedRegion(ALIGNMENT)
-    is_over = threading.Event()
-
-    def register(*_: object) -> None:
-        backend.register_memory(region)
-        is_over.set()
-
-    page = aligned_bytes(ALIGNMENT)
-    backend.submit(IORequest(Direction.READ, 0, page.data, page.ctypes.data, register))
-    assert is_over.wait(_SECONDS)
-    write(backend, 0, region.array())
-    assert backend.num_fixed == 1
-
-
 def test_without_enough_lockable_memory_transfers_work_unregistered_and_one_line_says_so(
     backend: UringBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,38 +91,6 @@ def test_without_enough_lockable_memory_transfers_work_unregistered_and_one_line
     write(backend, 0, data)
     read(backend, 0, copy)
     assert backend.num_fixed == 0 and np.array_equal(data, copy)
-
-
-@pytest.mark.deep
-@pytest.mark.root
-def test_the_limit_on_locked_memory_of_an_ordinary_user(tmp_path: Path) -> None:
-    code = """
-        import os, resource, sys
-        import numpy.random
-        from swapper import AlignedRegion, Volume
-        from swapper.backends import UringBackend
-        from swapper.testing.conformance import random_bytes, read, write
-        UringBackend(Volume([sys.argv[1]], 1 << 20)).close(10.0)  # imports what an ordinary user may not read
-        volume = Volume([sys.argv[1]], 1 << 20)
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
-        os.setgroups([])
-        os.setresgid(65534, 65534, 65534)
-        os.setresuid(65534, 65534, 65534)
-        backend = UringBackend(volume)
-        small, large = AlignedRegion(64 << 10), AlignedRegion(8 << 20)
-        backend.register_memory(small)
-        backend.register_memory(large)
-        for region in (small, large):
-            data, copy = random_bytes(32 << 10, 1), region.array()[: 32 << 10]
-            write(backend, 0, data)
-            read(backend, 0, copy)
-            print((data == copy).all(), backend.num_fixed)
-        print(backend.close(10.0))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    answer = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=560, check=False)
-    assert answer.stdout.split() == ["True", "1", "True", "1", "True"], answer.stderr
-    assert "8388608 bytes of memory are not registered" in answer.stderr and "1048576 bytes)" in answer.stderr
 
 
 class _FakeRing:

@@ -229,33 +229,3 @@ def test_any_end_of_the_process_is_quiet_and_leaves_nothing(tmp_path: Path, endi
     assert (answer.returncode, answer.stderr) == (code, "")
     assert answer.stdout == ("108\n" if code >= 0 else "")
     assert os.listdir(tmp_path) == []
-
-
-def test_whoever_is_cut_off_while_waking_the_thread_takes_no_wake_up_along(
-    backend: UringBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next request is served all the same, and the one before it with it."""
-    write(backend, 0, random_bytes(ALIGNMENT, 0))
-    wait_until(lambda: backend._loop._is_asleep)
-    real, calls = os.eventfd_write, []
-
-    def cut_off(fd: int, value: int) -> None:
-        calls.append(fd)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        real(fd, value)
-
-    monkeypatch.setattr(os, "eventfd_write", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
-    copy = aligned_bytes(ALIGNMENT)
-    read(backend, 0, copy)
-    assert (copy == random_bytes(ALIGNMENT, 0)).all()
-
-
-def test_a_stop_is_noticed_at_any_moment_of_a_nap(tmp_path: Path) -> None:
-    for _ in range(20):
-        backend = UringBackend(Volume([tmp_path], 1 << 16), queue_depth=2)
-        write(backend, 0, random_bytes(ALIGNMENT, 0))
-        assert backend.close(_SECONDS)
-    assert not _ring_threads()
