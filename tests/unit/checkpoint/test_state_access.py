@@ -1,6 +1,6 @@
 """Weights and states from outside the loop: no byte more than was changed is stored, and what fails changes nothing.
 
-What is read and written is in tests/integration: test_gathered_writes, test_main_weights, test_state_edits, test_resuming.
+What is read and written is in tests/integration: test_gathered_parameters, test_state_dtype, test_state_edits, test_resuming.
 """
 
 from __future__ import annotations

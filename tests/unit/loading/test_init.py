@@ -134,7 +134,7 @@ _TORCH: dict[str, Callable[[], nn.Module]] = {
     "tied": _tied,
     "half": lambda: nn.Sequential(nn.Linear(16, 32), nn.LSTM(16, 16)).to(torch.bfloat16).half(),
 }
-"""Beside those of tests/integration/test_building_modules.py."""
+"""Beside those of tests/integration/test_building.py."""
 
 
 @pytest.mark.deep(but=6)
