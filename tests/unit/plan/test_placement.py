@@ -17,7 +17,7 @@ from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.numerics.state_format import StateFormat
 from infinity.plan.cost_model import best_placement, predict
 from infinity.plan.placement import DEVICE_KEY, HOST_KEY, Placement, apparent_bytes, place
-from infinity.plan.sizes import Request, UnitSize
+from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.units.layout import CHUNK_GRANULE
 from tests.unit.plan.planned import request_of
 
@@ -517,3 +517,29 @@ def test_chunks_become_fewer_where_the_budget_has_room_for_larger_pages() -> Non
     assert large.page_bytes * large.num_pages <= (8000 << 20) // 6
     tight = place(_model(40, 5000), _request(budget_bytes=500 << 20))
     assert tight.page_bytes * tight.num_pages <= 48 << 20
+
+
+def _units_of_8b() -> list[UnitSize]:
+    block, embedding = (numel // CHUNK_GRANULE * CHUNK_GRANULE for numel in (218_112_000, 525_336_576))
+    numels = [embedding, *[block] * 32, embedding]
+    return [UnitSize(f"unit {index}", 2 * numel, numel, 2, True) for index, numel in enumerate(numels)]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 8])
+def test_chunks_do_not_shrink_where_nearly_all_states_fit(num_micro_batches: int) -> None:
+    """8B parameters beside a GPU: with 110 GB they had 10,232 chunks, and with 60 GB half as many."""
+    units = _units_of_8b()
+    found = []
+    for gigabytes in range(60, 150, 2):
+        request = _request(
+            record_format=_FORMATS["remainder"],
+            budget_bytes=gigabytes * 10**9,
+            device_free_bytes=78 * 10**9,
+            shares_host_memory=False,
+            update="step",
+            num_micro_batches=num_micro_batches,
+            update_workers=4,
+        )
+        placement = best_placement(units, request, guessed_order(len(units)), len(units))
+        found.append(sum(-(-unit.state_numel // placement.chunk_numel) for unit in units))
+    assert max(found) <= 1.1 * found[0], found

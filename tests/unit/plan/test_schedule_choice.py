@@ -45,6 +45,16 @@ def test_weights_that_stay_in_memory_are_not_worth_it_unless_asked_for() -> None
     assert placement.activation_bytes > 0
 
 
+def test_beside_a_gpu_sums_of_gradients_are_made_there_however_much_memory_the_host_has() -> None:
+    """Else each micro-batch's gradients go down the link, and one thread of the CPU adds them up."""
+    request = dataclasses.replace(_REQUEST, shares_host_memory=False, keeps_in_memory=True)
+    assert place_for_schedule("auto", _UNITS, request, _ORDER)[1] is None
+    assert place_for_schedule("ordinary", _UNITS, request, _ORDER)[1] == "the config asks for it"
+    updated_there = dataclasses.replace(request, param_tier="none", optimizer_tier="none", update="step")
+    placement, reason = place_for_schedule("auto", _UNITS, updated_there, _ORDER)
+    assert placement.gradients_on_device and "hardly any bytes" in (reason or "")
+
+
 @pytest.mark.parametrize(("asked", "num"), [("ordinary", 4), ("auto", 1)])
 def test_the_ordinary_order_gets_the_whole_budget(asked: str, num: int) -> None:
     request = _tight(dataclasses.replace(_REQUEST, num_micro_batches=num))
