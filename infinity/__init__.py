@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from infinity.loading.init import Init
     from infinity.loading.load_pretrained import load_pretrained
     from infinity.loop.gathered_parameters import GatheredParameters
+    from infinity.metrics import StepReport
     from infinity.optim import lr_schedules as schedules
     from infinity.plan.plan import Plan
-    from infinity.telemetry import StepReport
 
 _lazy_name, __dir__ = lazy_names(
     __name__,
@@ -49,7 +49,7 @@ _lazy_name, __dir__ = lazy_names(
         "InfinityConfig": "infinity.config",
         "Init": "infinity.loading.init",
         "Plan": "infinity.plan.plan",
-        "StepReport": "infinity.telemetry",
+        "StepReport": "infinity.metrics",
         "engine_of": "infinity.entry",
         "init_distributed": "infinity.distributed.process_groups",
         "initialize": "infinity.entry",

@@ -27,10 +27,11 @@ from infinity.distributed.process_groups import init_distributed, local_rank, nu
 from infinity.distributed.world import world
 from infinity.engine.assembly import build
 from infinity.engine.engine import Engine, engine_behind
+from infinity.engine.run_notes import RunNotes
 from infinity.errors import BudgetTooSmallError, ConfigError, ModelError
 from infinity.loop.scheduler_steps import needs_samples
 from infinity.machine.autotune import tune_io
-from infinity.monitors import Monitors
+from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer, begin_anew
 from infinity.optim.groups import TiledGroups
@@ -38,7 +39,6 @@ from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
 from infinity.optim.template import Template, absent_template, build_template
 from infinity.plan.placement import DEVICE_KEY
-from infinity.run_log.notes import RunNotes
 from infinity.torch_internals.module_tensors import announce_nothing
 from infinity.units.model_check import check_model, warn_of_gaps, warn_of_other_dtypes
 from infinity.units.parameter import host_of
@@ -109,13 +109,8 @@ def initialize(
     with contextlib.ExitStack() as undo:  # whatever fails on the way, an interrupt too, leaves the model as it was
         parts = LocalParameters(model, mesh)
         undo.callback(_restore_parts, parts, optimizer)
-        check_model(model)
-        if resolved.compute_dtype == torch.float32:
-            warn_of_other_dtypes(model)
-        warn_of_gaps(model)
-        share_weights(model, mesh.data)
-        write_out()  # what a model that was built on drives still has in memory
-        torch_device = choose_device(model, device, local_rank())
+        _check(model, resolved, mesh)
+        compute_device = device_for(choose_device(model, device, local_rank()))
         parameters = list(model.parameters())
         if parts and isinstance(optimizer, torch.optim.Optimizer):
             parts.give_to(optimizer)
@@ -125,26 +120,14 @@ def initialize(
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(parameter)], parameter) for parameter in tiling.groups.with_tiles(parameters)]
         members = tiling.groups.with_tiles(model_parameters)
-        template = _template(optimizer, resolved, named, members, torch_device, tiling.groups)
+        template = _template(optimizer, resolved, named, members, compute_device.torch_device, tiling.groups)
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
-        writes_log = world().index == 0 and bool(
-            template.param_groups
-        )  # not an engine that evaluates beside one that trains
-        notes = RunNotes(resolved.infinity.run_log if writes_log else None)
-        undo.callback(notes.abandon)
-        monitors = Monitors(resolved.monitors, is_first=world().index == 0)
-        undo.callback(monitors.close)
+        notes, monitors = _outputs(resolved, undo, trains=bool(template.param_groups))
         resolved = tune_io(resolved)
         undo.callback(template.give_back_untouched)
-        compute_device = device_for(torch_device)
         make_parts = functools.partial(build, engine_class, model, resolved, template, compute_device, mesh)
         with _out_of_memory_in_words(resolved, compute_device, model):
             engine, originals = make_parts(undo)
-        engine.build_by(make_parts)
-        if resolved.flops_profiler is not None and engine_class is Engine:
-            logger.warning(
-                '"flops_profiler" counts nothing here: call infinity.deepspeed.initialize, whose engine does'
-            )
         is_passed = isinstance(optimizer, torch.optim.Optimizer)
         if is_passed and isinstance(engine.optimizer, PagedOptimizer):
             _take_over(engine, optimizer, template, undo)
@@ -153,16 +136,17 @@ def initialize(
                 parameter.grad = gradient.cpu()
             engine.lr_scheduler = _scheduler(lr_scheduler, resolved, engine.optimizer)
         tiling.show()
-        engine.note_untiling(functools.partial(_restore, tiling, parts, template.optimizer if is_passed else None))
         if training_data is not None:
             engine.training_dataloader = engine.data_loader(training_data, collate_fn=collate_fn)
-        engine.resume()
-        engine.begin_notes(notes, monitors)
-        if resolved.notices:
-            logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
-        logger.info("config:\n%s", resolved.describe())
-        logger.info("plan:\n%s", engine.plan)
+        restore = functools.partial(_restore, tiling, parts, template.optimizer if is_passed else None)
+        engine.begin_run(make_parts, restore, notes, monitors)
         undo.pop_all()
+    if resolved.flops_profiler is not None and engine_class is Engine:
+        logger.warning('"flops_profiler" counts nothing here: call infinity.deepspeed.initialize, whose engine does')
+    if resolved.notices:
+        logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
+    logger.info("config:\n%s", resolved.describe())
+    logger.info("plan:\n%s", engine.plan)
     if resolved.compute_dtype is not torch.float32:
         _note_dtype(model, resolved.compute_dtype)
     originals.forget()
@@ -170,6 +154,25 @@ def initialize(
         announce_nothing()  # `Init` has replaced methods of torch, for models that lie on drives
     template.forget_untouched()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check(model: nn.Module, config: InfinityConfig, mesh: Mesh) -> None:
+    """Refuse what cannot be trained, warn of what is odd, and see that all processes begin with the same weights."""
+    check_model(model)
+    if config.compute_dtype == torch.float32:
+        warn_of_other_dtypes(model)
+    warn_of_gaps(model)
+    share_weights(model, mesh.data)
+    write_out()  # what a model that was built on drives still has in memory
+
+
+def _outputs(config: InfinityConfig, undo: contextlib.ExitStack, *, trains: bool) -> tuple[RunNotes, Monitors]:
+    """Log and curves. An engine that evaluates beside one that trains leaves the log to that."""
+    notes = RunNotes(config.infinity.run_log if world().index == 0 and trains else None)
+    undo.callback(notes.abandon)
+    monitors = Monitors(config.monitors)
+    undo.callback(monitors.close)
+    return notes, monitors
 
 
 def _earlier(model: nn.Module, *, trains: bool) -> Engine | None:

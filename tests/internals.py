@@ -37,10 +37,10 @@ from infinity.gradients import main_grads
 from infinity.gradients.arrivals import Arrivals
 from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.shown_grads import ShownGradients
+from infinity.metrics.clock import StepClock
 from infinity.optim.registry import BY_NAME
 from infinity.plan import cost_model, placement
 from infinity.plan.cost_model import predict
-from infinity.telemetry.clock import StepClock
 from infinity.tiers import user_copies
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.weight_exchange import WeightExchange

@@ -43,8 +43,8 @@ INTEGRATIONS = {
 }
 PARTS_OF_THE_ENGINE = frozenset(
     """
-    backward_together begin_notes build_by count_on counters forget_step loose make_room not_held note_arguments
-    note_ordinary note_passed note_untiling optimizer_step optimizer_lock optimizer_zero_grad relay rest resume
+    backward_together begin_run count_on counters forget_step loose make_room note_arguments num_not_held
+    note_ordinary note_passed optimizer_step optimizer_lock optimizer_zero_grad relay rest
     workload
     """.split()  # noqa: SIM905 - read as a text
 )

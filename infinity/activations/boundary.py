@@ -20,8 +20,8 @@ import torch
 from infinity.activations.refusal import Refusal
 from infinity.activations.spill_space import BLOCK_BYTES, SpillSpace
 from infinity.device.drive_tensors import is_dense
+from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import top_hooks
-from infinity.telemetry.clock import StepClock
 from swapper import AlignedRegion, Extent, Handle, Priority, Swapper, SwapperError
 
 ALIGNMENT = 64

@@ -10,7 +10,7 @@ from typing import NoReturn
 from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
 from infinity.errors import BudgetTooSmallError, format_bytes
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 
 _KEY = "infinity.host_memory_budget"
 

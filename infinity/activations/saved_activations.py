@@ -27,7 +27,7 @@ from infinity.activations.boundary import ALIGNMENT, drive_memory
 from infinity.activations.refusal import Refusal
 from infinity.activations.spill_space import BLOCK_BYTES, SpillSpace
 from infinity.errors import EngineClosedError
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from infinity.torch_internals.names import in_backward
 from swapper import Extent, Handle, Priority, Swapper, SwapperError
 

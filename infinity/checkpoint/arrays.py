@@ -37,6 +37,7 @@ _READ_AHEAD = 3
 _MOST_LETTERS = 250
 """Of a folder's name, where file systems have 255."""
 _Bytes = npt.NDArray[np.uint8]
+_Sums = npt.NDArray[np.uint32]
 STORED_AS = {
     **{
         name: name
@@ -200,9 +201,19 @@ class SavedTensor(ArraySpec):
         Raises:
             CheckpointError: something of it is damaged.
         """
-        with contextlib.ExitStack() as stack:
+        if not self.num_chunks:
+            return
+        found: _Sums = np.zeros(self.num_chunks, dtype="<u4")
+        with contextlib.ExitStack() as stack, reading_from(self.file):
             blocks = threads or stack.enter_context(BlockThreads(max(CHUNK_BYTES, self.block_bytes)))
-            yield from ArrayReader(blocks, self).parts()
+            yield from self._blocks(blocks, found) if self.shape else self._small(found)
+        if crc32c(found.view(np.uint8)) != self.checksum:
+            self._fail("its chunks are others than those that were saved")
+
+    @property
+    def file(self) -> Path:
+        """Where its elements are, if there are any."""
+        return self.folder / self.path / self.file_name
 
     def read(self, threads: BlockThreads | None = None, into: torch.Tensor | None = None) -> torch.Tensor:
         """The whole tensor; in memory, or in ``into``, contiguous and of its shape and dtype.
@@ -215,6 +226,67 @@ class SavedTensor(ArraySpec):
         for start, part in self.parts(threads):
             flat[start : start + part.numel()].copy_(part)
         return whole
+
+    def _small(self, found: _Sums) -> Iterator[tuple[int, torch.Tensor]]:
+        data = np.frombuffer(bytearray(self.file.read_bytes()), np.uint8)
+        self._check_size(data.size)
+        self._check_chunk(data, 0, found)
+        yield 0, torch.from_numpy(data[: self.data_bytes]).view(self.dtype)
+
+    def _blocks(self, threads: BlockThreads, found: _Sums) -> Iterator[tuple[int, torch.Tensor]]:
+        self._check_size(self.file.stat().st_size)
+        file = BlockFile(self.file)
+        pending: deque[tuple[int, int, Future[_Bytes]]] = deque()
+        waiting = enumerate(self.spans())
+        start_of_chunks = _aligned(self.index_bytes)
+        try:
+            self._check_index(threads, file)
+
+            def fetch(number: int, span: tuple[int, int]) -> None:
+                offset = start_of_chunks + number * self.block_bytes
+                reading = threads.read(
+                    file, self.block_bytes, offset, lambda data: self._check_chunk(data, number, found)
+                )
+                pending.append((*span, reading))
+
+            for number, span in itertools.islice(waiting, _READ_AHEAD):
+                fetch(number, span)
+            while pending:
+                first, last, reading = pending.popleft()
+                block = reading.result()
+                for number, span in itertools.islice(waiting, 1):
+                    fetch(number, span)
+                data = torch.from_numpy(block[: (last - first) * self.dtype.itemsize])
+                yield first, data.view(self.dtype)
+                threads.give_back(block)
+        except EOFError as error:
+            raise CheckpointError(self.file, str(error)) from error
+        finally:
+            file.let_go()
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes != self.file_bytes:
+            self._fail(f"it has {num_bytes} bytes, not {self.file_bytes}")
+
+    def _check_index(self, threads: BlockThreads, file: BlockFile) -> None:
+        expected = self.index()
+        for start in range(0, expected.size, threads.block_bytes):
+            part = expected[start : start + threads.block_bytes]
+
+            def check(data: _Bytes, part: _Bytes = part) -> None:
+                if not np.array_equal(data, part):
+                    self._fail("its index is damaged")
+
+            threads.give_back(threads.read(file, part.size, start, check).result())
+
+    def _check_chunk(self, data: _Bytes, number: int, found: _Sums) -> None:
+        size = self.data_bytes
+        found[number] = crc32c(data[:size])
+        if data[size : size + _CRC_BYTES].tobytes() != struct.pack("<I", found[number]) or data[size + 4 :].any():
+            self._fail(f"chunk {number} is damaged: its bytes are not those that were written")
+
+    def _fail(self, problem: str) -> None:
+        raise CheckpointError(self.file, problem)
 
 
 @functools.cache
@@ -370,96 +442,11 @@ def reading_from(path: Path) -> Iterator[None]:
         raise CheckpointError(path, f"it cannot be read: {error.strerror or error}", cure=cure) from error
 
 
-class ArrayReader:
-    """Reads one array from front to end, each chunk checked."""
-
-    def __init__(self, threads: BlockThreads, saved: SavedTensor) -> None:
-        self.spec = saved
-        self._threads = threads
-        self._path = saved.folder / saved.path / saved.file_name
-
-    def parts(self) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Pairs of the first element's number and 1-D elements, which stay until the next pair is asked for.
-
-        Raises:
-            CheckpointError: something is damaged.
-        """
-        if not self.spec.num_chunks:
-            return
-        found = np.zeros(self.spec.num_chunks, dtype="<u4")
-        with reading_from(self._path):
-            yield from self._small(found) if not self.spec.shape else self._blocks(found)
-        if crc32c(found.view(np.uint8)) != self.spec.checksum:
-            self._fail("its chunks are others than those that were saved")
-
-    def _small(self, found: npt.NDArray[np.uint32]) -> Iterator[tuple[int, torch.Tensor]]:
-        data = np.frombuffer(bytearray(self._path.read_bytes()), np.uint8)
-        self._check_size(data.size)
-        self._check_chunk(data, 0, found)
-        yield 0, torch.from_numpy(data[: self.spec.data_bytes]).view(self.spec.dtype)
-
-    def _blocks(self, found: npt.NDArray[np.uint32]) -> Iterator[tuple[int, torch.Tensor]]:
-        spec = self.spec
-        self._check_size(self._path.stat().st_size)
-        file = BlockFile(self._path)
-        pending: deque[tuple[int, int, Future[_Bytes]]] = deque()
-        waiting = enumerate(spec.spans())
-        start_of_chunks = _aligned(spec.index_bytes)
-        try:
-            self._check_index(file)
-
-            def fetch(number: int, span: tuple[int, int]) -> None:
-                offset = start_of_chunks + number * spec.block_bytes
-                reading = self._threads.read(
-                    file, spec.block_bytes, offset, lambda data: self._check_chunk(data, number, found)
-                )
-                pending.append((*span, reading))
-
-            for number, span in itertools.islice(waiting, _READ_AHEAD):
-                fetch(number, span)
-            while pending:
-                first, last, reading = pending.popleft()
-                block = reading.result()
-                for number, span in itertools.islice(waiting, 1):
-                    fetch(number, span)
-                data = torch.from_numpy(block[: (last - first) * spec.dtype.itemsize])
-                yield first, data.view(spec.dtype)
-                self._threads.give_back(block)
-        except EOFError as error:
-            raise CheckpointError(self._path, str(error)) from error
-        finally:
-            file.let_go()
-
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes != self.spec.file_bytes:
-            self._fail(f"it has {num_bytes} bytes, not {self.spec.file_bytes}")
-
-    def _check_index(self, file: BlockFile) -> None:
-        expected = self.spec.index()
-        for start in range(0, expected.size, self._threads.block_bytes):
-            part = expected[start : start + self._threads.block_bytes]
-
-            def check(data: _Bytes, part: _Bytes = part) -> None:
-                if not np.array_equal(data, part):
-                    self._fail("its index is damaged")
-
-            self._threads.give_back(self._threads.read(file, part.size, start, check).result())
-
-    def _check_chunk(self, data: _Bytes, number: int, found: npt.NDArray[np.uint32]) -> None:
-        size = self.spec.data_bytes
-        found[number] = crc32c(data[:size])
-        if data[size : size + _CRC_BYTES].tobytes() != struct.pack("<I", found[number]) or data[size + 4 :].any():
-            self._fail(f"chunk {number} is damaged: its bytes are not those that were written")
-
-    def _fail(self, problem: str) -> None:
-        raise CheckpointError(self._path, problem)
-
-
 class ElementsInOrder:
     """The elements of an array, as many at a time as the caller wants."""
 
     def __init__(self, parts: Iterator[tuple[int, torch.Tensor]]) -> None:
-        """``parts``: as `ArrayReader.parts` gives them."""
+        """``parts``: as `SavedTensor.parts` gives them."""
         self._parts = parts
         self._rest = torch.empty(0, dtype=torch.uint8, device="cpu")
 

@@ -1,9 +1,12 @@
-"""Puts the tensors of a checkpoint where the engine keeps them: each byte is read once and written once."""
+"""Reads a checkpoint into model, optimizer and scheduler: each byte is read once and written once, where the engine keeps it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+import logging
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,36 +15,108 @@ from torch import nn
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.rest_checks import check_groups
 from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
-from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import in_memory_order
-from infinity.errors import CheckpointError
+from infinity.checkpoint.training_checkpoint import Training, checksums_of
+from infinity.errors import CheckpointError, ModelError, listed
+from infinity.metrics.progress import Note, progress
 from infinity.numerics.chunk_format import WEIGHT
-from infinity.optim.groups import TiledGroups
 from infinity.optim.named_groups import in_order_of
-from infinity.paging.parameter_map import ParameterMap
-from infinity.telemetry.progress import Note
-from infinity.units.buffers import write_buffer
+from infinity.optim.scheduler_state import scheduler_with
+from infinity.threads.openmp import one_thread
+from infinity.units.buffers import persistent_buffers, write_buffer
+from infinity.units.extra_states import EXTRA_STATES, set_extra_states, takers
 from infinity.units.layout import Slot
+from infinity.units.tiles import whole_parameters
 from infinity.units.unit import Unit
 from swapper.volumes.block_files import BlockThreads
 
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a checkpoint is loaded beside the model.
+
+    Attributes:
+        is_strict: what only model or checkpoint has is an error, not only another shape.
+        optimizer: states, hyperparameters and the loss scale; only then what is a rank's own.
+        random_states, data_position: of each rank.
+    """
+
+    is_strict: bool
+    optimizer: bool
+    scheduler: bool
+    counters: bool
+    random_states: bool
+    data_position: bool
+
+
+def load(
+    training: Training,
+    folder: Path,
+    wanted: Wanted,
+    *,
+    shows_progress: bool,
+    is_first_rank: bool,
+    begin: Callable[[], None],
+    changing: AbstractContextManager[None],
+) -> dict[str, Any]:
+    """Read a checkpoint. Returns all that is no large tensor.
+
+    Args:
+        is_first_rank: it tells what was left out.
+        begin: called when the model has been looked at, and nothing has been changed.
+        changing: entered when the optimizer, which changes itself as the first, has taken what is its own.
+
+    Raises:
+        CheckpointError: it is damaged, or not what this package reads.
+        ModelError: it is of another model; nothing has been changed.
+        ValueError: it does not fit to the optimizer; nothing has been changed.
+    """
+    saved = Checkpoint(folder)
+    saved.verify_small_files()
+    rest = saved.rest()
+    loading = Loading(training, saved, is_strict=wanted.is_strict)
+    loading.check_model(rest.get(EXTRA_STATES))
+    with loading, ExitStack() as stack:
+        if wanted.scheduler:
+            otherwise = "load_lr_scheduler_states=False to load_checkpoint"
+            stack.enter_context(scheduler_with(training.lr_scheduler, rest, otherwise=otherwise))
+        optimizer = training.optimizer if wanted.optimizer and "param_groups" in rest else None
+        if optimizer is not None:
+            in_order = loading.in_order(optimizer, rest)
+        begin()
+        if optimizer is not None:
+            loading.optimizer(optimizer, in_order)
+        total = sum(each.num_bytes for each in saved.tensors if wanted.optimizer or each.kind == WEIGHT)
+        with changing, one_thread(), progress("loading a checkpoint", total, is_shown=shows_progress) as note:
+            loading.buffers()
+            loading.parameters(note)
+            set_extra_states(training.model, rest.get(EXTRA_STATES) or {})
+    if is_first_rank:
+        loading.tell_of_rest()
+    return rest
+
+
+def other_shapes(saved: Mapping[str, SavedTensor], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What says so of each tensor whose shape is another one."""
+    both = ((fqn, saved[fqn].shape, shape) for fqn, shape in wanted.items() if fqn in saved)
+    return [f"'{fqn}' has shape {there}, not {here}" for fqn, there, here in both if there != here]
+
 
 class Loading:
-    """One load, a ``with`` block. Shapes have been checked; must not be used while updates are pending."""
+    """One load. `check_model` comes first, the rest in a ``with`` block; must not be used while updates are pending."""
 
-    def __init__(
-        self,
-        saved: Checkpoint,
-        threads: BlockThreads,
-        access: StateAccess,
-        parameter_map: ParameterMap,
-        tiled: TiledGroups,
-    ) -> None:
+    def __init__(self, training: Training, saved: Checkpoint, *, is_strict: bool) -> None:
+        """``is_strict``: see `Wanted`."""
+        self._training = training
         self._saved = saved
-        self._threads = threads
-        self._access = access
-        self._parameter_map = parameter_map
-        self._tiled = tiled
+        self._is_strict = is_strict
+        self._access, self._parameter_map, self._tiled = training.access, training.parameter_map, training.tiled
+        self._parameters = whole_parameters(training.model)
+        self._buffers = dict(persistent_buffers(training.model))
+        self._missing: list[str] = []
+        self._extra: list[str] = []
         self._open = ExitStack()
         self._sources: dict[tuple[str, str], ElementsInOrder] = {}
         """(FQN, kind) of what is tiled -> its elements: those of one tile after those of the one before."""
@@ -49,27 +124,98 @@ class Loading:
         """id of a held parameter -> its element-wise states."""
 
     def __enter__(self) -> Loading:
+        self._threads = self._open.enter_context(BlockThreads(self._saved.largest_block))
         return self
 
     def __exit__(self, *failure: Any) -> None:
         self._open.close()
 
-    def in_order(
-        self,
-        optimizer: torch.optim.Optimizer,
-        rest: Mapping[str, Any],
-        parameters: Mapping[str, nn.Parameter],
-        *,
-        is_strict: bool,
-    ) -> Mapping[str, Any]:
+    # ---------------------------------------------------------------------------------------------- is it of this model
+
+    def check_model(self, extra_states: Mapping[str, Any] | None) -> None:
+        """See that model and checkpoint have the same tensors; nothing is changed. None: DeepSpeed has saved none.
+
+        Raises:
+            ModelError: says which do not fit.
+        """
+        shapes = {fqn: tuple((self._tiled.of(each) or each).shape) for fqn, each in self._parameters.items()}
+        left_out = {fqn for fqn in self._saved.excluded if fqn in shapes and not self._parameters[fqn].requires_grad}
+        self._check_shapes("parameters", shapes, left_out)
+        self._check_shapes("buffers", {fqn: tuple(each.shape) for fqn, each in self._buffers.items()})
+        if extra_states is not None:
+            self._check_names("extra states", takers(self._training.model), extra_states)
+        if self._is_strict and left_out:
+            self._check_left_out(left_out)
+
+    def _check_shapes(self, group: str, wanted: Mapping[str, tuple[int, ...]], left_out: Collection[str] = ()) -> None:
+        """``left_out`` may be missing."""
+        found = self._saved.of(group)
+        needed = [fqn for fqn in wanted if fqn in found or fqn not in left_out]
+        self._check_names(group, needed, found, other_shapes(found, wanted))
+
+    def _check_names(
+        self, group: str, wanted: Collection[str], found: Collection[str], problems: Collection[str] = ()
+    ) -> None:
+        missing, extra = [each for each in wanted if each not in found], [each for each in found if each not in wanted]
+        if self._is_strict:
+            problems = [*problems, *(f"'{fqn}' is missing" for fqn in missing)]
+            problems += [f"'{fqn}' is not in the model" for fqn in extra]
+        else:
+            self._missing += missing
+            self._extra += extra
+        if problems:
+            raise ModelError(
+                f"the checkpoint's {group} are not the model's: {listed(problems, '; ')}",
+                cure="Make the model as it was, or pass load_module_strict=False to leave out what only one of them has",
+            )
+
+    def _check_left_out(self, fqns: Collection[str]) -> None:
+        """Compare frozen parameters that are not in the checkpoint with their checksums in it, at the cost of one read.
+
+        What it does not know, or has another dtype now, cannot be compared.
+        """
+        others, casts = [], []
+        saved = self._saved.excluded_checksums
+        for fqn, (dtype, checksum) in checksums_of(self._training, saved.keys() & fqns).items():
+            if dtype != saved[fqn][0]:
+                casts.append(fqn)
+            elif checksum != saved[fqn][1]:
+                others.append(fqn)
+        if others:
+            shown = listed([f"'{fqn}'" for fqn in others])
+            raise ModelError(
+                f"the checkpoint was written without frozen parameters, and those of the model have other values now: {shown}",
+                cure="Load the weights with which it was trained before infinity.initialize, or pass load_module_strict=False "
+                "to take those that are there",
+            )
+        if casts:
+            logger.warning(
+                "%d frozen parameters that the checkpoint leaves out ('%s', ...) have another dtype than when it was written: "
+                "whether they have the same values is not known",
+                len(casts),
+                casts[0],
+            )
+
+    def tell_of_rest(self) -> None:
+        """Log what only model or checkpoint has, in one line."""
+        sides = {"not in the checkpoint, and as before": self._missing, "not in the model, and left out": self._extra}
+        told = [f"{listed([*map(repr, names)])} ({how})" for how, names in sides.items() if names]
+        if told:
+            folder = self._saved.folder
+            logger.warning("load_module_strict=False, '%s' is not all of this model: %s", folder, "; ".join(told))
+
+    # ------------------------------------------------------------------------------------------------------ taking over
+
+    def in_order(self, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> Mapping[str, Any]:
         """``rest`` with the saved groups in the order of this optimizer's.
 
         Raises:
             ValueError: they do not fit; nothing has been changed.
         """
         groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
-        if "names" in rest and {id(p) for g in groups for p in g["params"]} <= {id(p) for p in parameters.values()}:
-            rest = in_order_of(groups, rest, parameters, is_strict=is_strict)
+        known = {id(parameter) for parameter in self._parameters.values()}
+        if "names" in rest and {id(p) for g in groups for p in g["params"]} <= known:
+            rest = in_order_of(groups, rest, self._parameters, is_strict=self._is_strict)
         try:
             if len(groups) == len(rest["param_groups"]):  # else the optimizer says so
                 check_groups(rest["param_groups"], groups)
@@ -120,17 +266,17 @@ class Loading:
     def _whole(self, value: SavedTensor | torch.Tensor) -> torch.Tensor:
         return value if isinstance(value, torch.Tensor) else value.read(self._threads)
 
-    def buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Into these."""
-        for fqn, buffer in buffers.items():
+    def buffers(self) -> None:
+        """The model's."""
+        for fqn, buffer in self._buffers.items():
             found = self._saved.tensor("buffers", fqn)
             if found is not None:
                 write_buffer(buffer, found.read(self._threads))
 
-    def parameters(self, parameters: Mapping[str, nn.Parameter], note: Note) -> None:
+    def parameters(self, note: Note) -> None:
         """Weights and, of those that `optimizer` was told of, states; ``note`` is told of bytes, unit after unit."""
-        names = {id(part): fqn for fqn, parameter in parameters.items() for part in self._tiled.all_of(parameter)}
-        for fqn, parameter in parameters.items():
+        names = {id(part): fqn for fqn, whole in self._parameters.items() for part in self._tiled.all_of(whole)}
+        for fqn, parameter in self._parameters.items():
             found = self._saved.tensor("parameters", fqn)
             if found is not None and not self._parameter_map.holds(self._tiled.all_of(parameter)[0]):
                 with torch.no_grad():

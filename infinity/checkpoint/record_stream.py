@@ -126,6 +126,22 @@ class RecordStream:
             return None
         return self._weights.write_chunk(unit, chunk, weights.cpu())
 
+    @contextlib.contextmanager
+    def opened(
+        self, unit: Unit, chunk: Chunk, *, stores: bool = False, main_only: bool = False
+    ) -> Iterator[ChunkBuffer]:
+        """A chunk in working memory; what ``stores`` is stored at the end of the ``with`` block, unless that raises."""
+        lease, is_stored = self.lease(unit, chunk), False
+        try:
+            lease.wait()
+            yield lease.workspace
+            if stores:
+                lease.write_back([], main_only=main_only)
+                is_stored = True
+        finally:
+            if not is_stored:
+                lease.discard()
+
     def lease(self, unit: Unit, chunk: Chunk, *, reads: bool = True) -> Lease:
         """The chunk's record in working memory, when there is a page for it. See `StateStore.open`."""
         lease = self._records.open(unit, chunk, is_blocking=True, reads=reads)

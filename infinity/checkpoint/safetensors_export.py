@@ -26,9 +26,9 @@ from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_file import Entry, OpenSource, Source, check_entries, refuse, write_file
 from infinity.errors import ModelError, StorageError, format_bytes
 from infinity.loop.pager import Pager
+from infinity.metrics.progress import progress
 from infinity.optim.groups import TiledParameter
 from infinity.paging.parameter_map import ParameterMap
-from infinity.telemetry.progress import progress
 from infinity.units.adapters import is_adapted
 from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot
@@ -123,11 +123,10 @@ def _save(
             save_adapters(model, directory)
             return
         found = entries()
-        shards = cut(found, max_shard_bytes, file_bytes)
         configs = functools.partial(save_configs, model, dtype=dtype)
         total = sum(entry.num_bytes for entry in found)
         with progress("saving weights", total, is_shown=weights.shows_progress) as note:
-            write_shards(shards, directory, stem, configs, has_index=len(shards) > 1, note=note)
+            write_shards(found, directory, stem, configs, max_shard_bytes, note)
 
 
 def cut(tensors: Iterable[T], max_shard_bytes: int, num_bytes_of: Callable[[T], int]) -> list[list[T]]:
@@ -144,43 +143,36 @@ def cut(tensors: Iterable[T], max_shard_bytes: int, num_bytes_of: Callable[[T], 
     return shards
 
 
-def file_bytes(entry: Entry) -> int:
-    """Of a tensor under all of its names."""
-    return entry.num_bytes * len(entry.names)
-
-
 def write_shards(
-    shards: Sequence[Sequence[Entry]],
+    entries: Sequence[Entry],
     directory: Path,
     stem: str,
     configs: Callable[[Staging], Sequence[str]],
-    *,
-    has_index: bool,
+    max_shard_bytes: int,
     note: Callable[[int], None],
 ) -> None:
-    """Write files, and let them appear all at once.
+    """Write one file, or shards and an index, and let them appear all at once.
 
     Args:
-        shards: the tensors of each file.
         directory: made if it is missing.
         stem: of the files' names.
         configs: writes further files into a staging directory, and returns their names there.
-        has_index: else there is one file.
+        max_shard_bytes: of a file, if it has more than one tensor.
         note: is told of bytes that were written.
 
     Raises:
         ModelError: something cannot be written; nothing has been.
         OSError: the directory cannot take them; what was there before is still there.
     """
-    entries = [entry for shard in shards for entry in shard]
     check_entries(entries)
+    shards = cut(entries, max_shard_bytes, lambda entry: entry.file_bytes)
     with Staging(directory, stem) as staging, OpenSource() as opened:
-        if shutil.disk_usage(staging.path).free < sum(map(file_bytes, entries)):
+        if shutil.disk_usage(staging.path).free < sum(entry.file_bytes for entry in entries):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for number, shard in enumerate(shards, start=1):
             with staging.file(f"shard-{number}") as file:
                 write_file(file, shard, opened, note)
-        _publish(staging, configs(staging), directory, stem, shards, has_index=has_index)
+        _publish(staging, configs(staging), directory, stem, shards)
 
 
 @contextlib.contextmanager
@@ -199,14 +191,9 @@ def told_of(directory: Path, num_bytes: int) -> Iterator[None]:
 
 
 def _publish(
-    staging: Staging,
-    configs: Sequence[str],
-    directory: Path,
-    stem: str,
-    shards: Sequence[Sequence[Entry]],
-    *,
-    has_index: bool,
+    staging: Staging, configs: Sequence[str], directory: Path, stem: str, shards: Sequence[Sequence[Entry]]
 ) -> None:
+    has_index = len(shards) > 1
     with locked(directory):
         there = {path.name for path in directory.iterdir()}
         names = _free_names(stem, len(shards), there) if has_index else []
@@ -227,7 +214,7 @@ def _publish(
 
 def _index(shards: Sequence[Sequence[Entry]], names: Sequence[str]) -> bytes:
     index = {name: file for shard, file in zip(shards, names, strict=True) for entry in shard for name in entry.names}
-    total = sum(file_bytes(entry) for shard in shards for entry in shard)
+    total = sum(entry.file_bytes for shard in shards for entry in shard)
     contents = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
     return (json.dumps(contents, indent=2) + "\n").encode()
 

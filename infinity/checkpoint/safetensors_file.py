@@ -52,6 +52,11 @@ class Entry:
         """Under one name."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    @property
+    def file_bytes(self) -> int:
+        """Under all of its names."""
+        return self.num_bytes * len(self.names)
+
 
 class OpenSource:
     """The source of the tensor that is being written; it stays open for those of the next that come from it as well."""

@@ -14,15 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.gathered_units import Gathered, GatheredUnits
 from infinity.checkpoint.record_stream import RecordStream, SharedStream
-from infinity.checkpoint.stored_weights import PART_NUMEL, StoredWeights, flattened, in_memory_order, span_of
+from infinity.checkpoint.stored_weights import (
+    PART_NUMEL,
+    Gathered,
+    StoredWeights,
+    flattened,
+    in_memory_order,
+    span_of,
+)
 from infinity.loop.pager import Pager
-from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
+from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
 from infinity.paging.parameter_map import ParameterMap
 from infinity.tiers.state_store import StateStore
-from infinity.units.layout import Chunk, Slot
+from infinity.units.layout import Slot
 from infinity.units.parameter import let_go
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
@@ -41,11 +47,10 @@ class StateAccess:
         records: StateStore,
         states: dict[tuple[int, int], ParameterState],
         stored: StoredWeights,
-        gathered: GatheredUnits,
     ) -> None:
         """
         Args:
-            parameter_map, pager, records, states, gathered: whom it works with.
+            parameter_map, pager, records, states: whom it works with.
             stored: what rests. Its exchange brings what the records of other ranks hold, and the weights that follow from
                 it. All ranks make the calls that read or replace main weights and states, in the same order, then.
         """
@@ -55,7 +60,6 @@ class StateAccess:
         self._records = records
         self._states = states
         self._stored = stored
-        self._gathered = gathered
         self.copies = pager.copies
         """Makes what is given out."""
         self.stream = stored.stream
@@ -70,16 +74,6 @@ class StateAccess:
     def has_main_weights(self) -> bool:
         """Whether main weights are something else than model weights."""
         return self._stored.has_main_weights
-
-    @contextlib.contextmanager
-    def _reading(self, unit: Unit, chunk: Chunk) -> Iterator[ChunkBuffer]:
-        """A chunk in working memory, of which nothing is stored."""
-        lease = self.stream.lease(unit, chunk)
-        try:
-            lease.wait()
-            yield lease.workspace
-        finally:
-            lease.discard()
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -112,7 +106,7 @@ class StateAccess:
                 copy = self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32)
                 made[slot.index, kind] = stack.enter_context(copy)
             for chunk, pieces in self._stored.pieces(unit, kinds):
-                with self._reading(unit, chunk) as workspace:
+                with self.stream.opened(unit, chunk) as workspace:
                     if self._stored.has_halves and any(WEIGHT in kinds[piece.slot.index] for piece in pieces):
                         self._stored.bring_weights(unit, chunk, workspace)
                     for piece in pieces:
@@ -311,7 +305,7 @@ class StateAccess:
         return self.main_weight(parameter) if slot.spec.is_trainable else self._pager.copy_for_user(unit, slot)
 
     def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> list[Gathered]:
-        """Open the parameters' units and keep them open. Returns what `GatheredUnits.scatter` needs.
+        """Open the parameters' units and keep them open. Returns what `StoredWeights.scatter` needs.
 
         Args:
             compares: find what was changed by its contents, however it was written. Otherwise, by torch's counts of writes.
@@ -329,7 +323,7 @@ class StateAccess:
         try:
             for unit in units.values():
                 with self._pager.held([unit]):
-                    gathering.append(self._gathered.begin(unit, compares=compares))
+                    gathering.append(self._stored.begin_gathering(unit, compares=compares))
                     unit.hold_for(gathering[-1])  # for longer than this block
         except BaseException:
             for gathered in gathering:

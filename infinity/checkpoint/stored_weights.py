@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from infinity.checkpoint.record_stream import RecordStream
 from infinity.errors import ModelError
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
+from infinity.numerics.raw_bytes import checksum
 from infinity.numerics.remainder import split_bits
 from infinity.tiers.state_store import StateStore
 from infinity.tiers.weight_exchange import WeightExchange
@@ -24,6 +26,17 @@ from infinity.updates.stream import Saver
 
 PART_NUMEL = 1 << 20
 """Elements that are converted at a time."""
+
+
+@dataclass
+class Gathered:
+    """A unit that is held open for the user, who may write to it, and what is needed to see what he changed."""
+
+    unit: Unit
+    checksums: dict[int, int] | None
+    """Of each slot's weights before, where contents are compared; None: what torch has counted was changed."""
+    kept: torch.Tensor | None
+    """A copy of the trainable segment before, where it is needed."""
 
 
 class StoredWeights:
@@ -45,7 +58,7 @@ class StoredWeights:
             chunks: of each unit, those whose records this process keeps.
             record_format: of the records.
             exchange: knows which weights other ranks keep in parts.
-            before_writes: as in `infinity.updates.stepper.Stepper`.
+            before_writes: as in `infinity.updates.stepper.Stepper`: the last step is committed when it returns.
         """
         self._weights = weights
         self._chunks = chunks
@@ -108,18 +121,12 @@ class StoredWeights:
         if written is not None:
             written.wait()
 
-    @contextlib.contextmanager
-    def changing(self, unit: Unit, chunk: Chunk, *, main_only: bool = False) -> Iterator[ChunkBuffer]:
+    def changing(
+        self, unit: Unit, chunk: Chunk, *, main_only: bool = False
+    ) -> contextlib.AbstractContextManager[ChunkBuffer]:
         """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
         self.let_save(unit)
-        lease = self.stream.lease(unit, chunk)
-        try:
-            lease.wait()
-            yield lease.workspace
-            lease.write_back([], main_only=main_only)
-        except BaseException:
-            lease.discard()
-            raise
+        return self.stream.opened(unit, chunk, stores=True, main_only=main_only)
 
     def wait_for_saver(self, saver: Saver | None) -> None:
         """Nothing of a unit is changed from now on before this one has saved it; None: there is none any more."""
@@ -224,6 +231,63 @@ class StoredWeights:
             before = unit.trainable_view(copy)
         self.store_modified(unit, changed, before, is_outdating=False)
         unit.forget_changes()
+
+    # --------------------------------------------------------------------------------------- held open for the user
+
+    def begin_gathering(self, unit: Unit, *, compares: bool) -> Gathered:
+        """The unit is in memory, and is going to be held; see `StateAccess.gather`."""
+        self.store_gathered(unit)  # by a block around this one: what it wrote so far is its own
+        return Gathered(unit, _checksums(unit) if compares else None, self._kept(unit))
+
+    def store_gathered(self, unit: Unit) -> None:
+        """Store what was written to a gathered unit so far, and let main weights follow: it is about to be updated."""
+        held = [gathered for gathered in unit.gathered if isinstance(gathered, Gathered)]
+        if held:
+            self._store_since(held[0])
+            self.note_updated(unit)
+
+    def note_updated(self, unit: Unit) -> None:
+        """A gathered unit holds other weights than when it was gathered, and those are stored."""
+        for gathered in unit.gathered:
+            if isinstance(gathered, Gathered):
+                gathered.kept = self._kept(unit)
+                if gathered.checksums is not None:
+                    gathered.checksums = _checksums(unit)
+        unit.accept_changes()
+
+    def _kept(self, unit: Unit) -> torch.Tensor | None:
+        """A copy of what else nobody would know any more: half of the main weights, if it rests nowhere but here."""
+        is_needed = self.has_halves and unit.stays_resident and unit.layout.trainable_numel
+        return unit.trainable_view(unit.flat.tensor()).clone() if is_needed and unit.flat is not None else None
+
+    def scatter(self, gathering: Sequence[Gathered]) -> None:
+        """The counterpart of `StateAccess.gather`: store what was changed."""
+        with contextlib.ExitStack() as rest:
+            for gathered in gathering:
+                rest.callback(gathered.unit.let_go_of, gathered)
+            for gathered in gathering:
+                if gathered.unit.flat is None:
+                    continue  # it went with the engine
+                if self._store_since(gathered):
+                    self.note_updated(gathered.unit)  # whoever else has gathered it
+                gathered.unit.accept_changes()
+
+    def _store_since(self, gathered: Gathered) -> bool:
+        """Store what was written to a unit since its weights were noted; returns whether anything was."""
+        unit = gathered.unit
+        unit.note_changes()
+        changed = set(unit.dirty)
+        blocks = [gathered, *(each for each in unit.gathered if isinstance(each, Gathered))]
+        before = next((each.checksums for each in blocks if each.checksums is not None), None)
+        if before is not None:
+            changed |= {index for index, now in _checksums(unit).items() if now != before[index]}
+        if changed:
+            self.store_modified(unit, [unit.layout.slots[index] for index in sorted(changed)], gathered.kept)
+        return bool(changed)
+
+
+def _checksums(unit: Unit) -> dict[int, int]:
+    return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}
 
 
 def span_of(piece: Piece) -> slice:

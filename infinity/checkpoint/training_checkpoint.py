@@ -1,4 +1,4 @@
-"""Checkpoints: all that a training goes on from, streamed to a directory and back, in bounded memory.
+"""Checkpoints: all that a training goes on from, streamed to a directory in bounded memory.
 
 A checkpoint appears under its tag when it is whole and on the drive, and only then does ``latest`` name it. It knows
 nothing of units, tiers or budgets: any setting of those loads it. What lies in the directory: README.md beside this module.
@@ -7,11 +7,12 @@ nothing of units, tiers or budgets: any setting of those loads it. What lies in 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,46 +21,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
-from infinity.checkpoint.checkpoint_loading import Loading
+from infinity.checkpoint.arrays import ArraySpec, ArrayWriter, name_of
 from infinity.checkpoint.record_stream import AHEAD_BYTES
-from infinity.checkpoint.same_model import LeftOut, SameModel
-from infinity.checkpoint.saved import (
-    EXCLUDED,
-    EXCLUDED_CHECKSUMS,
-    TIED,
-    Checkpoint,
-    CheckpointFiles,
-    find,
-    reading_again,
-    writing,
-)
+from infinity.checkpoint.saved import EXCLUDED, EXCLUDED_CHECKSUMS, TIED, CheckpointFiles, writing
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, EngineClosedError, ModelError
 from infinity.loop.pager import Pager
+from infinity.metrics.progress import progress
 from infinity.numerics.chunk_format import WEIGHT
-from infinity.numerics.raw_bytes import checksum
+from infinity.numerics.raw_bytes import checksum, raw_bytes
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups
 from infinity.optim.main_weights import without_main_weight
-from infinity.optim.scheduler_state import scheduler_with
 from infinity.paging.parameter_map import ParameterMap
-from infinity.telemetry.progress import progress
 from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
 from infinity.units.buffers import persistent_buffers
-from infinity.units.extra_states import EXTRA_STATES, set_extra_states, takers
 from infinity.units.layout import Slot
 from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
 from infinity.units.unit import Unit
 from swapper import Latch
 from swapper.sync.limits import start_threads
-from swapper.volumes.block_files import BlockThreads
+from swapper.wrappers.checksum import crc32c
 
 logger = logging.getLogger(__name__)
 
 _PART_BYTES = 4 << 20
+_CHECKED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
     beside: dict[str, Any] = {TIED: _tied(training.model)}
     if excluded:
         beside[EXCLUDED] = list(dict.fromkeys(excluded.values()))
-        sums = _left_out(training).checksums(beside[EXCLUDED])
+        sums = checksums_of(training, beside[EXCLUDED])
         beside[EXCLUDED_CHECKSUMS] = {fqn: list(each) for fqn, each in sums.items()}
     if training.optimizer is None:
         return found, beside
@@ -173,8 +162,34 @@ def _frozen(training: Training) -> dict[int, str]:
     return found
 
 
-def _left_out(training: Training) -> LeftOut:
-    return LeftOut(whole_parameters(training.model), training.parameter_map, training.pager, training.tiled)
+def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[str, int]]:
+    """FQN -> dtype, and crc32c of the elements in C order, of frozen parameters as they are now."""
+    found = {}
+    for fqn, parameter in whole_parameters(training.model).items():  # those of a unit stand together
+        if fqn in fqns:
+            parts, so_far = training.tiled.all_of(parameter), 0
+            for rows in itertools.chain.from_iterable(_rows_of(training, part) for part in parts):
+                so_far = crc32c(raw_bytes(rows).numpy(), after=so_far)
+            found[fqn] = name_of(parts[0].dtype), so_far
+    return found
+
+
+def _rows_of(training: Training, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    if not training.parameter_map.holds(parameter):
+        yield from _rows(parameter, _CHECKED_BYTES)
+        return
+    unit, slot = training.parameter_map.locate(parameter)
+    with training.pager.opened(unit):
+        yield from _rows(unit.weight(slot), _CHECKED_BYTES)
+
+
+def _rows(value: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:
+    """The elements in C order, 1-D and on the CPU, a few rows at a time."""
+    whole = value.detach().resolve_conj().resolve_neg()
+    whole = whole if whole.dim() else whole.reshape(1)
+    num = max(num_bytes // max(whole[:1].nbytes, 1), 1)
+    for start in range(0, whole.shape[0] if whole.numel() else 0, num):
+        yield whole[start : start + num].cpu().contiguous().reshape(-1)
 
 
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
@@ -215,7 +230,7 @@ class Saving:
         Args:
             is_watching: training goes on during `run`, so weights that rest in memory are compared before and after.
             excludes_frozen: leave parameters out that are frozen; buffers stay.
-            shows_progress: on the terminal, see `infinity.telemetry.progress`.
+            shows_progress: on the terminal, see `infinity.metrics.progress`.
 
         Raises:
             StorageError: the directory cannot take it, or has too little room; what was there before is still there.
@@ -334,12 +349,10 @@ class BackgroundSave:
         self._device = device
         self._launched = device.mark()
         self._error: BaseException | None = None
-        self._begun = threading.Lock()
-        """Taken by the thread that runs it, for good."""
         self._over = Latch()
 
     def start(self, owner: object) -> None:
-        """Begin, unless that has happened. ``owner`` is no garbage until it is over.
+        """Begin. ``owner`` is no garbage until it is over.
 
         Raises:
             LimitError: the system gives no thread.
@@ -347,8 +360,6 @@ class BackgroundSave:
         start_threads(threading.Thread(target=self._run, args=(owner,), name="infinity-checkpoint"))
 
     def _run(self, owner: object) -> None:
-        if not self._begun.acquire(blocking=False):
-            return
         try:
             with self._device.background():
                 self._device.compute_waits_for(self._launched)  # what the caller has launched comes first
@@ -429,77 +440,5 @@ class _Sink:
 
 
 def _write_whole(writer: ArrayWriter, value: torch.Tensor) -> None:
-    value = value.detach().resolve_conj().resolve_neg()
-    if not value.dim():
-        writer.write(value.cpu().reshape(1))
-        return
-    row_bytes = max(value[:1].numel() * value.dtype.itemsize, 1) if value.shape[0] else 1
-    num_rows = max(_PART_BYTES // row_bytes, 1)
-    for start in range(0, value.shape[0] if value.numel() else 0, num_rows):
-        writer.write(value[start : start + num_rows].cpu().contiguous().reshape(-1))
-
-
-# -------------------------------------------------------------------------------------------------------------- loading
-
-
-def load(
-    training: Training,
-    folder: Path,
-    *,
-    is_strict: bool,
-    with_optimizer: bool,
-    with_scheduler: bool,
-    only_module: bool,
-    shows_progress: bool,
-    is_first_rank: bool,
-    begin: Callable[[], None],
-    changing: contextlib.AbstractContextManager[None],
-) -> dict[str, Any]:
-    """Read a checkpoint into model, optimizer and scheduler. Returns all that is no large tensor.
-
-    Args:
-        is_first_rank: it tells what was left out.
-        begin: called when the model has been looked at, and nothing has been changed.
-        changing: entered when the optimizer, which changes itself as the first, has taken what is its own.
-
-    Raises:
-        CheckpointError: it is damaged, or not what this package reads.
-        ModelError: it is of another model; nothing has been changed.
-        ValueError: it does not fit to the optimizer; nothing has been changed.
-    """
-    saved = Checkpoint(folder)
-    saved.verify_small_files()
-    rest = saved.rest()
-    parameters, buffers = whole_parameters(training.model), dict(persistent_buffers(training.model))
-    shapes = {fqn: tuple((training.tiled.of(each) or each).shape) for fqn, each in parameters.items()}
-    left_out = {fqn for fqn in saved.excluded if fqn in parameters and not parameters[fqn].requires_grad}
-    same = SameModel(is_strict=is_strict)
-    same.shapes("parameters", saved, shapes, left_out)
-    same.shapes("buffers", saved, {fqn: tuple(each.shape) for fqn, each in buffers.items()})
-    extra = rest.get(EXTRA_STATES)
-    if extra is not None:  # DeepSpeed has saved none
-        same.names("extra states", takers(training.model), extra)
-    if is_strict and left_out:
-        _left_out(training).check(left_out, saved.excluded_checksums)
-    with BlockThreads(saved.largest_block) as threads, contextlib.ExitStack() as stack:
-        loading = stack.enter_context(Loading(saved, threads, training.access, training.parameter_map, training.tiled))
-        if with_scheduler and not only_module:
-            otherwise = "load_lr_scheduler_states=False to load_checkpoint"
-            stack.enter_context(scheduler_with(training.lr_scheduler, rest, otherwise=otherwise))
-        optimizer = training.optimizer if with_optimizer and not only_module and "param_groups" in rest else None
-        if optimizer is not None:
-            in_order = loading.in_order(optimizer, rest, parameters, is_strict=is_strict)
-        begin()
-        if optimizer is not None:
-            loading.optimizer(optimizer, in_order)
-        total = sum(each.num_bytes for each in saved.tensors if with_optimizer or each.kind == WEIGHT)
-        with changing, one_thread(), progress("loading a checkpoint", total, is_shown=shows_progress) as note:
-            loading.buffers(buffers)
-            loading.parameters(parameters, note)
-            set_extra_states(training.model, extra or {})
-    if is_first_rank:
-        same.tell(folder)
-    return rest
-
-
-__all__ = ["BackgroundSave", "Saving", "Training", "find", "load", "reading_again"]
+    for rows in _rows(value, _PART_BYTES):
+        writer.write(rows)

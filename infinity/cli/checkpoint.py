@@ -241,7 +241,7 @@ def export(
     """
     import torch
 
-    from infinity.checkpoint.export.checkpoint_export import CheckpointExport
+    from infinity.checkpoint.checkpoint_export import CheckpointExport
     from infinity.cli.progress import bars
     from infinity.console import Console
 

@@ -26,9 +26,9 @@ def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
       infinity report runs/a --out a.html
       infinity report runs/a --json
     """
+    from infinity.metrics import read_run, showing
     from infinity.reporting.page import run_report
     from infinity.reporting.verdict import judge
-    from infinity.run_log import read_run, showing
 
     path = run_report(run_dir, out)
     run = read_run(run_dir)

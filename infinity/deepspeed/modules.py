@@ -44,7 +44,7 @@ from infinity.deepspeed.profiler import flops_profiler
 from infinity.distributed.process_groups import init_distributed
 from infinity.errors import ConfigError
 from infinity.loop.loader import RepeatingLoader
-from infinity.monitors.monitors import MonitorMaster
+from infinity.metrics.monitors import Monitors
 from infinity.optim import lr_schedules
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 
@@ -108,7 +108,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         small_functions, "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
     ),
     "monitor": {},
-    "monitor.monitor": {"MonitorMaster": MonitorMaster},
+    "monitor.monitor": {"MonitorMaster": Monitors},
     "ops": {},
     "ops.adagrad": _of(optimizers, "DeepSpeedCPUAdagrad"),
     "ops.adam": _of(optimizers, "DeepSpeedCPUAdam FusedAdam"),

@@ -18,22 +18,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from infinity.checkpoint import training_checkpoint as checkpoint
 from infinity.checkpoint.arrays import reading_from
+from infinity.checkpoint.checkpoint_loading import Wanted, load
 from infinity.checkpoint.manifest import MANIFEST, completed_at
 from infinity.checkpoint.record_stream import SharedStream
-from infinity.checkpoint.saved import Checkpoint, tags
+from infinity.checkpoint.saved import Checkpoint, find, reading_again, tags
 from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Training
 from infinity.distributed.agreement import agree, on_first, together
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_parts, common_tag, folder_of
 from infinity.engine.export_calls import ExportCalls, check_directory
-from infinity.engine.parts import Parts
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, StepError
 from infinity.loop.phase import PhaseGuard
 from infinity.numerics.random_states import random_states, set_random_states_of
 from infinity.optim.scheduler_state import state_of_scheduler
-from infinity.run_log.notes import RunNotes
 from infinity.threads.engine_lock import locked
 from infinity.units.extra_states import EXTRA_STATES, extra_states
 from swapper.sync.interrupts import uninterrupted
@@ -47,9 +46,7 @@ _MOST_TAGS = 8
 class CheckpointCalls(ExportCalls):
     """Part of the engine. Knows what is needed of it; must not know formats."""
 
-    _parts: Parts
-    _saving: checkpoint.BackgroundSave | None
-    _notes: RunNotes
+    _saving: BackgroundSave | None
     _is_saving = False
     """Whether some rank has a save in the background that nobody has waited for."""
     _is_missing_ok = False
@@ -111,7 +108,7 @@ class CheckpointCalls(ExportCalls):
             keep_last = max(keep_last, 2)  # see [Note: checkpoints of parts]
 
         begin = functools.partial(
-            checkpoint.Saving,
+            Saving,
             directory=folder,
             tag=name,
             client_state=client_state or {},
@@ -127,7 +124,7 @@ class CheckpointCalls(ExportCalls):
         self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
         return True
 
-    def _save(self, what: str, begin: Callable[[checkpoint.Training], checkpoint.Saving], blocking: bool) -> None:
+    def _save(self, what: str, begin: Callable[[Training], Saving], blocking: bool) -> None:
         of_ranks = together(self._mesh.data, what, self._begin_checkpoint)
         if self.counts.position:
             logger.warning(
@@ -140,9 +137,11 @@ class CheckpointCalls(ExportCalls):
             if blocking:
                 saving.run()
             else:
-                background = checkpoint.BackgroundSave(saving, self._parts.device)
-                with uninterrupted():
-                    self._begin_saving(background)
+                background = BackgroundSave(saving, self._parts.device)
+                with uninterrupted():  # nothing is updated before it returns
+                    background.start(self)
+                    self._saving = background
+                    self._let_updates_wait_for(background.saving)
 
         shared = self._parts.access.shared
         if shared is None:
@@ -157,13 +156,7 @@ class CheckpointCalls(ExportCalls):
         self.flush()
         return self._own()
 
-    def _begin_saving(self, background: checkpoint.BackgroundSave) -> None:
-        """Nothing is updated before it returns."""
-        background.start(self)
-        self._saving = background
-        self._let_updates_wait_for(background.saving)
-
-    def _let_updates_wait_for(self, saving: checkpoint.Saving | None) -> None:
+    def _let_updates_wait_for(self, saving: Saving | None) -> None:
         self._parts.stream.wait_for_saver(saving)
         self._parts.stored.wait_for_saver(saving)
 
@@ -248,32 +241,29 @@ class CheckpointCalls(ExportCalls):
         check_directory(load_dir)
         what = f"engine.load_checkpoint with tag {tag!r}"
         directory = Path(load_dir)
-        wanted = None if tag is None else str(tag)
+        has_rest = not load_module_only
+        wanted = Wanted(
+            is_strict=load_module_strict,
+            optimizer=load_optimizer_states and has_rest,
+            scheduler=load_lr_scheduler_states and has_rest,
+            counters=has_rest,
+            random_states=load_random_states,
+            data_position=load_data_position,
+        )
+        may_lack = self._is_missing_ok if missing_ok is None else missing_ok
 
         def tidy() -> None:
             if self._mesh.data.index == 0:
                 remove_abandoned(folder_of(self._mesh, directory))
 
         together(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
-        common = common_tag(self._mesh, directory, wanted, what, find=checkpoint.find, age=_written, step=_step)
+        named = None if tag is None else str(tag)
+        common = common_tag(self._mesh, directory, named, what, find=find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
         before = self.global_steps
 
         def load_all() -> None:
-            found.append(
-                self._load(
-                    what,
-                    directory,
-                    common,
-                    is_strict=load_module_strict,
-                    with_optimizer=load_optimizer_states,
-                    with_scheduler=load_lr_scheduler_states,
-                    only_module=load_module_only,
-                    load_random_states=load_random_states,
-                    load_data_position=load_data_position,
-                    missing_ok=self._is_missing_ok if missing_ok is None else missing_ok,
-                )
-            )
+            found.append(self._load(what, directory, common, wanted, missing_ok=may_lack))
 
         together(self._mesh.everyone, what, load_all)
         folder, client_state = found[0]
@@ -289,40 +279,28 @@ class CheckpointCalls(ExportCalls):
         return folder, client_state
 
     def _load(
-        self,
-        what: str,
-        load_dir: Path,
-        tag: str | None,
-        *,
-        load_random_states: bool,
-        load_data_position: bool,
-        with_optimizer: bool,
-        only_module: bool,
-        missing_ok: bool,
-        **how: bool,
+        self, what: str, load_dir: Path, tag: str | None, wanted: Wanted, *, missing_ok: bool
     ) -> tuple[str | None, dict[str, Any] | None]:
         ranks = self._mesh.data
         folder = None
         if tag is not None or not self._mesh.is_divided:  # else not all parts have one, whatever this one has
             folder = self._find_checkpoint(folder_of(self._mesh, load_dir), tag, what)
         if folder is None:
-            wanted = "file 'latest'" if tag is None else f"checkpoint {tag!r}"
-            error = CheckpointError(load_dir, f"there is no {wanted} in it", cure=_cure_of_missing(load_dir, tag))
+            named = "file 'latest'" if tag is None else f"checkpoint {tag!r}"
+            error = CheckpointError(load_dir, f"there is no {named} in it", cure=_cure_of_missing(load_dir, tag))
             if not missing_ok:
                 raise error
             logger.warning("engine.load_checkpoint: nothing was loaded. %s", error)
             return None, None
         before = self.global_steps
 
-        def load() -> dict[str, Any]:
+        def read() -> dict[str, Any]:
             changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
             try:
-                return checkpoint.load(
+                return load(
                     self._training(),
                     folder,
-                    with_optimizer=with_optimizer,
-                    only_module=only_module,
-                    **how,
+                    wanted,
                     shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
                     is_first_rank=self.global_rank <= 0,
                     begin=changing.tell,
@@ -333,13 +311,13 @@ class CheckpointCalls(ExportCalls):
                 raise
 
         # Several ranks may find it replaced or not: they all raise.
-        rest = checkpoint.reading_again(folder, load) if ranks.num == 1 else load()
+        rest = reading_again(folder, read) if ranks.num == 1 else read()
         if self._parts.access.shared is not None:
             self._parts.exchange.gather(self._parts.parameter_map.units)
-        if not only_module:
-            self.count_on(rest["counters"], with_loss_scale=with_optimizer)
-        if with_optimizer and not only_module:
-            self._go_on_as_rank(ranks.index, rest, load_data_position, load_random_states)
+        if wanted.counters:
+            self.count_on(rest["counters"], with_loss_scale=wanted.optimizer)
+        if wanted.optimizer:
+            self._go_on_as_rank(ranks.index, rest, wanted)
         words = f"went on from '{folder}', of step {self.global_steps}"
         self._notes.note("load", before, words, to=self.global_steps)
         client_state: dict[str, Any] = rest["client_state"]
@@ -356,7 +334,7 @@ class CheckpointCalls(ExportCalls):
             with reading_from(directory):
                 if not self._mesh.is_divided:  # else `common_tag` has looked
                     check_parts(self._mesh, directory)
-                found = checkpoint.find(directory, tag)
+                found = find(directory, tag)
                 manifest = None if found is None else found / MANIFEST
                 return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0
 
@@ -370,19 +348,19 @@ class CheckpointCalls(ExportCalls):
             )
         return of_ranks[ranks.index][0]
 
-    def _go_on_as_rank(self, rank: int, rest: Mapping[str, Any], with_position: bool, with_random_states: bool) -> None:
+    def _go_on_as_rank(self, rank: int, rest: Mapping[str, Any], wanted: Wanted) -> None:
         """What is a rank's own; ``rest`` has the first rank's in itself, and those of the others in a list."""
         of_ranks = [rest, *rest.get(_OTHER_RANKS, ())]
         own = of_ranks[rank] if rank < len(of_ranks) else rest
         loader = self.training_dataloader
-        if with_position and "loader" in own and hasattr(loader, "load_state_dict"):
+        if wanted.data_position and "loader" in own and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(own["loader"])
-        if with_random_states and "random" in own:  # another framework has saved none
+        if wanted.random_states and "random" in own:  # another framework has saved none
             set_random_states_of(rank, [each["random"] for each in of_ranks])
 
-    def _training(self, of_other_ranks: Sequence[Mapping[str, Any]] = ()) -> checkpoint.Training:
+    def _training(self, of_other_ranks: Sequence[Mapping[str, Any]] = ()) -> Training:
         parts = self._parts
-        return checkpoint.Training(
+        return Training(
             self.module,
             self.optimizer,
             self.lr_scheduler,
@@ -392,6 +370,42 @@ class CheckpointCalls(ExportCalls):
             lambda: self.rest() | ({_OTHER_RANKS: list(of_other_ranks)} if of_other_ranks else {}),
             parts.template.tiled,
         )
+
+    def _resume(self) -> None:
+        """In a durable run, go on from its newest commit, if there is one."""
+        if self._parts.durable is not None:
+            if self.optimizer is None:
+                problem = "the engine has no optimizer: it evaluates only"
+                cure = (
+                    'Add "optimizer", or, for a model that is not trained (a reference), set infinity.durable to false'
+                )
+                raise StepError.order("a durable run", problem, cure=cure)
+            self._parts.durable.resume(self)
+
+    def rollback(self, steps: int) -> None:
+        """In a durable run, go back by so many steps: weights, states, scheduler, counters and random generators.
+
+        Learning rates are those of then: change `optimizer.param_groups` afterwards for others. The commits of the steps
+        that are taken back are gone. The loader of ``training_data`` goes on from there, in iterators that exist as well.
+
+        Args:
+            steps: 0 forgets what happened since the last step; less than config key ``infinity.keep_last``.
+
+        Raises:
+            StepError: the run is not durable, or so many steps are not kept (of several ranks, by one of them).
+            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; nothing has changed.
+        """
+        self._check_usable()
+        if self._parts.durable is None:
+            cure = "Set config key 'infinity.durable' to true"
+            raise StepError.order("engine.rollback()", "the run is not durable", cure=cure)
+        self.wait_for_checkpoint()  # or its other half would be of the step that is gone back to
+        self.reset()
+        before = self.global_steps
+        self._parts.durable.rollback(self, steps)
+        self._paged.expire_states()
+        self._guard.note_part_loaded(None)
+        self._notes.note("rollback", before, f"went back to step {self.global_steps}", to=self.global_steps)
 
     def rest(self) -> dict[str, Any]:
         """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler, and

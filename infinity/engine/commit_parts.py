@@ -6,47 +6,19 @@ Pure data: knows layouts, scalars and generators of random numbers; must not kno
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import ModelError, listed
-from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.plain_data import pack
 from infinity.units.buffers import write_buffer
-from infinity.units.unit import Unit
 
 _MOST_SHOWN = 4
 Buffer = torch.Tensor | str | None
 """A value; or the name of the buffer that is the same."""
-
-
-def layout_of(
-    units: Sequence[Unit],
-    state_names: Mapping[int, Sequence[str]],
-    form: ChunkFormat,
-    optimizer: str,
-    groups: Sequence[Sequence[str]],
-    buffers: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What must be the same for a commit to be gone on from, as JSON has it."""
-    parameters = {
-        slot.spec.fqn: [
-            unit.name,
-            list(slot.spec.shape),
-            list(slot.spec.stride),
-            str(slot.spec.dtype),
-            slot.spec.is_trainable,
-            list(state_names[unit.index]) if slot.spec.is_trainable else [],
-        ]
-        for unit in units
-        for slot in unit.layout.slots
-    }
-    records = [str(form.weight_dtype), form.main.value, form.states.value]
-    return {"parameters": parameters, "records": records, "optimizer": optimizer, "groups": groups, "buffers": buffers}
 
 
 def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str) -> None:
@@ -77,19 +49,6 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
             f"the durable run in '{where}' is of another training: {listed(problems, '; ', _MOST_SHOWN)}",
             cure="Make model, optimizer and config as they were, or name another infinity.durable_path",
         )
-
-
-def header(layout: Mapping[str, Any], step: int, page_bytes: int, places: Mapping[str, Any], line: int) -> bytes:
-    """What is looked at first."""
-    content = {
-        "layout": layout,
-        "step": step,
-        "line": line,
-        "time": time.time(),
-        "page_bytes": page_bytes,
-        "places": places,
-    }
-    return json.dumps(content).encode()
 
 
 def packed(rest: Mapping[str, Any]) -> bytes:

@@ -27,10 +27,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import nn
+from typing import Any
 
 from infinity.checkpoint.rest_checks import check_counters, check_groups, check_states
 from infinity.config.resolved import DurableSection, InfinityConfig
@@ -56,29 +53,8 @@ from swapper.errors import write_cure
 logger = logging.getLogger(__name__)
 
 
-class Training(Protocol):
-    """What of an engine is no tensor of a unit."""
-
-    module: nn.Module
-    optimizer: Any
-    lr_scheduler: Any
-    training_dataloader: Any
-    global_steps: int
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def flush(self) -> None: ...
-
-    def rest(self) -> dict[str, Any]: ...
-
-    def count_on(self, counters: Mapping[str, Any]) -> None: ...
-
-    def not_held(self) -> list[torch.Tensor]: ...
-
-
 class DurableRun:
-    """Of one engine."""
+    """Of one engine, which is given to each call: a run that held it would keep it from being garbage."""
 
     def __init__(self, config: InfinityConfig, section: DurableSection, ranks: Ranks) -> None:
         """Lock the run's directory, and look at its newest commit.
@@ -107,11 +83,9 @@ class DurableRun:
         except VolumeError as error:
             self.directory.close()
             raise self._damaged(error) from error
-        self._number = 0
-        self._steps: dict[int, int] = {}
-        """By commit, the step that it was made after."""
-        self._lines: dict[int, int] = {}
-        """By commit, its line: see [Note: lines of commits]."""
+        self._number = 0 if found is None else found[0]
+        self._commits: dict[int, tuple[int, int]] = {}
+        """By commit, its line (see [Note: lines of commits]), and the step that it was made after."""
         self._line = 0
         self._is_settled = True
         """Whether no commit is under way."""
@@ -123,8 +97,6 @@ class DurableRun:
         """Of each group, the values that the script began with."""
         self._is_scheduler_told = False
         self._header: dict[str, Any] | None = None
-        if found is not None:
-            self._number = found[0]
         self._page_bytes = config.infinity.page_bytes
         try:
             with self._reading():
@@ -149,7 +121,8 @@ class DurableRun:
     def _agreed(self) -> tuple[int, int] | None:
         """Line and step of the newest commit that all ranks have; None if all begin anew."""
         newest = -1 if self._header is None else int(self._header["step"])
-        of_ranks = self._ranks.meet("the commits of a durable run", [_line_of(self._header), newest, self._number])
+        line = 0 if self._header is None else int(self._header["line"])
+        of_ranks = self._ranks.meet("the commits of a durable run", [line, newest, self._number])
         lines, steps, numbers = zip(*of_ranks, strict=True)
         if min(steps) >= 0:
             return min(zip(lines, steps, strict=True))
@@ -182,7 +155,7 @@ class DurableRun:
         """See that the newest commit is of this training. Nothing has been written yet.
 
         Args:
-            layout: see `layout_of`.
+            layout: what must be the same for a commit to be gone on from, as JSON has it.
             page_bytes: of records.
             share: which of how many this process has of the states.
 
@@ -193,11 +166,9 @@ class DurableRun:
         self._page_bytes = page_bytes
         if self._header is not None:
             with self._reading():
-                self._check_header(self._header, layout, page_bytes, share)
+                self._check_header(self._header, share)
 
-    def _check_header(
-        self, header: Mapping[str, Any], layout: Mapping[str, Any], page_bytes: int, share: tuple[int, int]
-    ) -> None:
+    def _check_header(self, header: Mapping[str, Any], share: tuple[int, int]) -> None:
         num_before = header["layout"]["processes"]
         if num_before != self._ranks.num:
             raise ModelError(
@@ -211,10 +182,10 @@ class DurableRun:
                 cure="Set zero_optimization.stage, mics_shard_size and the mesh as they were, or name another "
                 "infinity.durable_path and load a checkpoint there",
             )
-        commit_parts.check_layout(header["layout"], layout, str(self._path))
-        if header["page_bytes"] != page_bytes:
+        commit_parts.check_layout(header["layout"], self._layout, str(self._path))
+        if header["page_bytes"] != self._page_bytes:
             raise ModelError(
-                f"the durable run in '{self._path}' has pages of {header['page_bytes']} bytes, not {page_bytes}",
+                f"the durable run in '{self._path}' has pages of {header['page_bytes']} bytes, not {self._page_bytes}",
                 cure=f"Set infinity.page_bytes to {header['page_bytes']}, or leave it out",
             )
 
@@ -255,17 +226,16 @@ class DurableRun:
 
     # ---------------------------------------------------------------------------------------------------------- commits
 
-    def commit(self, training: Training) -> None:
+    def commit(self, training: Any) -> None:
         """Begin to commit the step that has just ended.
 
         Raises:
             StepError: the step before could not be; see `settle`.
             ModelError: parameters were added that lie outside of what is committed.
         """
-        added = training.not_held()
-        if added:
+        if added := training.num_not_held:
             raise ModelError(
-                f"{len(added)} parameters came after infinity.initialize, and a durable run does not have them",
+                f"{added} parameters came after infinity.initialize, and a durable run does not have them",
                 cure="Add them before, or set infinity.durable to false",
             )
         self.settle()
@@ -283,11 +253,12 @@ class DurableRun:
                 update.wait()
 
         def parts() -> list[bytes]:
-            head = commit_parts.header(self._layout, step, self._page_bytes or 0, self._places(), line)
-            return [head, outside, commit_parts.packed(self._inside())]
+            head = {"layout": self._layout, "step": step, "line": line, "time": time.time()}
+            head |= {"page_bytes": self._page_bytes or 0, "places": self._places()}
+            return [json.dumps(head).encode(), outside, commit_parts.packed(self._inside())]
 
         self._number += 1
-        self._steps[self._number], self._lines[self._number] = step, line
+        self._commits[self._number] = line, step
         self._is_settled = False
         self._versions.begin(self._number, parts, self._staying(), ready)
 
@@ -305,7 +276,7 @@ class DurableRun:
                 self._versions.settle()
         except Exception as error:
             self.has_failed = True
-            step = self._steps[self._number]
+            _, step = self._commits[self._number]
             raise StepError.uncommitted(self._path, step=step, problem=str(error), cure=write_cure(error)) from error
         self._is_settled = True
 
@@ -315,11 +286,11 @@ class DurableRun:
         staying = kept[: self._section.keep_last - 1]
         if self._section.keep_every:
             older = [number for number in kept if number not in staying]
-            marked = [number for number in older if not self._steps[number] % self._section.keep_every]
+            marked = [number for number in older if not self._commits[number][1] % self._section.keep_every]
             staying += marked[: self._section.keep_last]
         return staying
 
-    def resume(self, training: Training) -> None:
+    def resume(self, training: Any) -> None:
         """Go on from the newest commit, if there is one.
 
         Raises:
@@ -330,18 +301,18 @@ class DurableRun:
             logger.info("durable run in '%s': begins", self._path)
             return
         number = self._number
-        if self._common is not None and self._common != (self._lines[number], self._steps[number]):
-            there = [n for n in self._versions.kept if (self._lines[n], self._steps[n]) == self._common]
+        if self._common is not None and self._common != self._commits[number]:
+            there = [kept for kept in self._versions.kept if self._commits[kept] == self._common]
             if not there:
                 raise self._damaged(ValueError(f"it lacks step {self._common[1]}, the newest that all processes have"))
             number = there[0]
-        given = self._go_to(training, number, as_number=self._number + 1 if number != self._number else None)
+        given = self._go_to(training, number)
         self.went_on_at = training.global_steps
         self._tell_of_changes(training, given)
         age = time.time() - self._header["time"]
         logger.info("durable run in '%s': goes on from step %d, %.0f s old", self._path, training.global_steps, age)
 
-    def _tell_of_changes(self, training: Training, before: Sequence[Mapping[str, Any]]) -> None:
+    def _tell_of_changes(self, training: Any, before: Sequence[Mapping[str, Any]]) -> None:
         """Warn of values that the script gives now, other than ``before``: the groups' are those of the run."""
         changes = [
             f"group {index}: {name} goes on with {group[name]!r}, not {now[name]!r}"
@@ -349,7 +320,7 @@ class DurableRun:
                 zip(before, self._given, training.optimizer.param_groups, strict=False)
             )
             for name in now
-            if name in then and name in group and not _is_equal(then[name], now[name])
+            if name in then and name in group and repr(then[name]) != repr(now[name])
         ]
         if changes:
             logger.warning(
@@ -359,7 +330,7 @@ class DurableRun:
                 "; ".join(changes),
             )
 
-    def _tell_of_scheduler(self, training: Training) -> None:
+    def _tell_of_scheduler(self, training: Any) -> None:
         if self._is_scheduler_told or training.lr_scheduler is not None:
             return
         if any("initial_lr" in group for group in training.optimizer.param_groups):
@@ -371,7 +342,7 @@ class DurableRun:
                 self._path,
             )
 
-    def rollback(self, training: Training, steps: int) -> None:
+    def rollback(self, training: Any, steps: int) -> None:
         """Go back by so many commits.
 
         Raises:
@@ -379,16 +350,15 @@ class DurableRun:
                 Nothing has changed.
         """
         found = together(self._ranks, f"engine.rollback({steps})", lambda: self._before(training, steps))
-        number = found[self._ranks.index]
-        self._go_to(training, number, as_number=self._number + 1 if number != self._number else None)
+        self._go_to(training, found[self._ranks.index])
         logger.info("durable run in '%s': went back to step %d", self._path, training.global_steps)
 
-    def _before(self, training: Training, steps: int) -> int:
+    def _before(self, training: Any, steps: int) -> int:
         """The commit of so many steps before."""
         training.flush()
-        kept = [number for number in self._versions.kept if self._lines[number] == self._line]
-        back = {training.global_steps - self._steps[number]: number for number in kept}
-        if training.global_steps == self._steps.get(self._number):
+        kept = [number for number in self._versions.kept if self._commits[number][0] == self._line]
+        back = {training.global_steps - self._commits[number][1]: number for number in kept}
+        if self._number in self._commits and training.global_steps == self._commits[self._number][1]:
             back.pop(0, None)
         back[0] = self._number
         if steps not in back or not self._versions.kept:
@@ -404,8 +374,9 @@ class DurableRun:
             )
         return back[steps]
 
-    def _go_to(self, training: Training, number: int, as_number: int | None = None) -> list[dict[str, Any]]:
+    def _go_to(self, training: Any, number: int) -> list[dict[str, Any]]:
         """Returns the groups' values that the script began with then."""
+        as_number = self._number + 1 if number != self._number else None
         found: list[bytes] = []
 
         def go() -> None:
@@ -440,11 +411,11 @@ class DurableRun:
             given: list[dict[str, Any]] = rest["given"]
         return given
 
-    def _restore(self, training: Training, number: int, head: bytes, outside: bytes, inside: bytes) -> dict[str, Any]:
+    def _restore(self, training: Any, number: int, head: bytes, outside: bytes, inside: bytes) -> dict[str, Any]:
         """What else the commit holds."""
         self._number = number
         self._note(number, head)
-        self._line = self._lines[number]
+        self._line, _ = self._commits[number]
         rest: dict[str, Any] = unpack(outside) | unpack(inside)
         lacking = [
             name
@@ -475,9 +446,9 @@ class DurableRun:
 
     def _note(self, number: int, head: bytes) -> None:
         header = _header_of(head)
-        self._steps[number], self._lines[number] = header["step"], _line_of(header)
+        self._commits[number] = header["line"], header["step"]
 
-    def _outside(self, training: Training) -> dict[str, Any]:
+    def _outside(self, training: Any) -> dict[str, Any]:
         """What the training thread may change as soon as the step has ended."""
         return {
             "groups": _without_parameters(training.optimizer.param_groups),
@@ -527,16 +498,5 @@ def _header_of(head: bytes) -> dict[str, Any]:
     return found
 
 
-def _line_of(header: Mapping[str, Any] | None) -> int:
-    """See [Note: lines of commits]."""
-    return 0 if header is None else int(header["line"])
-
-
 def _without_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in groups]
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu())
-    return bool(one == other)

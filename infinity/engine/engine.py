@@ -17,7 +17,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from inspect import BoundArguments
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -27,20 +26,17 @@ from infinity.config import InfinityConfig
 from infinity.config.ranks import check_comm_hook
 from infinity.distributed.comm_hooks import MeanHook
 from infinity.engine.parts import Parts
-from infinity.engine.relayout import Relayout
-from infinity.engine.shutdown import Shutdown
+from infinity.engine.relayout import MakeParts, Relayout
+from infinity.engine.run_notes import RunNotes
+from infinity.engine.shutdown import Shutdown, leave
 from infinity.engine.train_batch import LossFunction, TrainBatch
-from infinity.engine.weights_at_close import leave
 from infinity.errors import ConfigError, StepError
-from infinity.gradients.loss_scaler import LossScaler
 from infinity.loop.model_call import ModelCall
 from infinity.loop.phase import Phase
 from infinity.loop.scheduler_steps import step_arguments
-from infinity.monitors import Monitors
+from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
-from infinity.plan.plan import Plan, Workload
-from infinity.run_log.notes import RunNotes
 from infinity.threads.engine_lock import locked, refuse_in_between
 from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted
@@ -61,17 +57,15 @@ class Engine(Relayout):
 
     def __init__(self, config: InfinityConfig, parts: Parts) -> None:
         """Not meant to be called: see `infinity.initialize`."""
-        super().__init__(parts.parameter_map.model, config, parts.mesh, parts.counts)
+        super().__init__(config, parts)
         self._paged = PagedOptimizer(
             parts.template, parts.updater, self, parts.settled, parts.groups.loose, parts.mains
         )
         self.optimizer = self._paged if parts.template.param_groups else None
-        self._was_applied = False
         self._has_warned_of_dropping = False
         self._saving = None
         self._untile: Callable[[], None] = lambda: None
         self._passed: PassedOptimizer | None = None
-        self._notes = RunNotes(None)
         self._style = parts.style
         self._hook: MeanHook | None = None
         self._connect(parts)
@@ -81,18 +75,16 @@ class Engine(Relayout):
         """Work with these parts from now on."""
         self._parts = parts
         self._pager = parts.pager
-        self._residency = parts.pager.residency
         self._stepper = parts.stepper
         self._reporter = parts.reporter
         self._guard = parts.guard
         self._backwards = parts.backwards
-        self._gradients = parts.live
         self._settled = parts.settled
         self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.note_size)
         self._vertical = VerticalSchedule(parts.vertical, self._backwards, self._guard)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._stepper.gradients.take_hook(self._hook)
-        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.recording, parts.exchange)
+        self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline, parts.exchange)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)
         parts.module_hooks.install(self, self._settled.gather, self._settled.scatter)
 
@@ -108,9 +100,17 @@ class Engine(Relayout):
         rest.callback(self._parts.module_hooks.uninstall)
         rest.callback(self._backwards.collector.close)
 
-    def note_untiling(self, untile: Callable[[], None]) -> None:
-        """What makes weights whole again, once the model is an ordinary one."""
-        self._untile = untile
+    def begin_run(self, make_parts: MakeParts, untile: Callable[[], None], notes: RunNotes, monitors: Monitors) -> None:
+        """The engine is complete: it goes on from its durable run, and what happens is written down from now on.
+
+        Args:
+            make_parts: makes parts in place of others, and gives them to this engine: `infinity.engine.assembly.build`.
+            untile: makes weights whole again, once the model is an ordinary one.
+        """
+        self._make_parts, self._untile = make_parts, untile
+        self._resume()
+        self._notes, self.monitor = notes, monitors
+        notes.start(self)
 
     def note_passed(self, passed: PassedOptimizer) -> None:
         """The script's own instance is the engine's optimizer until `close`."""
@@ -122,19 +122,13 @@ class Engine(Relayout):
         """The instance that was passed to `infinity.initialize`, if one was."""
         return None if self._passed is None else self._passed.optimizer
 
-    def begin_notes(self, notes: RunNotes, monitors: Monitors) -> None:
-        """The engine is complete: what happens is written down from now on."""
-        self._notes = notes
-        self.monitor = monitors
-        notes.start(self)
-
     # ------------------------------------------------------------------------------------------------ the training loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Arguments and result are those of ``module.forward``."""
         self._check_usable()
         if self._pager.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
-            self._abandon_forward()
+            self._parts.module_hooks.abandon_calls()
         return self.run_module(*args, **kwargs)
 
     def obstacle(self) -> str | None:
@@ -244,18 +238,15 @@ class Engine(Relayout):
         scheduled = step_arguments(self.lr_scheduler, lr_kwargs or {}, self.counts.batch_size) if is_boundary else None
         with uninterrupted():  # else weights, counters and the scheduler would be of two steps
             if is_boundary:
-                self._step_optimizer()
+                with self.counts.in_step():
+                    self.optimizer.step()  # so that its hooks run, and schedulers see it
+                    self.loose.zero_grad(set_to_none=True)
             self.micro_steps += 1
             self._guard.end_micro_batch()
             self._style.note_engine_step(is_boundary=is_boundary)
             if is_boundary:
                 self._end_step(scheduled)
         self._check_saving()
-
-    def _step_optimizer(self) -> None:
-        with self.counts.in_step():
-            self.optimizer.step()  # so that its hooks run, and schedulers see it
-            self.loose.zero_grad(set_to_none=True)
 
     def _end_step(self, scheduled: BoundArguments | None) -> None:
         """Weights are updated: samples count, loss scale and scheduler move on, and the step is written down.
@@ -273,25 +264,6 @@ class Engine(Relayout):
             self.monitor.write_step(self.report, lr, samples_before, self.global_samples, with_seconds=with_seconds)
         if self._parts.durable is not None:
             self._parts.durable.commit(self)
-
-    def was_step_applied(self) -> bool:
-        """Whether the last `step` changed weights.
-
-        False off the gradient accumulation boundary, and if gradients were not finite and the config checks that.
-        """
-        return self._was_applied
-
-    def was_step_skipped(self) -> bool:
-        """Whether the last update changed nothing, because its gradients were not finite."""
-        return self._stepper.is_skipped
-
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
-        return self._stepper.scaler.scale
-
-    def loss_scaler(self) -> LossScaler:
-        """That, and the rule which it follows."""
-        return self._stepper.scaler
 
     def train_batch(self, data_iter: Iterator[Any] | None = None, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Run all micro-batches of one step, forward, backward and step.
@@ -343,17 +315,6 @@ class Engine(Relayout):
         )
         return (found, outputs) if return_logits else found
 
-    def train(self, mode: bool = True) -> Engine:
-        """Training mode, as ``module.train``."""
-        if not mode and self._guard.is_settled:
-            self.flush()
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Evaluation mode, as ``module.eval``; pending updates are finished first."""
-        return self.train(False)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all accumulated gradients: between the micro-batches of a step, too, where DeepSpeed keeps their sum."""
         if self.counts.is_managed and self.counts.position and not self._has_warned_of_dropping:
@@ -365,11 +326,6 @@ class Engine(Relayout):
                 self.counts.num_micro_batches,
             )
         (self.optimizer or self.module).zero_grad(set_to_none)
-
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm of all gradients of the last step that was not skipped, before clipping; None before the first one."""
-        norm = self._stepper.applied_norm
-        return None if norm is None else float(norm)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """From now on ``hook(state, bucket)`` averages gradients over the processes: torch.distributed's communication hooks.
@@ -435,7 +391,7 @@ class Engine(Relayout):
                 step=self.global_steps,
             )
         self._stepper.divide_by(self._style.divisor(is_engine_step=self.counts.is_in_step))
-        self._gradients.take_in()
+        self._parts.live.take_in()
         if not self.counts.is_in_step:
             self._style.note_plain_step()
             self._vertical.note_ordinary()
@@ -495,7 +451,7 @@ class Engine(Relayout):
         if set_to_none:
             self._forget_gradients(kept)
         else:
-            self._gradients.zero(kept)
+            self._parts.live.zero(kept)
             self._note_forgotten()
 
     def _forget_gradients(self, kept: Collection[tuple[int, int]] = ()) -> None:
@@ -508,46 +464,6 @@ class Engine(Relayout):
         if self._guard.phase is Phase.BROKEN:
             self._guard.move_to(Phase.READY)
 
-    # ---------------------------------------------------------------------------------------------------- what it shows
-
-    def flush(self) -> None:
-        """Return when all pending updates and writes are done; raises what went wrong in them.
-
-        In a durable run the last step is committed then.
-        """
-        self._settled.flush()
-
-    @property
-    def plan(self) -> Plan:
-        """What rests where and what a step moves; predictions follow the recorded trace."""
-        return self._parts.plan_tracker.plan(self._residency.training_trace, self._vertical.traffic)
-
-    @property
-    def workload(self) -> Workload:
-        """What the predictions of `plan` are made from."""
-        return self._parts.plan_tracker.workload
-
-    def note(self, text: str) -> None:
-        """Write a line of one's own into the log of the run (config key ``infinity.run_log``), at the present step.
-
-        `infinity report` marks it. Without a log it goes to Python's logging only.
-        """
-        self._notes.note("note", self.global_steps, str(text))
-
-    @property
-    def waiting_for(self) -> str:
-        """What the training thread waits for right now; empty while it computes."""
-        return self._parts.clock.waiting_for
-
-    def save_timeline(self, path: str | Path) -> None:
-        """Write who was busy when, so far, as a trace for ui.perfetto.dev. The config's `infinity.timeline` asks for one."""
-        self._reporter.save_timeline(Path(path))
-
-    @property
-    def device(self) -> torch.device:
-        """The compute device."""
-        return self._parts.device.torch_device
-
     # --------------------------------------------------------------------------------- what was cut off, and going back
 
     def reset(self) -> None:
@@ -559,7 +475,7 @@ class Engine(Relayout):
         if not self._pager.lock.is_mine:
             self._pager.break_off()
         with self._pager.lock.held("engine.reset()"):
-            self._abandon_forward()
+            self._parts.module_hooks.abandon_calls()
             self._forget_calls()
             self._stepper.abandon()
             self._guard.cut_off()
@@ -569,48 +485,8 @@ class Engine(Relayout):
 
     def _forget_calls(self) -> None:
         """An interrupt may have kept calls of this thread from giving the lock back."""
-        if not any(unit.gathered for unit in self._residency.units):  # which last beyond a call
+        if not any(unit.gathered for unit in self._pager.residency.units):  # which last beyond a call
             self._pager.lock.be_outermost()
-
-    def resume(self) -> None:
-        """In a durable run, go on from its newest commit, if there is one. `infinity.initialize` does that."""
-        if self._parts.durable is not None:
-            if self.optimizer is None:
-                problem = "the engine has no optimizer: it evaluates only"
-                cure = (
-                    'Add "optimizer", or, for a model that is not trained (a reference), set infinity.durable to false'
-                )
-                raise StepError.order("a durable run", problem, cure=cure)
-            self._parts.durable.resume(self)
-
-    def rollback(self, steps: int) -> None:
-        """In a durable run, go back by so many steps: weights, states, scheduler, counters and random generators.
-
-        Learning rates are those of then: change `optimizer.param_groups` afterwards for others. The commits of the steps
-        that are taken back are gone. The loader of ``training_data`` goes on from there, in iterators that exist as well.
-
-        Args:
-            steps: 0 forgets what happened since the last step; less than config key ``infinity.keep_last``.
-
-        Raises:
-            StepError: the run is not durable, or so many steps are not kept (of several ranks, by one of them).
-            CheckpointError, StorageError: what ``save_checkpoint(blocking=False)`` wrote has failed; nothing has changed.
-        """
-        self._check_usable()
-        if self._parts.durable is None:
-            cure = "Set config key 'infinity.durable' to true"
-            raise StepError.order("engine.rollback()", "the run is not durable", cure=cure)
-        self.wait_for_checkpoint()  # or its other half would be of the step that is gone back to
-        self.reset()
-        before = self.global_steps
-        self._parts.durable.rollback(self, steps)
-        self._paged.expire_states()
-        self._guard.note_part_loaded(None)
-        self._notes.note("rollback", before, f"went back to step {self.global_steps}", to=self.global_steps)
-
-    def not_held(self) -> list[torch.Tensor]:
-        """Parameters that came after `infinity.initialize`."""
-        return self._parts.groups.not_held()
 
     def forget_step(self) -> None:
         """As `reset`, unless weights have been updated already: then the next call raises."""
@@ -620,10 +496,7 @@ class Engine(Relayout):
     def _forget_cut_off_forward(self) -> None:
         """A KeyboardInterrupt in a module below the model may have left one that seems to go on: see `forward`."""
         if self._pager.is_in_forward and not self._parts.module_hooks.are_running():
-            self._abandon_forward()
-
-    def _abandon_forward(self) -> None:
-        self._parts.module_hooks.abandon_calls()
+            self._parts.module_hooks.abandon_calls()
 
     # ---------------------------------------------------------------------------------------------------------- the end
 
@@ -711,11 +584,6 @@ class Engine(Relayout):
         except Exception as failure:
             failure.__context__ = failure.__context__ or error  # which the stack in `close` has taken away
             raise
-
-    # --------------------------------------------------------------------------------------------------------- checking
-
-    def _check_usable(self) -> None:
-        self._parts.preconditions.check_usable()
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -17,8 +17,6 @@ from infinity.config.schema.quantities import parse_bytes
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_apart
 from infinity.engine.loop_settings import LoopSettings
-from infinity.engine.parts import Parts
-from infinity.loop.phase import PhaseGuard
 from infinity.threads.engine_lock import locked
 from infinity.units.adapters import is_adapted
 from infinity.units.layout import Slot
@@ -38,8 +36,6 @@ class ExportCalls(LoopSettings):
     first of each part, to a directory of its own.
     """
 
-    _parts: Parts
-    _guard: PhaseGuard
     _has_told_of_adapters = False
 
     @locked

@@ -1,26 +1,29 @@
-"""What a training loop asks of an engine besides its steps: counters, batch sizes, learning rates, a loader.
-
-Knows the config and counters; must not know how anything is done.
-"""
+"""What a training loop asks of an engine besides its steps: counters, batch sizes, learning rates, reports, a loader."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from torch import nn
+import torch
 from torch.utils.data import DataLoader
 
 from infinity.config.resolved import InfinityConfig, MonitorsSection
-from infinity.distributed.meshes import Mesh
 from infinity.distributed.world import world
 from infinity.engine.module_facade import ModuleFacade
+from infinity.engine.parts import Parts
+from infinity.engine.run_notes import RunNotes
 from infinity.errors import ConfigError, StepError
-from infinity.loop.accumulation import Accumulation
+from infinity.gradients.loss_scaler import LossScaler
 from infinity.loop.loader import make_loader
-from infinity.monitors import Monitors
-from infinity.telemetry import StepReport
+from infinity.loop.phase import PhaseGuard
+from infinity.metrics import StepReport
+from infinity.metrics.monitors import Monitors
+from infinity.plan.plan import Plan, Workload
+from infinity.updates.stepper import Stepper
+from infinity.vertical.schedule import VerticalSchedule
 
 
 def _counter(name: str, text: str) -> Any:
@@ -49,19 +52,25 @@ class LoopSettings(ModuleFacade):
         "Samples of all steps so far; where the config leaves the batch size open, those that were seen.",
     )
 
-    def __init__(self, module: nn.Module, config: InfinityConfig, mesh: Mesh, counts: Accumulation) -> None:
-        """``module``: the model; ``mesh``: who has which part of it; ``counts``: from the first micro-batch on."""
-        super().__init__(module)
+    _parts: Parts
+    _guard: PhaseGuard
+    _stepper: Stepper
+    _vertical: VerticalSchedule
+
+    def __init__(self, config: InfinityConfig, parts: Parts) -> None:
+        super().__init__(parts.parameter_map.model)
         self.config = config
         self.global_rank, self.world_size = world().index, world().num
-        self._mesh = mesh
+        self._mesh = parts.mesh
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.report: StepReport | None = None
         self.monitor = Monitors(MonitorsSection())
-        self.counts = counts
+        self.counts = parts.counts
         self._num_saved_steps = 0
+        self._was_applied = False
+        self._notes = RunNotes(None)
 
     @staticmethod
     def _cure_of_absent(name: str) -> str:
@@ -93,6 +102,9 @@ class LoopSettings(ModuleFacade):
         """
         self.counts.set_boundary(is_boundary)
 
+    def _check_usable(self) -> None:
+        self._parts.preconditions.check_usable()
+
     def _check_optimizer(self, call: str) -> None:
         if self.optimizer is None:
             problem = "the engine has no optimizer: it evaluates only"
@@ -114,7 +126,82 @@ class LoopSettings(ModuleFacade):
         with self.counts.no_sync():
             yield
 
+    # --------------------------------------------------------------------------------------------------- what it shows
+
+    def flush(self) -> None:
+        """Return when all pending updates and writes are done; raises what went wrong in them.
+
+        In a durable run the last step is committed then.
+        """
+        self._parts.settled.flush()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed weights.
+
+        False off the gradient accumulation boundary, and if gradients were not finite and the config checks that.
+        """
+        return self._was_applied
+
+    def was_step_skipped(self) -> bool:
+        """Whether the last update changed nothing, because its gradients were not finite."""
+        return self._stepper.is_skipped
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1 unless the compute dtype is fp16."""
+        return self._stepper.scaler.scale
+
+    def loss_scaler(self) -> LossScaler:
+        """That, and the rule which it follows."""
+        return self._stepper.scaler
+
+    def get_global_grad_norm(self) -> float | None:
+        """2-norm of all gradients of the last step that was not skipped, before clipping; None before the first one."""
+        norm = self._stepper.applied_norm
+        return None if norm is None else float(norm)
+
+    @property
+    def plan(self) -> Plan:
+        """What rests where and what a step moves; predictions follow the recorded trace."""
+        return self._parts.plan_tracker.plan(self._parts.pager.residency.training_trace, self._vertical.traffic)
+
+    @property
+    def workload(self) -> Workload:
+        """What the predictions of `plan` are made from."""
+        return self._parts.plan_tracker.workload
+
+    def note(self, text: str) -> None:
+        """Write a line of one's own into the log of the run (config key ``infinity.run_log``), at the present step.
+
+        `infinity report` marks it. Without a log it goes to Python's logging only.
+        """
+        self._notes.note("note", self.global_steps, str(text))
+
+    @property
+    def waiting_for(self) -> str:
+        """What the training thread waits for right now; empty while it computes."""
+        return self._parts.clock.waiting_for
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Write who was busy when, so far, as a trace for ui.perfetto.dev. The config's `infinity.timeline` asks for one."""
+        self._parts.reporter.save_timeline(Path(path))
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device."""
+        return self._parts.device.torch_device
+
     # ------------------------------------------------------------------------------------------------------------ others
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode, as ``module.train``."""
+        if not mode and self._guard.is_settled:
+            self.flush()
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Evaluation mode, as ``module.eval``; pending updates are finished first."""
+        return self.train(False)
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""

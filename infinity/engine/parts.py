@@ -1,73 +1,403 @@
-"""What an engine works with."""
+"""What an engine works with: the only place where all parts meet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
 
+import torch
+from torch import nn
+
+from infinity.activations.host_activations import HostActivations
+from infinity.activations.recomputation import RecomputedForward
+from infinity.activations.saved_activations import SavedActivations
+from infinity.activations.spill_space import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
+from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
-from infinity.distributed.meshes import Mesh
-from infinity.engine.durable_run import DurableRun
+from infinity.device.drive_tensors import zeros_on
+from infinity.device.host_memory import HeapTrimmer, free_share, process_bytes
+from infinity.distributed.meshes import Mesh, division_of
+from infinity.distributed.world import Numbered, num_local_processes, world
+from infinity.engine.planned import check_same_layout, divide, durable_run_of, exchanges_momenta, make_plan
 from infinity.engine.resources import EngineResources
 from infinity.engine.settled_access import SettledAccess
+from infinity.engine.shutdown import settle
+from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.live_gradients import LiveGradients
+from infinity.gradients.loss_scaler import LossScaler
+from infinity.gradients.main_grad_dtype import MainGradDtype
+from infinity.gradients.owned_grads import OwnedGradients
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.backward import Backwards
+from infinity.loop.grad_access import GradAccess
+from infinity.loop.load_hooks import OpenLoads
 from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.pager import Pager
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
 from infinity.loop.preconditions import Preconditions
 from infinity.loop.style import LoopStyle
-from infinity.optim.piece import PieceUpdater
+from infinity.machine.here import bandwidth_of, room_bytes
+from infinity.metrics.clock import StepClock
+from infinity.metrics.progress import progress
+from infinity.metrics.reporter import Reporter
+from infinity.metrics.timeline import Timeline
+from infinity.numerics.state_format import StateFormat
+from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.optim.fused_adam import FusedAdam, GpuAdam
+from infinity.optim.main_weights import MAIN_WEIGHT
+from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.template import Template
+from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
-from infinity.plan.tracker import PlanTracker
-from infinity.telemetry import Recording, Reporter, StepClock
+from infinity.paging.residency import Residency
+from infinity.threads.engine_lock import EngineLock
+from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
+from infinity.units.originals import Originals
+from infinity.units.parameter import hold
+from infinity.units.partition import find_blocks
+from infinity.updates.chunk_updater import ChunkUpdater
+from infinity.updates.job import ParameterState
+from infinity.updates.momenta import CompressedMomenta
 from infinity.updates.step_groups import StepGroups
-from infinity.updates.stepper import Stepper
+from infinity.updates.stepper import Stepper, StepRules
 from infinity.updates.stream import UpdateStream
+from infinity.vertical.eligibility import Suitability
 from infinity.vertical.step import StepContext
+from swapper import AlignedRegion
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Parts:
-    """Made by `infinity.initialize`, held by `infinity.engine.engine.Engine`."""
+    """Made by `infinity.initialize` in stages, each of which uses the ones before; held by `infinity.engine.engine.Engine`.
 
-    mesh: Mesh
-    """Who has which part of the model."""
-    counts: Accumulation
-    style: LoopStyle
-    guard: PhaseGuard
-    preconditions: Preconditions
-    backwards: Backwards
-    parameter_map: ParameterMap
-    module_hooks: ModuleHooks
-    parameter_handler: ParameterHandler
-    pager: Pager
-    storage: EngineResources
-    stream: UpdateStream
-    stepper: Stepper
-    live: LiveGradients
-    groups: StepGroups
-    stored: StoredWeights
-    access: StateAccess
-    settled: SettledAccess
-    exchange: WeightExchange
-    template: Template
-    updater: PieceUpdater
-    clock: StepClock
-    reporter: Reporter
-    recording: Recording | None
-    plan_tracker: PlanTracker
-    device: ComputeDevice
-    vertical: StepContext
-    durable: DurableRun | None
-    """Commits each step, where the config wants that."""
+    Attributes:
+        mesh: Who has which part of the model.
+        durable: Commits each step, where the config wants that.
+        timeline: Records who is busy when, where the config wants that.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: InfinityConfig,
+        template: Template,
+        device: ComputeDevice,
+        mesh: Mesh,
+        undo: contextlib.ExitStack,
+        before: Parts | None,
+    ) -> None:
+        """
+        Args:
+            mesh: who has which part of the model.
+            undo: gets what has to be called if anything fails from here on.
+            before: what the engine has worked with until now, if it is not new.
+
+        Raises:
+            BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
+        """
+        self.mesh, self.template, self.device = mesh, template, device
+        self.durable, config = durable_run_of(config, undo)
+        self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
+        share = free_share(
+            holds_activations=device.shares_host_memory,
+            num_sharing=num_local_processes(),
+            is_unified=device.is_unified,
+        )
+        self._divided, config = divide(mesh, config)
+        self.plan = make_plan(model, config, template, device, share, self._divided)
+        self.config, self.updater = self.plan.config, self.plan.inputs.updater
+        if self.durable is not None:
+            check_same_layout(self.durable, self.plan, template, model, self._divided)
+        settle()  # space of an engine that became garbage a moment ago
+        self._open_storage(undo)
+        self._make_weights(model)
+        self._make_updates(before, undo)
+        self._make_step(before)
 
     @property
     def mains(self) -> SettledAccess | None:
         """Has the main weights, where those are something else than model weights."""
         return self.settled if self.stored.has_main_weights else None
+
+    # --------------------------------------------------------------------------------------------------------- storage
+
+    def _open_storage(self, undo: contextlib.ExitStack) -> None:
+        """Memory, files, and the clock that sees how long they are waited for."""
+        plan, divided = self.plan, self._divided
+        self.storage = EngineResources(
+            self.config,
+            self.device,
+            plan.placement,
+            plan.request,
+            plan.inputs.sizes,
+            None if self.durable is None else self.durable.directory,
+            divided.shares if divided.has_parts_of_weights else None,
+            divided.among.sharers,
+        )
+        undo.callback(self.storage.close)
+        self.exchange = WeightExchange(
+            divided.among, divided.shares, self.storage.weights, self.device, divided.holders
+        )
+        undo.callback(self.exchange.leave)
+        self.clock = StepClock(self.device, self.timeline)
+
+    # --------------------------------------------------------------------------------------------------------- weights
+
+    def _make_weights(self, model: nn.Module) -> None:
+        """The model's weights, at rest and in memory."""
+        plan, config, storage = self.plan, self.config, self.storage
+        self.parameter_map = ParameterMap(model, plan.units)
+        self._states = {place: ParameterState() for place in plan.inputs.with_room}
+        self.stored = StoredWeights(
+            storage.records,
+            storage.weights,
+            self._states,
+            plan.chunks,
+            plan.request.record_format,
+            self.exchange,
+            self.durable.settle if self.durable is not None else lambda: None,
+        )
+        self._residency = Residency(
+            plan.units,
+            storage.pool,
+            storage.weights,
+            self.clock,
+            prefetches=config.infinity.prefetch,
+            guess=plan.inputs.guess,
+            budget=plan.placement.budget_of_weights(plan.request),
+            writer=self.stored,
+            is_divided=self._divided.has_parts_of_weights,
+        )
+        for unit in plan.units:  # room for its records and weights
+            names = tuple(plan.inputs.names[unit.index])
+            storage.records.allocate(unit, plan.chunks[unit.index], names, plan.borders[unit.index])
+            if storage.weights is not None:
+                storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
+
+    def take_over(self, originals: Originals, undo: contextlib.ExitStack) -> None:
+        """Store unit after unit, and let go of each one's original tensors as soon as it is stored.
+
+        What a durable run goes on from is stored already; it takes the place of the originals.
+        """
+        goes_on = self.durable is not None and self.durable.goes_on
+        if self.durable is not None and goes_on:
+            undo.callback(
+                logger.warning,
+                "infinity.initialize has failed after the model got the weights of the durable run in '%s', which it keeps. "
+                "Make it anew before it begins another run",
+                self.durable.directory.path,
+            )
+        total = sum(unit.num_bytes for unit in self.plan.units)
+        with progress("building the engine", total, is_shown=self.config.infinity.progress_bars) as note:
+            for unit in self.plan.units:
+                flat = self.storage.pool.allocate(unit.num_bytes)
+                if flat is None:
+                    raise RuntimeError("the pool for flat buffers is smaller than a unit")
+                self._residency.place(unit, flat)
+                originals.keep(unit)
+                if not goes_on:
+                    self.stored.store(unit, [parameter.detach() for parameter in unit.parameters])
+                for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                    parameter.grad = None
+                    hold(parameter, self.parameter_handler, slot.spec.dtype, self.device.torch_device)
+                self._residency.evict(unit)
+                note(unit.num_bytes)
+        self.exchange.after(self.plan.units)
+        for parameter, state in self.template.take_initial_states():  # those that the optimizer came with
+            main = state.pop(MAIN_WEIGHT, None)
+            self.access.load_state(parameter, state)
+            if main is not None:
+                self.access.resume_main_weight(parameter, main)
+        if self.timeline is not None:
+            self.storage.observe(self.timeline.on_transfer)
+
+    # --------------------------------------------------------------------------------------------------------- updates
+
+    def _make_updates(self, before: Parts | None, undo: contextlib.ExitStack) -> None:
+        """Gradients, and what updates weights and states by them."""
+        plan, config, storage = self.plan, self.config, self.storage
+        momenta = self._make_momenta()
+        gradients = self._make_gradients(momenta)
+        self.live = LiveGradients(gradients, self._residency.await_update)
+        self.stream = self._make_stream()
+        undo.callback(self.stream.close)
+        if self.durable is not None:
+            self.durable.connect(
+                storage, plan.units, self._states, self._residency, self.stream, self.clock.waiting, self.exchange
+            )
+        # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
+        spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
+        self._trimmer = HeapTrimmer() if self.device.shares_host_memory and spills else None
+        self.groups: StepGroups = StepGroups(
+            self.parameter_map,
+            self.template,
+            self.updater,
+            storage.records.names_of,
+            self._states,
+            self._residency.await_update,
+            LooseParameters(self.template) if before is None else before.groups.loose,
+        )
+        self.stepper = Stepper(
+            plan.units,
+            plan.chunks,
+            StepRules(config.gradient_clipping, config.infinity.update, config.checks_overflow),
+            device=self.device,
+            residency=self._residency,
+            trimmer=self._trimmer,
+            gradients=gradients,
+            stream=self.stream,
+            groups=self.groups,
+            gathered=self.stored,
+            exchange=self.exchange,
+            mesh=self.mesh,
+            before_updates=self.stored.before_writes,
+            momenta=momenta,
+        )
+
+    def _make_momenta(self) -> CompressedMomenta | None:
+        """What 1-bit Adam exchanges in place of gradients."""
+        if not exchanges_momenta(self.plan, self._divided, self.template, is_durable=self.durable is not None):
+            return None
+        return CompressedMomenta(
+            self.plan.units,
+            self.plan.chunks,
+            records=self.storage.records,
+            states=self._states,
+            template=self.template,
+            ranks=self.mesh.data,
+            await_update=self._residency.await_update,
+            zeros=functools.partial(zeros_on, self.config.offload_optimizer.nvme_paths),
+        )
+
+    def _make_gradients(self, momenta: CompressedMomenta | None) -> AveragedGradients:
+        plan, config, storage, divided = self.plan, self.config, self.storage, self._divided
+        averaged: Callable[..., AveragedGradients] = functools.partial(AveragedGradients, ranks=self.mesh.data)
+        if divided.shares.is_divided:
+            numbered = Numbered()  # each engine has process groups for this, which the next one takes over
+            apart = division_of(self.mesh, config.shard_size, f"gradients {numbered.number}")
+            averaged = functools.partial(
+                OwnedGradients, division=divided.among, apart=apart, numbered=numbered, shares=divided.shares
+            )
+        dtype = torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32
+        store = averaged(
+            plan.units,
+            self.device,
+            self.clock,
+            in_memory=plan.placement.gradients_in_memory,
+            open_swapper=storage.spill_swapper,
+            pool=storage.gradient_pool,
+            arrivals=storage.arrivals,
+            waiting=MainGradDtype(dtype, config.infinity.rounds_gradients),
+            scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
+            holds_back=momenta.is_active if momenta is not None else lambda: False,
+            wire=config.communication_dtype,
+        )
+        if plan.placement.spills:
+            store.reserve()
+        return store
+
+    def _make_stream(self) -> UpdateStream:
+        plan, has_remainder = self.plan, self.plan.has_remainder
+        update_device = self.device.torch_device if plan.request.optimizer_tier == "none" else torch.device("cpu")
+        fused = FusedAdam.of(self.template, update_device, has_remainder=has_remainder)  # on the CPU
+        halves_updater = None
+        if has_remainder:
+            kernel = GpuAdam.of(self.template, update_device) if update_device.type == "cuda" else fused
+            halves_updater = RemainderUpdater(self.updater, kernel)
+        state_format = StateFormat(self.config.infinity.state_dtype)
+        return UpdateStream(
+            self.storage.records,
+            self.storage.weights,
+            ChunkUpdater(self.updater, self._states, halves_updater, state_format, fused),
+            self.device,
+            self._states,
+            self.timeline,
+            plan.request.update_workers,
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ step
+
+    def _make_step(self, before: Parts | None) -> None:
+        """What the user's loop and torch's hooks call."""
+        plan, storage, stepper = self.plan, self.storage, self.stepper
+        parameter_map, residency = self.parameter_map, self._residency
+        self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
+        self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
+        lock, loads, assigned = EngineLock(), OpenLoads(), AssignedData()
+        self.guard = PhaseGuard(stepper, self.counts)
+        self.backwards = Backwards(
+            parameter_map, residency, lock, stepper, self.guard, self.live, self.style, self.counts
+        )
+        self.reporter = self._make_reporter()
+        checks = (
+            self.guard.check_open,
+            functools.partial(lock.check_process, "this call"),
+            storage.check_open,
+            assigned.check,
+            self.backwards.raise_deferred,
+            self.stream.raise_error,
+            storage.raise_pending,
+        )
+        self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, loads, self.reporter)
+        copies = UserCopies(
+            dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
+        )
+        self.pager = Pager(
+            residency, lock, self.backwards, self.preconditions, copies, self._trimmer, self._activations()
+        )
+        self.access = StateAccess(parameter_map, self.pager, storage.records, self._states, self.stored)
+        self.settled = SettledAccess(
+            self.pager, self.access, self.stored, self.stream, storage, loads, self.preconditions, self.mesh.data
+        )
+        blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
+        recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
+        self.module_hooks = ModuleHooks(parameter_map, self.pager, loads, blocks, recomputed)
+        gradients = GradAccess(parameter_map, stepper, self.backwards, self.live)
+        self.parameter_handler = ParameterHandler(
+            parameter_map, self.module_hooks, self.pager, gradients, self.settled, assigned
+        )
+        self.plan_tracker = plan.inputs.tracker(
+            plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config)
+        )
+        self.vertical = StepContext(
+            parameter_map,
+            self.module_hooks,
+            self.pager,
+            stepper,
+            self.clock,
+            self.device,
+            SpillSpace(storage.open_more),
+            plan.placement.activation_bytes if self.device.shares_host_memory else None,
+            blocks,
+            Suitability(self.config.infinity.schedule, plan.reason_against),
+        )
+
+    def _activations(self) -> SavedActivations | HostActivations | None:
+        """Where what autograd saves waits for backward; None: where it is."""
+        num_bytes = self.plan.placement.activation_bytes
+        if self.config.infinity.activations == "nvme":
+            return SavedActivations(SpillSpace(self.storage.open_more), self.clock, num_bytes)
+        if self.config.infinity.activations == "cpu":
+            return HostActivations(self.clock, num_bytes, self.plan.request.budget_bytes)
+        return None
+
+    def _make_reporter(self) -> Reporter:
+        stream, device = self.stream, self.device
+        return Reporter(
+            self.clock,
+            self.storage.counters,
+            lambda: stream.busy_seconds,
+            device.take_copies,
+            lambda: (*process_bytes(), device.peak_bytes(), AlignedRegion.take_peak_bytes()),
+            self.timeline,
+            num_processes=self.mesh.data.num,
+            steps_per_print=self.config.steps_per_print if world().index == 0 else None,
+            prints_breakdown=self.config.wall_clock_breakdown,
+        )

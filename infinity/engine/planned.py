@@ -18,7 +18,7 @@ from infinity.device.host_memory import FreeShare
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.meshes import Division, Mesh, division_of, holders_of
 from infinity.distributed.world import world
-from infinity.engine.commit_parts import layout_of, persistent_buffers_of
+from infinity.engine.commit_parts import persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.optim.classes.one_bit_adam import OneBitAdam
@@ -192,18 +192,27 @@ def check_same_layout(
     durable: DurableRun, plan: Planned, template: Template, model: nn.Module, divided: Divided
 ) -> None:
     """Raise if the durable run was begun with another model, or another layout."""
-    durable.check(
-        layout_of(
-            plan.units,
-            {i: tuple(found) for i, found in plan.inputs.names.items()},
-            plan.request.record_format,
-            template.name,
-            [[template.fqn(parameter) for parameter in group["params"]] for group in template.param_groups],
-            persistent_buffers_of(model),
-        ),
-        plan.placement.page_bytes,
-        (divided.shares.index, divided.shares.num),
-    )
+    form = plan.request.record_format
+    parameters = {
+        slot.spec.fqn: [
+            unit.name,
+            list(slot.spec.shape),
+            list(slot.spec.stride),
+            str(slot.spec.dtype),
+            slot.spec.is_trainable,
+            list(plan.inputs.names[unit.index]) if slot.spec.is_trainable else [],
+        ]
+        for unit in plan.units
+        for slot in unit.layout.slots
+    }
+    layout = {
+        "parameters": parameters,
+        "records": [str(form.weight_dtype), form.main.value, form.states.value],
+        "optimizer": template.name,
+        "groups": [[template.fqn(parameter) for parameter in group["params"]] for group in template.param_groups],
+        "buffers": persistent_buffers_of(model),
+    }
+    durable.check(layout, plan.placement.page_bytes, (divided.shares.index, divided.shares.num))
 
 
 def exchanges_momenta(plan: Planned, divided: Divided, template: Template, *, is_durable: bool) -> bool:

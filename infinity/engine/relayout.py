@@ -39,12 +39,13 @@ class _Contents:
     loss_scale: dict[str, Any]
 
 
+MakeParts = Callable[[contextlib.ExitStack, Any, Parts], tuple[Any, Originals]]
+
+
 class Relayout(CheckpointCalls):
     """Part of the engine."""
 
-    def build_by(self, make_parts: Callable[[contextlib.ExitStack, Relayout, Parts], tuple[Any, Originals]]) -> None:
-        """``make_parts`` makes parts in place of others, and gives them to this engine: `infinity.engine.assembly.build`."""
-        self._make_parts = make_parts
+    _make_parts: MakeParts
 
     @property
     def loose(self) -> LooseParameters:
@@ -56,6 +57,11 @@ class Relayout(CheckpointCalls):
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
         raise NotImplementedError
+
+    @property
+    def num_not_held(self) -> int:
+        """Parameters that came after `infinity.initialize`."""
+        return len(self._parts.groups.not_held())
 
     def relay(self, parts: Parts) -> None:
         """Work with these parts from now on."""

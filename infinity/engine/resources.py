@@ -17,10 +17,10 @@ from infinity.distributed.collectives import Ranks
 from infinity.distributed.pulls import pulls_of
 from infinity.errors import BudgetTooSmallError, EngineClosedError, StorageError
 from infinity.gradients.arrivals import Arrivals
+from infinity.metrics.reporter import DriveCounters
 from infinity.plan.placement import HOST_KEY, Placement
 from infinity.plan.sizes import Request, UnitSize
 from infinity.plan.volumes import TierKey, Volumes, resting_bytes, spilled_bytes
-from infinity.telemetry.reporter import DriveCounters
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.weight_store import WeightStore
@@ -249,11 +249,7 @@ class EngineResources:
         self._end_commit(patience_seconds)
         for arena in self._arenas:
             arena.turn_away()
-        for swapper in self._all():
-            try:
-                swapper.close(max(0.0, deadline - time.monotonic()))
-            except Exception:
-                logger.warning("closing a swapper failed", exc_info=True)
+        self._close_all(deadline)
 
     def close(self) -> None:
         """Release files, threads and memory. Does not raise what failed writes had to say."""
@@ -274,13 +270,17 @@ class EngineResources:
             except Exception:
                 logger.warning("the last commit of the durable run failed", exc_info=True)
 
-    def _close_swappers(self) -> None:
-        self._end_commit(self._config.io.deadline_seconds)
+    def _close_all(self, deadline: float | None = None) -> None:
         for swapper in self._all():
+            patience = () if deadline is None else (max(0.0, deadline - time.monotonic()),)
             try:
-                swapper.close()
+                swapper.close(*patience)
             except Exception:
                 logger.warning("closing a swapper failed", exc_info=True)
+
+    def _close_swappers(self) -> None:
+        self._end_commit(self._config.io.deadline_seconds)
+        self._close_all()
         for arena in self._arenas:
             arena.close()
         if self._run is not None:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.gathered_units import GatheredUnits
 from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.distributed.collectives import Ranks
-from infinity.engine.durable_run import DurableRun
 from infinity.engine.resources import EngineResources
 from infinity.loop.load_hooks import OpenLoads
 from infinity.loop.pager import Pager
@@ -38,24 +37,22 @@ class SettledAccess:
         self,
         pager: Pager,
         access: StateAccess,
-        gathered: GatheredUnits,
+        stored: StoredWeights,
         stream: UpdateStream,
         storage: EngineResources,
         loads: OpenLoads,
         preconditions: Preconditions,
-        durable: DurableRun | None,
         data_ranks: Ranks,
     ) -> None:
         self.num_loads = 0
         self.data_ranks = data_ranks
         self._pager = pager
         self._access = access
-        self._gathered = gathered
+        self._stored = stored
         self._stream = stream
         self._storage = storage
         self._loads = loads
         self._preconditions = preconditions
-        self._durable = durable
 
     @locked
     def flush(self) -> None:
@@ -66,16 +63,12 @@ class SettledAccess:
         with clock.waiting("update"):
             self._stream.drain(residency.attach_wanted)
         for unit in residency.units:
-            self._gathered.store_gathered(unit)
+            self._stored.store_gathered(unit)
         with clock.waiting("write"):
             self._storage.flush()
         residency.collect_all()
-        self._settle_commit()
+        self._stored.before_writes()
         self._pager.pause()  # who walks through all states gets copies of them, one parameter's after the other
-
-    def _settle_commit(self) -> None:
-        if self._durable is not None:
-            self._durable.settle()
 
     def has_place(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter can have optimizer state: it was trainable, or in a group, in `initialize`."""
@@ -124,6 +117,6 @@ class SettledAccess:
     def scatter(self, gathering: Any) -> None:
         """The counterpart of `gather`: store what was changed."""
         gathered, is_saving = gathering
-        self._settle_commit()
+        self._stored.before_writes()
         with self._pager.scattering(is_saving=is_saving):
-            self._gathered.scatter(gathered)
+            self._stored.scatter(gathered)

@@ -1,5 +1,9 @@
 """Ends threads and releases files with the engine: when it is closed, collected, or when the interpreter ends.
 
+[Note: weights at the end]
+They go back into the model, which is an ordinary one again, if there is room for them: whoever leaves a ``with engine:`` block
+expects the model to be there. If there is not, and nobody has saved them, that is said.
+
 [Note: reaping]
 An engine that nobody closed becomes garbage at any moment and on any thread: on one that it would have to join, or that has a
 lock which it would have to take. So its finalizer only tells a thread that waits for that, and the thread shuts down.
@@ -22,10 +26,16 @@ import os
 import queue
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 
+import torch
+
+from infinity.device.host_memory import free_bytes
 from infinity.engine.resources import EngineResources
-from infinity.telemetry import Recording
+from infinity.errors import format_bytes
+from infinity.metrics.timeline import Timeline
 from infinity.tiers.weight_exchange import WeightExchange
+from infinity.units.unit import Unit
 from infinity.updates.stream import UpdateStream
 from swapper.sync.limits import start_threads
 
@@ -34,10 +44,12 @@ logger = logging.getLogger(__name__)
 _EXIT_SECONDS = 2.0
 """How long to wait for drives when nothing depends on them any more."""
 _REAP_SECONDS = 10.0
+_SHARE = 2
+"""No more than one of so many parts of the memory that is free is taken without being asked."""
 
 
 class Shutdown:
-    """Shuts an engine's background work down once, whichever occasion comes first.
+    """Shuts an engine's background work down once, whichever occasion comes first: see [Note: reaping].
 
     Attributes:
         is_over: It has been shut down by `now`.
@@ -48,46 +60,41 @@ class Shutdown:
         owner: object,
         stream: UpdateStream,
         storage: EngineResources,
-        recording: Recording | None,
+        timeline: Timeline | None,
         exchange: WeightExchange,
     ) -> None:
-        """``owner``: when it is garbage, the shutdown is due."""
-        self._parts = _Parts(stream, storage, recording, exchange)
+        """``owner``: when it is garbage, the shutdown is due. It must not be held here."""
+        self._stream = stream
+        self._storage = storage
+        self._timeline = timeline
+        self._exchange = exchange
+        self._pid = os.getpid()
         self.is_over = False
-        self._finalizer = weakref.finalize(owner, self._parts.tell)
+        self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
+        self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
+        start_threads(self._thread)
+        _open.append(self)
+        self._finalizer = weakref.finalize(owner, self._on_garbage)
         self._finalizer.atexit = False
 
     def now(self) -> None:
         """Shut down, unless that has happened. What an exception cuts off can be done again."""
         if not self.is_over:
-            self._parts.end()
+            self._end()
             self._finalizer.detach()
-            self._parts.dismiss()
+            self._forget()
+            self._told.put(False)
+            self.settle()
             self.is_over = True
 
     def hurry(self) -> None:
         """Nothing depends on the drives any more: whoever waits for one that hangs gets an error soon."""
-        self._parts.hurry()
+        if os.getpid() == self._pid:
+            self._stream.stop()
+            self._storage.give_up(_EXIT_SECONDS)
 
-
-class _Parts:
-    """What is to be shut down, and the thread that does it when the owner is garbage: see [Note: reaping]."""
-
-    def __init__(
-        self, stream: UpdateStream, storage: EngineResources, recording: Recording | None, exchange: WeightExchange
-    ) -> None:
-        self._stream = stream
-        self._storage = storage
-        self._recording = recording
-        self._exchange = exchange
-        self._pid = os.getpid()
-        self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
-        self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
-        start_threads(self._thread)
-        _open.append(self)
-
-    def tell(self) -> None:
-        """The owner is garbage. Takes no lock and waits for nothing."""
+    def _on_garbage(self) -> None:
+        """The owner is. Takes no lock and waits for nothing."""
         _due.append(self)
         if not self._exchange.is_divided:
             self.reap()
@@ -96,27 +103,15 @@ class _Parts:
         """What is garbage may be shut down."""
         self._told.put(True)
 
-    def dismiss(self) -> None:
-        """There is nothing to reap any more."""
-        self._forget()
-        self._told.put(False)
-        self.settle()
-
-    def hurry(self) -> None:
-        """Wait no longer than a moment for drives."""
-        if os.getpid() == self._pid:
-            self._stream.stop()
-            self._storage.give_up(_EXIT_SECONDS)
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """Shut down. May be called again."""
         if os.getpid() == self._pid:  # a forked child has neither the threads nor the right to the files
             try:
                 self._stream.close()
                 self._storage.close()
             finally:
-                if self._recording is not None:
-                    self._recording.save_at_end()
+                if self._timeline is not None:
+                    self._timeline.save_at_end()
 
     def settle(self) -> None:
         """Return when the thread has ended, or does not."""
@@ -135,14 +130,14 @@ class _Parts:
             self.settle()
         elif os.getpid() == self._pid:
             self.hurry()
-            self.end()
+            self._end()
 
     def _reap(self) -> None:
         if self._told.get():
             try:
                 with self._storage.device.background():
                     self.hurry()
-                    self.end()
+                    self._end()
             except Exception:
                 logger.exception("an engine that nobody closed could not be shut down")
             finally:
@@ -154,17 +149,60 @@ class _Parts:
             _open.remove(self)
 
 
-_open: list[_Parts] = []
+_open: list[Shutdown] = []
 """What is not shut down, in the order of their beginnings."""
-_due: list[_Parts] = []
+_due: list[Shutdown] = []
 """What belongs to garbage and is not shut down yet."""
+
+
+def leave(
+    units: Sequence[Unit],
+    device: torch.device,
+    flush: Callable[[], None],
+    restore: Callable[[], None],
+    *,
+    is_wanted: bool | None,
+    has_unsaved: bool,
+) -> None:
+    """Finish what is pending, and give the weights back: see [Note: weights at the end].
+
+    Args:
+        units: all.
+        device: where the model computes, and gets its weights back.
+        flush: finishes what is pending.
+        restore: makes the model an ordinary one.
+        is_wanted: whether to give them back; None: if they take half of the free memory at most. Where they are wanted, what
+            goes wrong is raised.
+        has_unsaved: whether there were steps since the weights were saved.
+    """
+    if is_wanted:
+        flush()
+        restore()
+        return
+    num_bytes, free = sum(unit.num_bytes for unit in units), 0
+    if is_wanted is None:
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+    has_room = num_bytes <= free // _SHARE
+    try:
+        flush()
+        if is_wanted is None and has_room:
+            restore()
+    except Exception:  # the states go anyway
+        logger.warning("an update or write that was still pending failed while the engine was closed", exc_info=True)
+    if is_wanted is None and not has_room and has_unsaved:
+        logger.warning(
+            "the trained weights go with the engine: they take %s, and of %s that are free no more than half is taken for "
+            "them. Next time save them before (engine.save_16bit_model), or close with engine.close(restore_weights=True)",
+            format_bytes(num_bytes),
+            format_bytes(free),
+        )
 
 
 def settle() -> None:
     """Return when engines that became garbage have given back their space, their memory and their threads."""
-    for parts in list(_due):
-        parts.reap()
-        parts.settle()
+    for shutdown in list(_due):
+        shutdown.reap()
+        shutdown.settle()
 
 
 def end_all_at_exit() -> None:
@@ -173,8 +211,8 @@ def end_all_at_exit() -> None:
     See [Note: order at exit].
     """
     with contextlib.ExitStack() as rest:
-        for parts in list(_open):
-            rest.callback(parts.end_at_exit)
+        for shutdown in list(_open):
+            rest.callback(shutdown.end_at_exit)
 
 
 atexit.register(end_all_at_exit)

@@ -6,16 +6,14 @@ Knows batches, losses and the two orders; must not know how either works.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from infinity.errors import StepError
-from infinity.loop.accumulation import Accumulation
 from infinity.loop.batches import call_with, copied, loss_of, move
 from infinity.loop.loader import OwnBatches
-from infinity.telemetry.reporter import Reporter
+from infinity.metrics.reporter import Reporter
 from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted
 
@@ -23,36 +21,10 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 """Takes what the model returned and the batch, and gives the loss."""
 
 
-class Loop(Protocol):
-    """The engine's loop, as far as it is needed here."""
-
-    module: nn.Module
-    counts: Accumulation
-    global_steps: int
-    training_dataloader: Any
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def run_module(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def backward(self, loss: Any) -> Any: ...
-
-    def step(self) -> None: ...
-
-    def eval(self) -> Any: ...
-
-    def forget_step(self) -> None: ...
-
-    def obstacle(self) -> str | None: ...
-
-
 class TrainBatch:
     """Runs whole steps."""
 
-    def __init__(self, loop: Loop, vertical: VerticalSchedule, reporter: Reporter) -> None:
+    def __init__(self, loop: Any, vertical: VerticalSchedule, reporter: Reporter) -> None:
         """
         Args:
             loop: the engine.

@@ -30,7 +30,7 @@ from infinity.gradients.sources import (
     in_slot_order,
 )
 from infinity.gradients.unit_grads import UnitGrads
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from infinity.tiers.extent_labels import gradient_contents
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit

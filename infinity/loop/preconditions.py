@@ -9,7 +9,7 @@ import torch
 from infinity.loop.backward import Backwards
 from infinity.loop.load_hooks import OpenLoads
 from infinity.loop.phase import PhaseGuard
-from infinity.telemetry import Reporter
+from infinity.metrics.reporter import Reporter
 from infinity.updates.step_groups import StepGroups
 
 

@@ -17,9 +17,9 @@ import torch
 
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, EngineBusyError, ModelError, format_bytes
+from infinity.metrics.clock import StepClock
 from infinity.paging.interfaces import WeightWriter
 from infinity.paging.trace import Trace
-from infinity.telemetry.clock import StepClock
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, Unit

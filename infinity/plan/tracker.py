@@ -11,11 +11,11 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
 
+from infinity.metrics import StepReport
 from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
 from infinity.plan.plan import Plan, Workload
 from infinity.plan.sizes import Request, UnitSize
-from infinity.telemetry import StepReport
 
 _WARM_UP = 2
 """Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""

@@ -16,20 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.errors import LibraryError
+from infinity.metrics import Mark
+from infinity.metrics.report import StepReport
 from infinity.plan.plan import Plan
-from infinity.reporting.trace import StepTrace
-from infinity.run_log import Mark
-from infinity.telemetry.report import StepReport
 
 INKS = ("ink", "faint", "paper", "a", "b", "c", "d", "e", "f", "g", "bad")
 """CSS variables, see the page's style."""
 _COLOURS = {name: f"#0102{place + 3:02x}" for place, name in enumerate(INKS)}
-WIDE, NARROW = (8.6, 3.0), (4.0, 2.9)
-"""Inches, for a screen and for a phone."""
+_SIZE = (8.6, 3.0)
+"""Inches."""
 _MOST_POINTS = 600
 _MOST_BARS = 100
 _MARKED = {"spike": "bad", "skipped": "bad", "rollback": "e", "load": "e", "restart": "d", "lr": "c", "note": "ink"}
-_ROWS = {"compute": "a", "waiting": "bad", "reads": "b", "writes": "c", "optimizer": "d", "copies": "e"}
 
 
 @dataclass(frozen=True)
@@ -39,13 +37,12 @@ class Chart:
     Attributes:
         title: of it.
         text: what it shows, for those who cannot see it.
-        wide, narrow: SVG elements.
+        svg: an SVG element.
     """
 
     title: str
     text: str
-    wide: str
-    narrow: str
+    svg: str
 
 
 def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
@@ -55,11 +52,7 @@ def losses(steps: Sequence[StepReport], marks: Sequence[Mark]) -> Chart:
 
     def draw(figure: Any) -> None:
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        x, y = _columns(known)
-        if len(x) > 20:
-            above.plot(*_thinned(x, y), color=_COLOURS["a"], linewidth=0.8, alpha=0.45)
-            y = _smoothed(y)
-        above.plot(*_thinned(x, y), color=_COLOURS["a"], linewidth=1.6)
+        above.plot(*_thinned(*_columns(known)), color=_COLOURS["a"], linewidth=1.4)
         above.set_ylabel("loss")
         below.plot(*_thinned(*_columns(rates)), color=_COLOURS["c"], linewidth=1.4)
         below.set_ylabel("lr")
@@ -146,49 +139,6 @@ def memory(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
     return _chart("Memory", text, _curves(curves, levels, "GB"))
 
 
-def tiers(plan: Plan) -> Chart:
-    """What rests where."""
-    resting = {tier: kinds for tier, kinds in plan.resting_bytes.items() if any(kinds.values())}
-    kinds = list(dict.fromkeys(kind for found in resting.values() for kind in found))
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        left = np.zeros(len(resting))
-        for kind, ink in zip(kinds, "abcdefg", strict=False):
-            sizes = np.array([found.get(kind, 0) / 1e9 for found in resting.values()])
-            if sizes.max(initial=0) > 0:
-                axes.barh(range(len(resting)), sizes, 0.6, left, color=_COLOURS[ink], label=kind, linewidth=0)
-            left += sizes
-        axes.set_yticks(range(len(resting)), list(resting))
-        axes.invert_yaxis()
-        axes.set_xlabel("GB")
-        _legend(figure, axes)
-
-    told = "; ".join(
-        f"{tier}: " + ", ".join(f"{kind} {size / 1e9:.3g} GB" for kind, size in found.items() if size)
-        for tier, found in resting.items()
-    )
-    return _chart("What rests where", f"{told}." if told else "Nothing rests anywhere.", draw, height=0.75)
-
-
-def timeline(trace: StepTrace) -> Chart:
-    """Who was busy when in one step."""
-    rows = [row for row in _ROWS if trace.rows.get(row)]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        for place, row in enumerate(rows):
-            spans = [(begin, end - begin) for begin, end in trace.rows[row]]
-            axes.broken_barh(spans, (place - 0.4, 0.8), color=_COLOURS[_ROWS[row]], linewidth=0)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.invert_yaxis()
-        axes.set_xlim(0, trace.seconds)
-        axes.set_xlabel("seconds of the step")
-
-    text = f"Step {trace.step}, as the trace has it: busy rows are {', '.join(rows) or 'none'}."
-    return _chart(f"Timeline of step {trace.step}", text, draw)
-
-
 # ------------------------------------------------------------------------------------------------------------- drawing
 
 
@@ -211,12 +161,11 @@ def _curves(
     return draw
 
 
-def _chart(title: str, text: str, draw: Callable[[Any], None], height: float = 1.0) -> Chart:
-    wide, narrow = (_svg(draw, (size[0], size[1] * height), f"{title}{size}") for size in (WIDE, NARROW))
-    return Chart(title, text, wide, narrow)
+def _chart(title: str, text: str, draw: Callable[[Any], None]) -> Chart:
+    return Chart(title, text, _svg(draw, title))
 
 
-def _svg(draw: Callable[[Any], None], size: tuple[float, float], salt: str) -> str:
+def _svg(draw: Callable[[Any], None], salt: str) -> str:
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -243,7 +192,7 @@ def _svg(draw: Callable[[Any], None], size: tuple[float, float], salt: str) -> s
         "path.simplify": True,
     }
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=_SIZE, layout="constrained")
         figure.patch.set_alpha(0)
         draw(figure)
         file = io.StringIO()
@@ -265,8 +214,7 @@ def _inlined(svg: str) -> str:
 def _legend(figure: Any, axes: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        columns = 4 if figure.get_figwidth() > 6 else 2
-        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2, columnspacing=1.2)
+        figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2, columnspacing=1.2)
 
 
 def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -282,14 +230,6 @@ def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any]
     for part in np.array_split(np.arange(len(x)), _MOST_POINTS // 2):
         places += sorted({int(part[y[part].argmin()]), int(part[y[part].argmax()])})
     return x[places], y[places]
-
-
-def _smoothed(y: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The mean over a few percent of the curve."""
-    width = max(3, len(y) // 40) | 1
-    padded = np.pad(y, width // 2, mode="edge")
-    smoothed: npt.NDArray[Any] = np.convolve(padded, np.ones(width) / width, mode="valid")
-    return smoothed
 
 
 def _bars(steps: Sequence[StepReport]) -> tuple[npt.NDArray[Any], float, list[list[StepReport]]]:

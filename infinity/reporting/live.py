@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.errors import CheckpointError
+from infinity.metrics import Run, RunReader, showing
+from infinity.metrics.report import StepReport
+from infinity.reporting.page import facts
 from infinity.reporting.verdict import judge, known_plan, steady_steps
-from infinity.run_log import Run, RunReader, showing
-from infinity.telemetry.report import StepReport
 from swapper import Latch
 
 _BETWEEN_SECONDS = 0.5
@@ -91,40 +92,22 @@ def _as_lines(reader: RunReader, looks: Iterator[bool], console: Console) -> Non
 
 def show(run: Run, *, goes_on: bool) -> RenderableType:
     """What a terminal shows of a run."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
-    facts.add_row("run", Text(str(run.directory.absolute()), overflow="fold"))
-    facts.add_row("state", _state(run, goes_on=goes_on))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("run", Text(str(run.directory.absolute()), overflow="fold"))
+    known = known_plan(run)
+    for name, value in facts(run, None if known is None else known[1], _state(run, goes_on=goes_on)).items():
+        table.add_row(name, Text(value))
+    losses = [step.loss for step in run.steps[-_WIDTH:] if step.loss is not None]
+    if losses:
+        table.add_row("loss", f"{losses[-1]:.4f}  {_sparkline(losses)}")
     if run.steps:
-        _add_steps(facts, run)
+        table.add_row("time", _bar(steady_steps(run.steps[-_RECENT:])))
     for mark in run.marks[-_MOST_MARKS:]:
         style = "red" if mark.kind in ("spike", "skipped") else "yellow"
-        facts.add_row(Text(f"step {mark.step}", style=style), Text(f"{mark.kind}: {mark.text}"))
-    return Group(facts, Text(judge(run).words))
-
-
-def _add_steps(facts: Table, run: Run) -> None:
-    last, recent = run.steps[-1], run.steps[-_RECENT:]
-    seconds = sum(step.seconds for step in recent) / len(recent)
-    facts.add_row("step", f"{last.step}, {seconds:.3g} s each")
-    losses = [step.loss for step in run.steps[-_WIDTH:] if step.loss is not None]
-    if losses and last.loss is not None:
-        facts.add_row("loss", f"{last.loss:.4f}  {_sparkline(losses)}")
-    if last.lr:
-        facts.add_row("lr", f"{last.lr[0]:.4g}")
-    if last.tokens_per_second is not None:
-        facts.add_row("tokens", f"{last.tokens_per_second:,.0f} per second")
-    facts.add_row("time", _bar(steady_steps(recent)))
-    moved = f"{last.read_bytes / 1e9:.3g} GB read, {last.write_bytes / 1e9:.3g} GB written"
-    speed = last.drive_bytes_per_second
-    facts.add_row("drives", moved + ("" if speed is None else f", {speed / 1e9:.3g} GB/s while busy"))
-    device = "" if last.device_peak_bytes is None else f", GPU at most {last.device_peak_bytes / 1e9:.3g} GB"
-    known = known_plan(run)
-    budget = "" if known is None else f" of a budget of {known[1].host_budget_bytes / 1e9:.3g} GB"
-    buffers = max(step.buffers_peak_bytes for step in run.steps)
-    process = f"process {last.host_bytes / 1e9:.3g} GB, at most {last.host_peak_bytes / 1e9:.3g} GB{device}"
-    facts.add_row("memory", f"engine's buffers at most {buffers / 1e9:.3g} GB{budget}; {process}")
+        table.add_row(Text(f"step {mark.step}", style=style), Text(f"{mark.kind}: {mark.text}"))
+    return Group(table, Text(judge(run).words))
 
 
 def _state(run: Run, *, goes_on: bool) -> str:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from infinity.metrics import Run, read_run, showing
 from infinity.plan.plan import Plan
 from infinity.reporting import charts
-from infinity.reporting.trace import last_step
 from infinity.reporting.verdict import Verdict, judge, known_plan, steady_steps
-from infinity.run_log import Run, read_run, showing
-from infinity.telemetry.report import StepReport
 from swapper.volumes.publish import replacing
 
 _TEMPLATE = "page.html.j2"
@@ -55,24 +52,19 @@ def render(run: Run) -> str:
     steps = run.steps
     drawn = []
     if steps:
-        drawn = [charts.losses(steps, run.marks), charts.breakdown(steps), charts.throughput(steps, plan)]
-        drawn.append(charts.memory(steps, plan))
-    if plan is not None:
-        drawn.append(charts.tiers(plan))
-    trace = last_step(Path(run.start["timeline"])) if run.start.get("timeline") else None
-    if trace is not None:
-        drawn.append(charts.timeline(trace))
+        drawn = [charts.losses(steps, run.marks), charts.breakdown(steps)]
+        drawn += [charts.throughput(steps, plan), charts.memory(steps, plan)]
     environment = Environment(loader=PackageLoader("infinity.reporting", "."), autoescape=True, trim_blocks=True)
     return environment.get_template(_TEMPLATE).render(
         name=str(run.directory.absolute()),
         verdict=verdict,
         accuracy=_accuracy(verdict, run),
-        facts=_facts(run, plan),
+        facts=facts(run, plan, "ended" if run.has_ended else "not ended"),
         charts=drawn,
-        marks=[_row_of(mark) for mark in run.marks[-_MOST_MARKS:]],
+        marks=run.marks[-_MOST_MARKS:],
+        time_of=lambda mark: datetime.fromtimestamp(mark.seconds).strftime("%Y-%m-%d %H:%M:%S"),
         num_more_marks=max(0, len(run.marks) - _MOST_MARKS),
-        columns=("step", "loss", "lr", "norm", "seconds", "read MB", "written MB", "tokens/s"),
-        rows=[_numbers(step) for step in steps[-_MOST_ROWS:]],
+        steps=steps[-_MOST_ROWS:],
         plan=None if plan is None else str(plan),
         config=_json(run.start.get("config")),
         machine=_json(run.start.get("machine")),
@@ -94,56 +86,36 @@ def _accuracy(verdict: Verdict, run: Run) -> str:
     return f"{told}."
 
 
-def _facts(run: Run, plan: Plan | None) -> list[tuple[str, str]]:
+def facts(run: Run, plan: Plan | None, state: str) -> dict[str, str]:
+    """What there is to say of a run in figures."""
     steps = steady_steps(run.steps)
-    facts = [("steps", str(run.steps[-1].step if run.steps else 0))]
-    facts.append(("state", "ended" if run.has_ended else "not ended"))
+    found = {"steps": str(run.steps[-1].step if run.steps else 0), "state": state}
     if run.num_starts > 1:
-        facts.append(("starts", str(run.num_starts)))
+        found["starts"] = str(run.num_starts)
     if plan is not None:
-        facts.append(("parameters", f"{plan.num_parameters:,}"))
+        found["parameters"] = f"{plan.num_parameters:,}"
     if steps:
         seconds = sum(step.seconds for step in steps) or 1.0
-        facts.append(("step", f"{seconds / len(steps):.3g} s"))
+        found["step"] = f"{seconds / len(steps):.3g} s"
         if tokens := sum(step.num_tokens or 0 for step in steps):
-            facts.append(("tokens per second", f"{tokens / seconds:,.0f}"))
+            found["tokens per second"] = f"{tokens / seconds:,.0f}"
         elif samples := sum(step.num_samples or 0 for step in steps):
-            facts.append(("samples per second", f"{samples / seconds:,.3g}"))
-        facts.append(
-            ("engine's host buffers, peak", f"{max(step.buffers_peak_bytes for step in run.steps) / 1e9:.3g} GB")
-        )
-        facts.append(("process memory, peak", f"{max(step.host_peak_bytes for step in run.steps) / 1e9:.3g} GB"))
+            found["samples per second"] = f"{samples / seconds:,.3g}"
+        budget = "" if plan is None else f", of a budget of {plan.host_budget_bytes / 1e9:.3g} GB"
+        buffers = max(step.buffers_peak_bytes for step in run.steps)
+        found["engine's host buffers, peak"] = f"{buffers / 1e9:.3g} GB{budget}"
+        found["process memory, peak"] = f"{max(step.host_peak_bytes for step in run.steps) / 1e9:.3g} GB"
         device = [step.device_peak_bytes for step in run.steps if step.device_peak_bytes is not None]
         if device:
-            facts.append(("GPU memory, peak", f"{max(device) / 1e9:.3g} GB"))
-        written = sum(step.write_bytes for step in run.steps)
-        facts.append(("written to drives", f"{written / 1e9:,.3g} GB"))
+            found["GPU memory, peak"] = f"{max(device) / 1e9:.3g} GB"
+        last = run.steps[-1]
+        found["last step"] = f"{last.read_bytes / 1e9:.3g} GB read, {last.write_bytes / 1e9:.3g} GB written"
+        found["written to drives"] = f"{sum(step.write_bytes for step in run.steps) / 1e9:,.3g} GB"
     if plan is not None and plan.predicted_drive_life_steps is not None:
-        facts.append(("drive life", f"{plan.predicted_drive_life_steps:,} steps"))
+        found["drive life"] = f"{plan.predicted_drive_life_steps:,} steps"
     if run.num_damaged:
-        facts.append(("damaged lines of the log", str(run.num_damaged)))
-    return facts
-
-
-def _row_of(mark: Any) -> dict[str, str]:
-    when = datetime.fromtimestamp(mark.seconds).strftime("%Y-%m-%d %H:%M:%S")
-    return {"step": str(mark.step), "when": when, "kind": mark.kind, "text": mark.text}
-
-
-def _numbers(step: StepReport) -> Sequence[str]:
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    return (
-        f"{step.step}{' (skipped)' if step.is_skipped else ''}",
-        number(step.loss, ".4f"),
-        number(step.lr[0] if step.lr else None, ".3g"),
-        number(step.grad_norm, ".3g"),
-        number(step.seconds, ".3f"),
-        number(step.read_bytes / 1e6, ",.1f"),
-        number(step.write_bytes / 1e6, ",.1f"),
-        number(step.tokens_per_second, ",.0f"),
-    )
+        found["damaged lines of the log"] = str(run.num_damaged)
+    return found
 
 
 def _json(value: Any) -> str:

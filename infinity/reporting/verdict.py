@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.errors import ConfigError
+from infinity.metrics import Run
+from infinity.metrics.report import StepReport
 from infinity.numerics.plain_data import UNREADABLE
 from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.plan import Plan, Workload, of_record
-from infinity.run_log import Run
-from infinity.telemetry.report import StepReport
 
 _WARM_UP = 2
 """Steps that say nothing of the others."""
@@ -74,7 +74,7 @@ def judge(run: Run) -> Verdict:
         return Verdict("No step has ended yet.")
     bound_by = Counter(step.bound_by for step in steps).most_common(1)[0][0]
     total = sum(step.seconds for step in steps) or 1.0
-    share = sum(_busy_seconds(step, bound_by) for step in steps) / total
+    share = sum(step.busy_seconds[bound_by] for step in steps) / total
     known = known_plan(run)
     subject = _subject(bound_by, known)
     words = [f"{subject} bound this run: {share:.0%} of the step.".replace("%", " %")]
@@ -178,17 +178,6 @@ def _subject(bound_by: str, known: tuple[Workload, Plan] | None) -> str:
         "other": "Code outside of the model (a data loader, say, or the engine's paging)",
     }
     return words[bound_by]
-
-
-def _busy_seconds(step: StepReport, bound_by: str) -> float:
-    seconds = {
-        "read": step.read_busy_seconds,
-        "write": step.write_busy_seconds,
-        "compute": step.compute_busy_seconds,
-        "optimizer": step.optimizer_seconds,
-        "other": step.other_seconds,
-    }
-    return seconds[bound_by]
 
 
 def _size(num_bytes: float) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from infinity.device.compute import ComputeDevice, Fence
 from infinity.errors import EngineClosedError
-from infinity.telemetry.timeline import Row, Timeline
+from infinity.metrics.timeline import Row, Timeline
 from infinity.threads.denormals import flush_denormals
 from infinity.threads.openmp import release_workers, use_threads
 from infinity.tiers.state_store import Lease, StateStore

@@ -19,8 +19,8 @@ from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.pager import Pager
 from infinity.loop.phase import Phase, PhaseGuard
+from infinity.metrics.clock import StepClock
 from infinity.paging.parameter_map import ParameterMap
-from infinity.telemetry.clock import StepClock
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper

@@ -246,7 +246,7 @@ def test_what_one_rank_cannot_read_changes_nothing_or_is_noted_on_all(tmp_path: 
             before = _contents(engine)
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 1:
-                    patch.setattr(training_checkpoint.SameModel, "shapes", _raise)
+                    patch.setattr(checkpoint_loading.Loading, "check_model", _raise)
                 with pytest.raises(ModelError, match="of another model"):
                     engine.load_checkpoint(tmp_path / "saved")
             require_same(_contents(engine), before)

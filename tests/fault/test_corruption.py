@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -107,27 +106,6 @@ def test_damage_on_the_drive_is_named_by_file_and_offset(tmp_path: Path) -> None
         assert np.array_equal(data, copy)
 
 
-def test_other_extents_stay_readable_and_the_swapper_closable(tmp_path: Path) -> None:
-    swapper = Swapper.open(tmp_path, _CAPACITY, _CONFIG)
-    extents = [swapper.allocate(100_000, str(index)) for index in range(3)]
-    for index, extent in enumerate(extents):
-        swapper.write(extent, _random(100_000, index)).wait()
-    _flip(_volume(swapper).files[0], extents[1].start + 50_000)
-    swapper.read(extents[1], _random(100_000))  # nobody waits for it: the next one says it
-    for index in (0, 2):
-        copy = np.empty(100_000, dtype=np.uint8)
-        handle = None
-        while handle is None:
-            try:
-                handle = swapper.read(extents[index], copy)
-            except ChecksumMismatchError as error:
-                assert error.extent_name == "1"
-        handle.wait()
-        assert np.array_equal(copy, _random(100_000, index))
-    swapper.close()
-    assert os.listdir(tmp_path) == []
-
-
 def test_what_lies_in_an_extent_is_said_by_every_error() -> None:
     backend = FaultInjectingBackend(MemoryBackend(_CAPACITY))
     config = SwapperConfig(request_bytes=ALIGNMENT, deadline_seconds=LONG_SECONDS, max_retries=1)
@@ -159,37 +137,6 @@ def test_an_error_does_not_get_lost_because_its_place_cannot_be_named(caplog: py
         with pytest.raises(TransferError, match=r"\(extent 'x'\) failed: Input/output error"):
             swapper.write(extent, _random(10)).wait()
     assert "who knows" in caplog.text
-
-
-def test_freed_space_is_used_again_without_a_false_alarm(tmp_path: Path) -> None:
-    with Swapper.open(tmp_path, 1 << 20, _CONFIG) as swapper:
-        for seed in range(12):
-            sizes = np.random.default_rng(seed).integers(1, 200_000, 5)
-            extents = [swapper.allocate(int(size), f"{seed}") for size in sizes]
-            for index, extent in enumerate(extents):
-                swapper.write(extent, _random(int(sizes[index]), seed + index))
-            for index, extent in enumerate(extents):
-                copy = np.empty(sizes[index], dtype=np.uint8)
-                swapper.read(extent, copy).wait()
-                assert np.array_equal(copy, _random(int(sizes[index]), seed + index))
-            for extent in extents:
-                swapper.free(extent)
-
-
-def test_checksums_are_off_unless_asked_for(tmp_path: Path) -> None:
-    with Swapper.open(tmp_path, _CAPACITY, SwapperConfig(backend="threads")) as swapper:
-        assert isinstance(swapper.backend, ThreadsBackend)
-    with Swapper.in_memory(_CAPACITY) as swapper:
-        assert isinstance(swapper.backend, MemoryBackend)
-    with Swapper.in_memory(_CAPACITY, SwapperConfig(verify_checksums=True)) as swapper:
-        assert isinstance(swapper.backend, IntegrityBackend)
-        extent = swapper.allocate(100_000, "x")
-        swapper.write(extent, _random(100_000)).wait()
-        inner = swapper.backend.inner
-        assert isinstance(inner, MemoryBackend)
-        inner.region.array()[77_777] ^= 1
-        with pytest.raises(ChecksumMismatchError, match="host memory"):
-            swapper.read(extent, _random(100_000)).wait()
 
 
 # ----------------------------------------------------------------------------------------------------- the engine
@@ -319,41 +266,3 @@ def test_training_with_checksums_is_bit_identical(changes: dict[str, Any], tmp_p
         for step in range(4):
             both.engine_step(step)
         both.require_equal()
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("bf16", [False, True])
-def test_nothing_is_read_twice_after_the_first_step(
-    bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The engine's requests are cut at the same places in every step, and so are the checksums from then on."""
-    read_back: list[Any] = []
-    real = IntegrityBackend._on_read_back
-    monkeypatch.setattr(IntegrityBackend, "_on_read_back", lambda *args: read_back.append(args[1]) or real(*args))
-    made = _Engine(tmp_path, _changes(tmp_path, bf16={"enabled": bf16}))
-    with made.engine as engine:
-        _train(engine, 0, 2)
-        read_back.clear()
-        _train(engine, 2, 5)
-    assert read_back == []
-
-
-def test_the_config_decides(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        for section, is_verified in (({}, False), ({"verify_checksums": True}, True)):
-            config = everything_on_nvme(tmp_path, {"infinity": section})
-            with mock.patch("swapper.swapper.IntegrityBackend", wraps=IntegrityBackend) as wrapper:
-                engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-            with engine:
-                assert engine.config.io.verify_checksums is is_verified
-                assert wrapper.call_count == int(is_verified)
-    host = everything_on_nvme(
-        tmp_path,
-        {
-            "infinity": {"verify_checksums": True},
-            "zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-        },
-    )
-    with mock.patch("swapper.swapper.IntegrityBackend", wraps=IntegrityBackend) as wrapper:
-        infinity.initialize(model=PLAIN.make("none"), config=host)[0].close()
-    assert wrapper.call_count == 0, "RAM is not verified"

@@ -23,7 +23,6 @@ from tests.exactness.families import FAMILIES
 from tests.exactness.faulty_drives import JitteringBackend, faulty_drives, wrapped_drives
 from tests.exactness.grid import Row
 from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
-from tests.exactness.record import Difference
 from tests.exactness.verification import require_exact_training
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until
@@ -104,33 +103,6 @@ def test_a_failed_drive_is_never_trained_past(direction: Direction, tmp_path: Pa
     assert os.listdir(tmp_path) == []
 
 
-def test_short_transfers_are_completed(tmp_path: Path) -> None:
-    with faulty_drives() as backends, Lockstep.start(tmp_path) as both:
-        for backend in backends:
-            for nth in (1, 4, 9):
-                backend.add(FaultRule(direction=Direction.READ, nth=nth, short_bytes=4096))
-                backend.add(FaultRule(direction=Direction.WRITE, nth=nth, short_bytes=4096))
-        for step in range(3):
-            both.engine_step(step)
-        both.require_equal()
-        assert sum(backend.num_faults for backend in backends) >= 6
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE])
-def test_transfers_that_stay_short_are_an_error(direction: Direction, tmp_path: Path) -> None:
-    with faulty_drives() as backends:
-        changes = {"infinity": {"host_memory_budget": _smallest(tmp_path, {})}}
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
-        with engine:
-            _train(engine, 0, 1)
-            for backend in backends:
-                backend.add(FaultRule(direction=direction, short_bytes=0))
-            with pytest.raises((InfinityError, SwapperError)) as raised:
-                _train(engine, 1, 3)
-            assert _root_of(raised.value).num_bytes > 0
-
-
 @contextlib.contextmanager
 def _time_passing(engine: Any) -> Iterator[None]:
     """Inside the ``with`` block, the deadlines of an engine's drives pass while they hang."""
@@ -161,18 +133,6 @@ def test_a_drive_that_hangs_is_an_error_within_the_deadline(direction: Direction
                 backend.clear()
                 backend.release_hung()
             engine.close()
-
-
-def test_flipped_bits_are_seen_by_the_suite(tmp_path: Path) -> None:
-    """Without checksums nobody else sees them: what must not happen is that a wrong bit passes for exact training."""
-    with faulty_drives() as backends, Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        for backend in backends:
-            backend.add(FaultRule(direction=Direction.READ, flipped_bit=8 * 1000 + 4))
-        both.engine_step(1)
-        both.engine_step(2)
-        with pytest.raises(Difference):
-            both.require_equal()
 
 
 @pytest.mark.deep

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
-import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import BudgetTooSmallError, InfinityError, NonFiniteLossWarning, StepError
+from infinity.errors import BudgetTooSmallError, NonFiniteLossWarning, StepError
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import Lockstep, everything_on_nvme
 
-_REPOSITORY = Path(__file__).resolve().parents[2]
 _AT_STEP = {"infinity": {"update": "step"}}
 _CLIPPED = {"gradient_clipping": 0.1}
 
@@ -114,22 +110,11 @@ def test_an_exception_in_backward_before_any_update_is_reset(
     with Lockstep.start(tmp_path, changes=changes) as both:
         both.engine_step(0)
         _raise_in_backward(both, where, error)
-        both.engine.reset()
-        for step in (1, 2):
-            both.engine_step(step)
-        both.require_equal()
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("changes", [_AT_STEP, _CLIPPED], ids=["update at step", "clip"])
-def test_a_step_after_a_cut_off_backward_is_an_error_until_it_is_reset(changes: dict[str, Any], tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        both.engine_step(0)
-        _raise_in_backward(both, "blocks.0", ValueError())
         with pytest.raises(StepError):
             both.engine.step()
         both.engine.reset()
-        both.engine_step(1)
+        for step in (1, 2):
+            both.engine_step(step)
         both.require_equal()
 
 
@@ -153,40 +138,6 @@ def test_a_backward_cut_off_after_updates_is_never_silent(where: str, tmp_path: 
                 both.engine.step()
             return
         pytest.fail("engine.step() after a backward that was cut off did not raise")
-
-
-def test_a_keyboard_interrupt_during_the_updates(tmp_path: Path) -> None:
-    """The signal comes while engine.step() runs: the engine can still be closed without a hang, and leaves nothing."""
-    with Lockstep.start(tmp_path, changes=_CLIPPED) as both:
-        both.engine_step(0)
-        interrupted = False
-        for step in range(1, 12):
-            both.engine.backward(both.engine(**both.batch(step)))
-            timer = threading.Timer(0.0002 * step, _thread.interrupt_main)
-            try:
-                timer.start()
-                both.engine.step()
-                both.engine.flush()
-                timer.join()
-                for _ in range(1000):
-                    pass
-            except KeyboardInterrupt:
-                interrupted = True
-                break
-            except StepError:
-                break
-            finally:
-                timer.cancel()
-        assert interrupted
-        try:
-            both.engine.reset()
-            loss = both.engine(**both.batch(0))
-            both.engine.backward(loss)
-            both.engine.step()
-            both.engine.flush()
-        except InfinityError:
-            pass
-    assert os.listdir(tmp_path) == []
 
 
 def test_an_exception_in_a_gradient_hook_of_the_plain_loop(tmp_path: Path) -> None:

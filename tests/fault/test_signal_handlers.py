@@ -1,4 +1,4 @@
-"""Signal handlers, finalizers and the garbage collector come in at the worst moment: they work or are refused in words."""
+"""Signal handlers, finalizers and the garbage collector come in at the worst moment: in the midst of a step they are refused."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ from infinity.units.unit import Unit
 from infinity.updates import stream as update_module
 from infinity.updates.stepper import Stepper
 from swapper import ReentryError, Swapper, SwapperConfig, SwapperError
-from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.transfer_queue import TransferQueue
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
-from tests.manual_backend import ManualBackend
 from tests.waiting import wait_until
 
 # ------------------------------------------------------------------------------------------------- handlers in a step
@@ -119,49 +117,6 @@ def test_a_handler_in_a_step_is_refused_or_works_and_training_goes_on(mode: str,
         both.require_equal()
 
 
-@pytest.mark.parametrize("moment", ["fetch", "place", "land"])
-def test_a_handler_in_the_midst_of_a_fetch_finds_the_unit_in_no_state_in_between(moment: str, tmp_path: Path) -> None:
-    """It asks for the very weights that are being fetched."""
-
-    def handler() -> None:
-        for parameter in both.model.parameters():
-            with torch.no_grad(), contextlib.suppress(EngineBusyError):
-                parameter.detach()
-
-    changes = {"infinity": {"update": "in_backward", "prefetch": False, "host_memory_budget": 172032}}  # the least
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        for step in range(2):
-            both.engine_step(step)
-        with _signals(moment, handler) as came:
-            both.engine_step(2)
-        assert came
-        both.engine_step(3)
-        both.require_equal()
-
-
-@pytest.mark.parametrize("moment", ["gradients", "request"])
-def test_a_handler_in_the_midst_of_a_step_is_shown_no_gradients(moment: str, tmp_path: Path) -> None:
-    """What it is shown would count as looked at, while an update uses it up."""
-    shown: list[object] = []
-
-    def handler() -> None:
-        for parameter in both.model.parameters():
-            with contextlib.suppress(EngineBusyError):
-                shown.append(parameter.grad)
-            with contextlib.suppress(EngineBusyError):
-                parameter.grad = None
-                shown.append("set")
-
-    with Lockstep.start(tmp_path, changes=with_smallest_budget(tmp_path, _MODES["in_backward"])) as both:
-        for step in range(2):
-            both.engine_step(step)
-        with _signals(moment, handler) as came:
-            both.engine_step(2)
-        assert came and shown == []
-        both.engine_step(3)
-        both.require_equal()
-
-
 def test_a_handler_in_the_users_own_code_may_do_everything(tmp_path: Path) -> None:
     seen: list[dict[str, torch.Tensor]] = []
 
@@ -187,38 +142,6 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
         yield
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.parametrize("mode", ["in_backward", "vertical"])
-def test_true_signals_while_training(mode: str, tmp_path: Path) -> None:
-    """A handler saves again and again, wherever the signal finds the training thread."""
-    num_signals, is_done = 0, threading.Event()
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        nonlocal num_signals
-        num_signals += 1
-        with contextlib.suppress(InfinityError, SwapperError):  # the latter where a signal came into the handler itself
-            both.model.state_dict()
-            both.engine.flush()
-        str(both.engine.report)
-
-    def send() -> None:
-        for _ in range(12):
-            if is_done.wait(0.01):
-                return
-            signal.raise_signal(signal.SIGUSR1)  # it is the main thread that handles it
-
-    with _handling(handler), Lockstep.start(tmp_path, changes=_MODES[mode]) as both:
-        sender = threading.Thread(target=send)
-        sender.start()
-        try:
-            for step in range(3):
-                _run(mode, both, step)
-        finally:
-            is_done.set()
-            sender.join()
-        both.require_equal()
-    assert num_signals
 
 
 # ------------------------------------------------------------------------------------------------- handlers in a swapper
@@ -257,49 +180,6 @@ def test_a_handler_in_the_midst_of_a_change_is_refused() -> None:
         opened.read(other, copy[:4096]).wait()
         assert (copy[:4096] == mine).all()
         wait_until(lambda: opened.statistics().inflight == 0)  # a worker counts down after it has released who waits
-
-
-@pytest.mark.parametrize("waits", ["handle", "flush"])
-def test_a_handler_that_comes_while_the_main_thread_only_waits_can_read_and_write(
-    waits: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asleep: list[bool] = []
-    sleep = IOScheduler._sleep
-
-    def noted(self: IOScheduler, *args: Any) -> bool:
-        asleep.append(True)
-        return sleep(self, *args)
-
-    monkeypatch.setattr(IOScheduler, "_sleep", noted)
-    backend = ManualBackend(1 << 20)
-    with Swapper(backend, SwapperConfig(deadline_seconds=60.0)) as opened:
-        extent, other = opened.allocate(4096, "x"), opened.allocate(4096, "other")
-        handle = opened.write(extent, np.ones(4096, dtype=np.uint8))
-        errors: list[Exception] = []
-
-        def handler(number: int, frame: FrameType | None) -> None:
-            try:
-                written = opened.write(other, np.ones(4096, dtype=np.uint8))
-                wait_until(lambda: len(backend.open) == 2)
-                backend.complete(1)
-                written.wait()
-            except Exception as error:
-                errors.append(error)
-            backend.complete_all()
-
-        with _handling(handler):
-            wait_until(lambda: bool(backend.open))
-            main = threading.main_thread().ident
-
-            def send() -> None:
-                wait_until(lambda: bool(asleep))
-                signal.pthread_kill(main or 0, signal.SIGUSR1)
-
-            sender = threading.Thread(target=send)
-            sender.start()
-            handle.wait() if waits == "handle" else opened.flush()
-            sender.join()
-        assert not errors
 
 
 # ------------------------------------------------------------------------------------------------- dropped engines

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import json
 import os
 import shutil
@@ -13,20 +12,16 @@ import struct
 import subprocess
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from swapper import (
     ALIGNMENT,
-    Directory,
     Extent,
     Priority,
-    StallError,
     Swapper,
     SwapperConfig,
     TransferError,
@@ -35,8 +30,6 @@ from swapper import (
 )
 from swapper.backends import FaultInjectingBackend, FaultRule, ThreadsBackend
 from tests.internals import Cgroup
-from tests.ticking import LONG_SECONDS, ticking
-from tests.waiting import wait_until
 
 _MIB = 1 << 20
 _REQUEST = 128 << 10
@@ -65,78 +58,6 @@ def _offsets_on(swapper: Swapper, extent: Extent, column: int) -> list[int]:
         for offset in range(0, extent.num_bytes, volume.stripe_bytes)
         if volume.column_of(extent.start + offset) == column
     ]
-
-
-class _Drives:
-    """Stand for the files of some directories, each with a speed of its own by a common clock; no byte is really moved.
-
-    The clock does not depend on the machine: a transfer ends when none that could end before it can still begin, because
-    each drive is at work or has done all it has to. A drive that has more to do and is given nothing is idle, in the end.
-
-    Attributes:
-        now: Seconds by the clock.
-        num_bytes: What each drive has moved.
-        num_left: Bytes that each drive has still to be given.
-    """
-
-    def __init__(self, speeds: dict[Path, float]) -> None:
-        self.speeds = speeds
-        self.now = 0.0
-        self.num_bytes: Counter[Path] = Counter()
-        self.num_left: Counter[Path] = Counter()
-        self._free_at = dict.fromkeys(speeds, 0.0)
-        self._due: dict[Path, deque[float]] = {path: deque() for path in speeds}
-        self._changed = threading.Condition()
-        self._num_idle = 0
-
-    def __call__(self, fd: int, memory: tuple[memoryview], offset: int) -> int:
-        path = Path(os.readlink(f"/proc/self/fd/{fd}").split("/#")[0])
-        num_bytes = len(memory[0])
-        with self._changed:
-            due = self._free_at[path] = max(self._free_at[path], self.now) + num_bytes / self.speeds[path]
-            self._due[path].append(due)
-            self.num_left[path] -= num_bytes
-            self.num_bytes[path] += num_bytes
-            self._changed.notify_all()
-            while not self._is_next(due):
-                # If all drives are idle now and then, this is a test that fails, and need not take long.
-                if not self._changed.wait(2.0 if self._num_idle < 10 else 0.01) and self._is_first(due):
-                    self._num_idle += 1
-                    break
-            self.now = due
-            self._due[path].popleft()
-            self._changed.notify_all()
-        return num_bytes
-
-    def _is_first(self, due: float) -> bool:
-        return due == min(queue[0] for queue in self._due.values() if queue)
-
-    def _is_next(self, due: float) -> bool:
-        return self._is_first(due) and all(queue or not self.num_left[path] for path, queue in self._due.items())
-
-    def rate(self, num_bytes: int) -> float:
-        """Bytes per second, by the clock, with which one extent is written and read again."""
-        config = SwapperConfig(request_bytes=_REQUEST, backend="threads")
-        directories = [Directory(path, bytes_per_second=speed) for path, speed in self.speeds.items()]
-        with Swapper.open(directories, num_bytes, config) as swapper, pytest.MonkeyPatch.context() as patch:
-            extent = swapper.allocate(num_bytes, "unit")
-            memory = np.zeros(num_bytes, dtype=np.uint8)
-            patch.setattr(os, "preadv", self)
-            patch.setattr(os, "pwritev", self)
-            for transfer in (swapper.write, swapper.read):
-                for offset in range(0, num_bytes, ALIGNMENT):
-                    column = _volume(swapper).column_of(extent.start + offset)
-                    self.num_left[list(self.speeds)[column]] += ALIGNMENT
-                transfer(extent, memory).wait()
-            return 2 * num_bytes / self.now
-
-
-@pytest.mark.parametrize("ratio", [1, 3])
-def test_bandwidth_adds_up_for_a_single_extent(paths: list[Path], ratio: int) -> None:
-    speeds = {paths[0]: 96e6, paths[1]: 96e6 / ratio}
-    drives = _Drives(speeds)
-    assert drives.rate(12 * _MIB) >= 0.85 * sum(speeds.values())
-    assert drives.num_bytes[paths[0]] == pytest.approx(ratio * drives.num_bytes[paths[1]], rel=0.1)
 
 
 def test_a_hung_drive_leaves_the_threads_of_the_others_alone(
@@ -168,58 +89,6 @@ def test_a_hung_drive_leaves_the_threads_of_the_others_alone(
         may_go.set()
         for handle in hung:
             handle.wait()
-
-
-class _HangsOn:
-    """Tells how much of what is under way lies on one drive."""
-
-    def __init__(self, swapper: Swapper, column: int) -> None:
-        self._scheduler = swapper._scheduler
-        self._volume = _volume(swapper)
-        self._column = column
-
-    @property
-    def num_hung(self) -> int:
-        transfers = [transfer for queue in self._scheduler.queues for transfer in list(queue.inflight)]
-        firsts = [
-            transfer.offset + min(transfer.batch.left.copy() if transfer.batch else (), default=0)
-            for transfer in transfers
-        ]
-        return sum(self._volume.column_of(first) == self._column for first in firsts)
-
-    def schedulers(self) -> list[Any]:
-        return [self._scheduler]
-
-
-def test_a_hung_drive_is_named_and_the_swapper_closes(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SwapperConfig(request_bytes=_REQUEST, backend="threads", num_threads=2, deadline_seconds=LONG_SECONDS)
-    may_go = threading.Event()
-    before = set(threading.enumerate())
-    swapper = Swapper.open(paths, 32 * _REQUEST, config)
-    extent = swapper.allocate(32 * _REQUEST, "unit")
-    memory = np.ones(32 * _REQUEST, dtype=np.uint8)
-    swapper.write(extent, memory).wait()
-    volume, hung = _volume(swapper), _HangsOn(swapper, 1)
-    hung_fd, real = volume.files[1].fd, os.preadv
-
-    def hanging(fd: int, memory: tuple[memoryview], offset: int) -> int:
-        if fd == hung_fd:
-            may_go.wait(10 * _PATIENCE_SECONDS)
-        return real(fd, memory, offset)
-
-    monkeypatch.setattr(os, "preadv", hanging)
-    with ticking(hung, hung.schedulers), pytest.raises(StallError) as caught:
-        swapper.read(extent, memory).wait()
-    drive = describe_drive(paths[1])
-    assert caught.value.file == f"the scratch file in {str(paths[1])!r} on {drive.words()}"
-    swapper.close()  # long before the deadline
-    assert volume.files[1].fd == hung_fd, "a hung thread must not find another file under its number"
-    may_go.set()
-    wait_until(lambda: not set(threading.enumerate()) - before)
-    del swapper, volume, hung, extent, caught
-    gc.collect()
-    open_files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    assert not any(path.startswith(str(paths[1])) for path in open_files), "space is given back in the end"
 
 
 # -- real block devices ------------------------------------------------------------------------------------------------
@@ -290,21 +159,6 @@ def test_a_drive_that_fails_is_named(loop_drive: Callable[[int], Path], name: st
             swapper.read(extent, memory, offset=offset, num_bytes=_REQUEST).wait()
     swapper.close()
     assert time.monotonic() - started < _PATIENCE_SECONDS
-
-
-@pytest.mark.root
-def test_a_block_that_cannot_be_read_is_named(loop_drive: Callable[[int], Path]) -> None:
-    directory = loop_drive(24 * _MIB)
-    device = describe_drive(directory).device
-    image = Path(f"/sys/block/{device}/loop/backing_file").read_text().strip()
-    with Swapper.open([directory], 8 * _MIB, SwapperConfig(request_bytes=_REQUEST, backend="threads")) as swapper:
-        extent = swapper.allocate(8 * _MIB, "layer 3")
-        memory = np.ones(8 * _MIB, dtype=np.uint8)
-        swapper.write(extent, memory).wait()
-        os.truncate(image, 4096)
-        with pytest.raises(TransferError, match=rf"on {device} \(ext4\) .* failed: .*EIO") as caught:
-            swapper.read(extent, memory).wait()
-        assert caught.value.errno == errno.EIO
 
 
 @pytest.mark.root

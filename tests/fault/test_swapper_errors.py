@@ -102,17 +102,6 @@ def test_a_file_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
         assert caught.value.offset == 5 * _BLOCK
 
 
-def test_a_file_that_is_gone_is_noticed(tmp_path: Path) -> None:
-    with Swapper.open([tmp_path], _CAPACITY, _CONFIG) as swapper:
-        extent = _written(swapper, 1)
-        file = swapper.backend.volume.files[0]  # type: ignore[attr-defined]
-        real, file.fd = file.fd, os.open(tmp_path, os.O_RDONLY)
-        with pytest.raises(TransferError, match="errno 21, EISDIR"):
-            swapper.read(extent, _bytes(1)).wait()
-        os.close(file.fd)
-        file.fd = real
-
-
 # ------------------------------------------------------------------------------------------------------- retries
 
 
@@ -324,19 +313,6 @@ def test_close_logs_what_nobody_has_seen(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.ERROR):
         swapper.close()
     assert "an error that nobody has seen" in caplog.text and "'forgotten'" in caplog.text
-
-
-def test_a_backend_that_raises_is_a_failed_transfer(caplog: pytest.LogCaptureFixture) -> None:
-    class Raising(MemoryBackend):
-        def submit(self, request: object) -> None:
-            raise ValueError("a bug")
-
-    with Swapper(Raising(_CAPACITY), _CONFIG) as swapper:
-        extent = swapper.allocate(_BLOCK, "x")
-        handle = swapper.write(extent, _bytes(1))
-        with pytest.raises(TransferError, match="ValueError: a bug"):
-            handle.wait()
-    assert "a bug" in caplog.text
 
 
 def test_an_unexpected_error_on_a_worker_thread_is_a_failed_transfer(

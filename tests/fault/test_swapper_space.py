@@ -12,7 +12,6 @@ import pytest
 
 from swapper import (
     ArgumentError,
-    Directory,
     Swapper,
     SwapperConfig,
     Volume,
@@ -30,55 +29,6 @@ _MIB = 1 << 20
 def _free_bytes(directory: Path) -> int:
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
-
-
-def test_a_drive_that_is_too_small_is_refused_at_once(small_tmpfs: Callable[[int], Path]) -> None:
-    directory = small_tmpfs(8 * _MIB)
-    free_bytes = _free_bytes(directory)
-    with pytest.raises(VolumeTooSmallError) as caught:
-        Swapper.open([directory], 9 * _MIB)
-    assert (caught.value.needed_bytes, caught.value.free_bytes) == (9 * _MIB, free_bytes)
-    assert f"{9 * _MIB} bytes are needed there and {free_bytes} are free" in str(caught.value)
-    assert os.listdir(directory) == []
-    assert _free_bytes(directory) == free_bytes
-
-
-def test_a_small_second_drive_leaves_nothing_on_the_first(small_tmpfs: Callable[[int], Path]) -> None:
-    large, small = small_tmpfs(16 * _MIB), small_tmpfs(2 * _MIB)
-    free_bytes = _free_bytes(large)
-    with pytest.raises(VolumeTooSmallError) as caught:
-        Swapper.open([large, small], 19 * _MIB)
-    assert caught.value.directory == small
-    assert (caught.value.needed_bytes, caught.value.free_bytes) == (19 * _MIB, 18 * _MIB)
-    for directory, num_bytes in ((large, 16 * _MIB), (small, 2 * _MIB)):
-        assert f"{str(directory)!r} {num_bytes} (free)" in str(caught.value)
-    assert _free_bytes(large) == free_bytes
-
-
-def test_a_small_drive_gives_what_it_has_and_the_others_the_rest(small_tmpfs: Callable[[int], Path]) -> None:
-    large, small, limited = small_tmpfs(16 * _MIB), small_tmpfs(2 * _MIB), small_tmpfs(32 * _MIB)
-    directories = [large, small, Directory(limited, capacity_bytes=3 * _MIB)]
-    with Swapper.open(directories, 21 * _MIB, SwapperConfig(request_bytes=64 << 10)) as swapper:
-        assert [_free_bytes(directory) for directory in (large, small, limited)] == [0, 0, 29 * _MIB]
-        extent = swapper.allocate(21 * _MIB, "everything")
-        data = np.random.default_rng(0).integers(0, 256, 21 * _MIB, dtype=np.uint8)
-        copy = np.empty_like(data)
-        swapper.write(extent, data)
-        swapper.read(extent, copy).wait()
-        assert np.array_equal(data, copy)
-    assert _free_bytes(large) == 16 * _MIB
-
-
-def test_directories_of_one_small_drive_share_it(small_tmpfs: Callable[[int], Path]) -> None:
-    directory = small_tmpfs(8 * _MIB)
-    paths = [directory / "a", directory / "b"]
-    for path in paths:
-        path.mkdir()
-    with pytest.raises(VolumeTooSmallError, match=r"shared with '.*a'") as caught:
-        Swapper.open(paths, 9 * _MIB)
-    assert caught.value.free_bytes == 8 * _MIB
-    with Swapper.open([Directory(paths[0], capacity_bytes=2 * _MIB), paths[1]], 8 * _MIB):
-        assert _free_bytes(directory) == 0
 
 
 def test_a_drive_that_others_fill_meanwhile_does_not_matter(small_tmpfs: Callable[[int], Path]) -> None:

@@ -96,25 +96,6 @@ def test_an_exception_in_forward_leaves_everything_as_it_was(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("error", [ValueError("user's fault"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_an_exception_in_the_ordinary_order_leaves_everything_as_it_was(
-    number: int, error: BaseException, tmp_path: Path
-) -> None:
-    changes = _VERTICAL | {"infinity": {"schedule": "ordinary"}}
-    with Lockstep.start(tmp_path, changes=changes) as both:
-        _step(both, 0)
-        handle = both.model.get_submodule("blocks.1").register_forward_hook(Interruption(error, number))
-        with pytest.raises(type(error)):
-            both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
-        handle.remove()
-        assert both.engine.micro_steps == _NUM
-        for later in range(1, 4):
-            _step(both, later)
-        both.require_equal()
-
-
-@pytest.mark.deep
 def test_a_fault_of_the_model_is_raised_as_in_the_ordinary_order_and_does_not_count(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
         for _ in range(5):
@@ -188,36 +169,6 @@ def test_a_real_interrupt_while_a_micro_batch_computes(module: str, tmp_path: Pa
         both.require_equal()
 
 
-@pytest.mark.deep
-def test_a_model_that_catches_everything_is_left_all_the_same(tmp_path: Path) -> None:
-    """It catches even what tells its thread to end."""
-    with Lockstep.start(tmp_path, changes=_VERTICAL) as both:
-        for step in range(2):
-            _step(both, step)
-        body = both.model.body
-
-        def stubborn(x: torch.Tensor) -> torch.Tensor:
-            for _ in range(3):
-                try:
-                    return body(x)
-                except BaseException:
-                    continue
-            return x
-
-        both.model.body = stubborn
-        handle = both.model.head.register_forward_hook(Interruption(ValueError("at last"), 2))
-        with pytest.raises(ValueError, match="at last"):
-            both.engine.train_batch(iter([both.batch(77, index) for index in range(_NUM)]))
-        handle.remove()
-        handle = both.model.blocks[2].register_forward_hook(Interruption(KeyboardInterrupt(), 2))
-        _step(both, 2)  # caught, and repeated by the model: its micro-batch calls more blocks than the others
-        assert "call different blocks" in both.engine.report.schedule_reason
-        handle.remove()
-        del both.model.body
-        _step(both, 3)
-        both.require_equal()
-
-
 def test_closing_in_forward_is_an_error_and_no_hang(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _VERTICAL))
     handle = engine.module.blocks[1].register_forward_hook(lambda *_: engine.close())
@@ -227,15 +178,6 @@ def test_closing_in_forward_is_an_error_and_no_hang(tmp_path: Path) -> None:
     engine.close()
     with pytest.raises(EngineClosedError):
         engine.train_batch(iter([make_batch(0, index) for index in range(_NUM)]))
-
-
-@pytest.mark.deep
-def test_an_engine_that_is_dropped_ends_its_threads(tmp_path: Path) -> None:
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _VERTICAL))
-    engine.train_batch(iter([make_batch(0, index) for index in range(_NUM)]))
-    assert any(thread.name.startswith("infinity-micro-batch") for thread in threading.enumerate())
-    del engine, _
-    gc.collect()
 
 
 @pytest.mark.deep

@@ -45,8 +45,8 @@ from infinity.cli.main import main
 from infinity.config.load import load_config
 from infinity.deepspeed.importer.conversion import convert
 from infinity.errors import InfinityError
+from infinity.metrics import RunLog, read_run, showing
 from infinity.reporting.verdict import judge
-from infinity.run_log import RunLog, read_run, showing
 from swapper import SwapperError
 from tests.exactness.lockstep import BF16, everything_on_nvme
 

@@ -13,7 +13,7 @@ import torch.utils.dlpack
 from torch import Tensor, nn
 
 import infinity
-from infinity.checkpoint import gathered_units
+from infinity.checkpoint import stored_weights
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, IN_MEMORY, PLAIN, Lockstep, everything_on_nvme
 from tests.exactness.written import MODES, FollowingTorch
@@ -154,8 +154,8 @@ def test_reading_looks_for_no_changes(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(*_: Any) -> None:
         raise AssertionError("weights are compared, or stored")
 
-    monkeypatch.setattr(gathered_units, "checksum", refuse)
-    monkeypatch.setattr(gathered_units.StoredWeights, "store_modified", refuse)
+    monkeypatch.setattr(stored_weights, "checksum", refuse)
+    monkeypatch.setattr(stored_weights.StoredWeights, "store_modified", refuse)
     with engine:
         for parameter in engine.module.parameters():
             with infinity.GatheredParameters(parameter):

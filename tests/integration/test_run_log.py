@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, StepError
-from infinity.run_log import read_run
+from infinity.metrics import read_run
 from tests.exactness.lockstep import BF16, everything_on_nvme
 
 _TOKENS = torch.randint(32, (2, 6), generator=torch.Generator().manual_seed(3))

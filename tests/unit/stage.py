@@ -18,11 +18,11 @@ from infinity.loop.pager import Pager
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
 from infinity.loop.style import LoopStyle
+from infinity.metrics.clock import StepClock
 from infinity.paging.assigned import AssignedData
 from infinity.paging.interfaces import WeightWriter
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.residency import Residency
-from infinity.telemetry.clock import StepClock
 from infinity.threads.engine_lock import EngineLock
 from infinity.tiers.user_copies import UserCopies
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout

@@ -178,7 +178,7 @@ class InfinityBlock(Block):
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
     """A file for a trace of who was busy when, which ui.perfetto.dev opens; written when the engine is closed."""
     run_log: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A directory for the [log of the run](../infinity/run_log/README.md): config, plan, every step and what happened, a line
+    """A directory for the [log of the run](../infinity/metrics/README.md): config, plan, every step and what happened, a line
     of JSON each. A run that is resumed goes on behind what is there."""
 
 

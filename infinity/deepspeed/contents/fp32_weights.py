@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.export.checkpoint_export import CheckpointExport
+from infinity.checkpoint.checkpoint_export import CheckpointExport
 from infinity.checkpoint.safetensors_export import cut
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.config.schema.quantities import parse_bytes

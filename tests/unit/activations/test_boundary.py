@@ -12,7 +12,7 @@ import torch
 from infinity.activations import boundary as module
 from infinity.activations.boundary import Boundary, Kept
 from infinity.activations.spill_space import SpillSpace
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from swapper import StallError, Swapper, SwapperConfig, TransferError
 from swapper.backends.memory import MemoryBackend
 from tests.unit.late_backend import LateBackend, await_hand_over, stall, waits

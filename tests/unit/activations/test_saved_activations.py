@@ -16,7 +16,7 @@ from infinity.activations.saved_activations import SavedActivations
 from infinity.activations.spill_space import SpillSpace
 from infinity.device.compute import ComputeDevice
 from infinity.errors import EngineClosedError
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from swapper import Swapper, SwapperConfig
 from swapper.volumes.directory import Directory
 

@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file
 
 import infinity
-from infinity.checkpoint.state_access import StateAccess
+from infinity.checkpoint.record_stream import RecordStream
 from tests.exactness.lockstep import everything_on_nvme
 
 
 def test_main_weights_that_share_a_chunk_are_read_with_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: Counter[tuple[int, int]] = Counter()
-    reading = StateAccess._reading
+    opened = RecordStream.opened
 
-    def counted(access: StateAccess, unit: Any, chunk: Any) -> Any:
-        reads[unit.index, chunk.index] += 1
-        return reading(access, unit, chunk)
+    def counted(stream: RecordStream, unit: Any, chunk: Any, **how: Any) -> Any:
+        reads[unit.index, chunk.index] += not how
+        return opened(stream, unit, chunk, **how)
 
-    monkeypatch.setattr(StateAccess, "_reading", counted)
+    monkeypatch.setattr(RecordStream, "opened", counted)
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)])
     changes = {"bf16": {"enabled": True}, "infinity": {"units": ["Sequential"]}}
     wrapped = torch.nn.ModuleDict({"body": model})
@@ -34,4 +34,4 @@ def test_main_weights_that_share_a_chunk_are_read_with_it_once(tmp_path: Path, m
     (file,) = (tmp_path / "saved").glob("*.safetensors")
     found = load_file(file)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert reads and set(reads.values()) == {1}
+    assert set((+reads).values()) == {1}

@@ -1,4 +1,7 @@
-"""Weights and states from outside the loop: what is stored is given out as it is, and what is changed is all that changes."""
+"""Weights and states from outside the loop: no byte more than was changed is stored, and what fails changes nothing.
+
+What is read and written is in tests/integration: test_gathered_parameters, test_state_dtype, test_state_edits, test_resuming.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.checkpoint.gathered_units import GatheredUnits
 from infinity.checkpoint.state_access import StateAccess
-from infinity.checkpoint.stored_weights import StoredWeights, in_memory_order
+from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.device.compute import ComputeDevice
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.meshes import Division
@@ -22,7 +24,6 @@ from infinity.paging.parameter_map import ParameterMap
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
-from infinity.torch_internals.names import as_plain
 from infinity.units.layout import CHUNK_GRANULE, Slot, UnitLayout
 from infinity.units.parameter import hold
 from infinity.units.shares import Shares
@@ -89,8 +90,7 @@ class _Bench:
         self.stored = StoredWeights(self.records, self.weights, self.states, chunks, form, exchange)
         self.pager = make_pager(self.units, source, capacity, prefetches=False)
         self.copies = self.pager.copies
-        self.gathered = GatheredUnits(self.stored)
-        self.access = StateAccess(parameter_map, self.pager, self.records, self.states, self.stored, self.gathered)
+        self.access = StateAccess(parameter_map, self.pager, self.records, self.states, self.stored)
         _, self.handler = make_handler(parameter_map, self.pager)
         for unit in self.units:
             flat = self.pager.residency.pool.allocate(unit.num_bytes)
@@ -161,128 +161,6 @@ def _state(bench: _Bench, name: str, start: float = 0) -> dict[str, Any]:
     return {"exp_avg": first, "exp_avg_sq": first * 2, "step": torch.tensor(5.0)}
 
 
-@pytest.mark.deep(but=3)
-def test_what_was_stored_is_given_out_with_all_its_bits(bench: _Bench) -> None:
-    bench.check()
-    for name, original in bench.originals.items():
-        stored = bench.access.stored(bench.model.get_parameter(name))
-        assert stored.dtype == (_DTYPES[bench.form] if name in ("frozen", "long") else torch.float32)
-        assert stored.stride() == bench.place(name)[1].spec.stride
-        assert torch.equal(stored, bench.cast(original) if name in ("frozen", "long") else original)
-        assert stored.data_ptr() != bench.access.stored(bench.model.get_parameter(name)).data_ptr()
-    assert bench.access.has_main_weights == (bench.form is not _FP32) and bench.stored.has_halves == (
-        bench.form is _HALVES
-    )
-
-
-def test_padding_is_zero_and_a_unit_needs_memory_to_be_stored(bench: _Bench) -> None:
-    unit = bench.units[0]
-    with bench.pager.opened(unit):
-        assert unit.flat is not None
-        rest = unit.flat.tensor().clone()
-    for slot in unit.layout.slots:
-        rest[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize] = 0
-    assert not rest.any()
-    outside = Unit(0, "outside", [], unit.layout)
-    with pytest.raises(RuntimeError, match="unit outside has no flat buffer"):
-        bench.stored.store(outside, [])
-    with pytest.raises(RuntimeError, match="unit outside is not resident"):
-        bench.stored.store_modified(outside, [])
-
-
-@pytest.mark.deep(but=4)
-def test_a_state_is_given_out_as_it_was_loaded(bench: _Bench) -> None:
-    wide, bias, access = bench.model.wide, bench.model.bias, bench.access
-    assert access.state(wide) == {} and not access.has_state(wide)
-    given = _state(bench, "wide")
-    access.load_state(wide, given)
-    given["step"].fill_(0)  # the engine has its own
-    found = access.state(wide)
-    assert list(found) == ["step", *_NAMES] and found["step"] == 5
-    assert torch.equal(found["exp_avg"], given["exp_avg"]) and torch.equal(found["exp_avg_sq"], given["exp_avg_sq"])
-    assert found["exp_avg"].stride() == wide.stride() and bench.states[0, 0].num_updates == 5
-    found["step"].fill_(9)
-    assert access.state(wide)["step"] == 5
-    assert access.has_state(wide) and not access.has_state(bias) and access.state(bias) == {}
-    access.load_state(bias, {"exp_avg": torch.ones(70), "step": 2})
-    assert list(access.state(bias)) == ["step", "exp_avg"]
-    assert torch.equal(access.state(wide)["exp_avg"], given["exp_avg"])
-    access.load_state(wide, {})
-    assert access.state(wide) == {} and not access.has_state(wide)
-    bench.check()
-
-
-def test_there_is_no_place_for_the_state_of_what_was_frozen(bench: _Bench) -> None:
-    frozen, access = bench.model.frozen, bench.access
-    assert access.has_place(bench.model.wide) and not access.has_place(frozen)
-    assert access.state(frozen) == {} and not access.has_state(frozen)
-    access.load_state(frozen, {})
-    with pytest.raises(ValueError, match="'frozen' was frozen"):
-        access.load_state(frozen, {"exp_avg": torch.ones(5, 5)})
-
-
-@pytest.mark.deep(but=3)
-def test_a_state_that_does_not_fit_changes_nothing(bench: _Bench) -> None:
-    bench.access.load_state(bench.model.bias, _state(bench, "bias"))
-    with pytest.raises(ValueError, match="exp_avg_sq"):
-        bench.access.load_state(bench.model.bias, {**_state(bench, "bias", 3), "exp_avg_sq": torch.ones(3)})
-    found = bench.access.state(bench.model.bias)
-    assert torch.equal(found["exp_avg"], _state(bench, "bias")["exp_avg"]) and found["step"] == 5
-
-
-def test_a_first_update_that_is_pending_is_waited_for(bench: _Bench) -> None:
-    class Update:
-        accepts_buffer = False
-
-        def wait(self) -> None:
-            bench.states[0, 1].load({}, ("exp_avg",), 1)
-
-        def done(self) -> bool:
-            return True
-
-        def promote(self) -> None: ...
-
-    pending: Any = Update()
-    bench.units[0].begin_update(pending)
-    assert bench.access.has_state(bench.model.bias) and bench.units[0].update is None
-    bench.units[0].begin_update(pending)
-    assert bench.access.has_state(bench.model.bias)  # not waited for again
-    assert bench.units[0].update is pending
-    bench.units[0].end_update()
-
-
-@pytest.mark.deep(but=4)
-@pytest.mark.parametrize("name", ["wide", "bias", "frozen", "other"])
-def test_a_main_weight_is_replaced_and_the_model_weight_with_it(name: str, bench: _Bench) -> None:
-    values = torch.randn(bench.originals[name].shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
-    unit = bench.place(name)[0]
-    version = unit.version
-    bench.access.load_main_weight(bench.model.get_parameter(name), values)
-    assert unit.version == version + 1
-    bench.check(**{name: values.float()})
-    with pytest.raises(ValueError, match=f"main weight for '{name}' has shape \\(3,\\)"):
-        bench.access.load_main_weight(bench.model.get_parameter(name), torch.ones(3))
-    bench.check(**{name: values.float()})
-    bench.access.load_state(bench.model.other, _state(bench, "other"))
-    bench.check(**{name: values.float()})
-
-
-@pytest.mark.deep(but=3)
-def test_a_saved_main_weight_is_resumed_where_the_parameter_is_its_cast(bench: _Bench) -> None:
-    saved = bench.originals["wide"].clone()
-    bench.access.load_main_weight(bench.model.wide, bench.cast(saved).float())  # as from a file of model weights
-    came = bench.cast(saved).float()
-    bench.check(wide=came)
-    came[0, 0] += 1
-    bench.access.load_main_weight(bench.model.wide, came)
-    bench.access.resume_main_weight(bench.model.wide, saved)
-    expected = saved.clone()
-    expected[0, 0] = came[0, 0]
-    bench.check(wide=came if bench.form is _FP32 else expected)
-    bench.access.resume_main_weight(bench.model.wide, torch.ones(2))  # another model's
-    bench.check(wide=came if bench.form is _FP32 else expected)
-
-
 def test_either_way_of_rounding_is_a_cast(swapper: Swapper) -> None:
     bench = _Bench(_HALVES, swapper)
     tie = torch.full((70,), 1.0 + 2**-8)  # rounded to even: down; rounded half up: up
@@ -293,39 +171,6 @@ def test_either_way_of_rounding_is_a_cast(swapper: Swapper) -> None:
 
 
 @pytest.mark.deep(but=4)
-def test_only_elements_that_were_changed_lose_their_low_bits(bench: _Bench) -> None:
-    unit, slot = bench.place("wide")
-    with bench.pager.opened(unit):
-        assert unit.flat is not None
-        before = unit.trainable_view(unit.flat.tensor()).clone()
-        expected = bench.change("wide")
-        version = unit.version
-        bench.stored.store_modified(unit, [slot], before, is_outdating=False)
-        assert unit.version == version
-        bench.stored.store_modified(unit, [slot], unit.trainable_view(unit.flat.tensor()).clone())
-        assert unit.version == version + 1
-    # Where the model weight is rounded by itself and no low bits are kept of it, its cast is what counts.
-    bench.check(wide=expected)
-
-
-@pytest.mark.deep(but=4)
-def test_what_is_gathered_and_written_to_is_stored_and_nothing_else(bench: _Bench) -> None:
-    model, access = bench.model, bench.access
-    gathered = access.gather([model.wide, model.bias, model.frozen], compares=True)
-    unit = bench.units[0]
-    assert [each.unit for each in gathered] == [unit] and unit.is_bound and unit.num_active == 1
-    expected, frozen = bench.change("wide"), bench.change("frozen")
-    unit.weight(bench.place("bias")[1])[0] += 0  # nothing
-    version = unit.version
-    bench.gathered.scatter(gathered)
-    assert unit.version == version + 1 and not unit.is_bound and not unit.num_active and not unit.gathered
-    bench.check(wide=expected, frozen=frozen)
-    version = unit.version
-    bench.gathered.scatter(access.gather([model.wide], compares=True))
-    assert unit.version == version
-
-
-@pytest.mark.deep(but=4)
 def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Bench) -> None:
     access, unit = bench.access, bench.units[0]
     outer = access.gather([bench.model.wide], compares=True)
@@ -333,37 +178,12 @@ def test_blocks_inside_each_other_store_each_what_was_written_in_it(bench: _Benc
     inner = access.gather([bench.model.wide], compares=True)
     assert torch.equal(bench.main("wide"), expected)  # stored before the inner one began
     unit.weight(bench.place("bias")[1])[:] = 2
-    bench.gathered.scatter(inner)
+    bench.stored.scatter(inner)
     assert unit.is_bound and unit.num_active == 1
     version = unit.version
-    bench.gathered.scatter(outer)
+    bench.stored.scatter(outer)
     assert unit.version == version  # there was nothing left to store
     bench.check(wide=expected, bias=torch.full((70,), 2.0))
-
-
-@pytest.mark.deep(but=4)
-def test_before_an_update_what_was_written_is_stored_and_after_it_that_is_what_counts(bench: _Bench) -> None:
-    access, unit = bench.access, bench.units[0]
-    bench.gathered.store_gathered(unit)  # nobody holds it
-    gathered = access.gather([bench.model.wide], compares=True)
-    expected = bench.change("wide")
-    bench.gathered.store_gathered(unit)
-    assert torch.equal(bench.main("wide"), expected)
-    access.load_main_weight(bench.model.bias, torch.full((70,), 4.0))  # as an update would
-    bench.gathered.note_updated(unit)
-    version = unit.version
-    bench.gathered.scatter(gathered)
-    assert unit.version == version
-    bench.check(wide=expected, bias=torch.full((70,), 4.0))
-
-
-def test_writes_that_torch_counts_are_accepted_with_the_rest(bench: _Bench) -> None:
-    gathered = bench.access.gather([bench.model.bias])
-    with torch.no_grad():
-        bench.model.bias.fill_(3)
-    bench.gathered.scatter(gathered)
-    assert not bench.units[0].dirty
-    bench.check(bias=torch.full((70,), 3.0))
 
 
 def test_a_unit_that_stays_in_memory_is_changed_there_beside_those_on_a_drive(
@@ -372,34 +192,14 @@ def test_a_unit_that_stays_in_memory_is_changed_there_beside_those_on_a_drive(
     bench = _Bench(form, swapper, num_resident=1)
     gathered = bench.access.gather([bench.model.wide, bench.model.other], compares=True)
     expected = {name: bench.change(name) for name in ("wide", "other")}
-    bench.gathered.scatter(gathered)
+    bench.stored.scatter(gathered)
     bench.check(**expected)
     new = torch.full((70,), 1 / 3)
     bench.access.load_main_weight(bench.model.bias, new)
     bench.check(**expected, bias=new)
 
 
-def test_what_was_written_and_is_as_before_is_no_change_afterwards(bench: _Bench) -> None:
-    gathered = bench.access.gather([bench.model.bias])
-    with torch.no_grad(), as_plain():
-        bench.model.bias.add_(0)
-    bench.units[0].note_changes()
-    assert bench.units[0].dirty
-    bench.gathered.note_updated(bench.units[0])
-    assert not bench.units[0].dirty
-    bench.units[0].note_written([1])
-    bench.gathered.scatter(gathered)
-    assert not bench.units[0].dirty
-
-
 # ------------------------------------------------------------------------------------------------------ no byte more
-
-
-def test_what_lies_in_order_is_not_copied(swapper: Swapper) -> None:
-    _, slot = _Bench(_FP32, swapper).place("wide")
-    values = torch.zeros(90, 70).t()
-    assert in_memory_order(values, slot).data_ptr() == values.data_ptr()
-    assert in_memory_order(values.contiguous(), slot).data_ptr() != values.data_ptr()
 
 
 def _written(swapper: Swapper) -> int:
@@ -433,12 +233,6 @@ def test_a_changed_weight_is_stored_without_what_lies_around_it(form: ChunkForma
     assert weights == min((stop - start) * RECORD_GRANULE, unit.num_bytes - start * RECORD_GRANULE)
 
 
-def test_weights_are_copied_where_they_rest_nowhere_else_and_a_half_of_them_is_a_main_weight(bench: _Bench) -> None:
-    (gathered,) = bench.access.gather([bench.model.wide])
-    assert (gathered.kept is not None) == (bench.stored.has_halves and bench.weights is None)
-    bench.gathered.scatter([gathered])
-
-
 def test_elements_that_follow_are_not_stored_twice(form: ChunkFormat, swapper: Swapper) -> None:
     bench = _Bench(form, swapper)
     before = _written(swapper)
@@ -457,14 +251,14 @@ def test_units_that_do_not_fit_together_are_not_gathered(form: ChunkFormat, swap
 
 
 def test_a_gathering_that_fails_lets_go_of_what_it_had(bench: _Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = bench.gathered._kept
+    kept = bench.stored._kept
 
     def fail(unit: Unit) -> torch.Tensor | None:
         if unit.index == 1:
             raise OSError("gone")
         return kept(unit)
 
-    monkeypatch.setattr(bench.gathered, "_kept", fail)
+    monkeypatch.setattr(bench.stored, "_kept", fail)
     with pytest.raises(OSError, match="gone"):
         bench.access.gather([bench.model.wide, bench.model.other])
     assert not any(unit.num_active or (unit.is_bound and not unit.stays_resident) for unit in bench.units[:1])
@@ -482,14 +276,3 @@ def test_a_change_that_fails_stores_nothing_and_keeps_no_memory(bench: _Bench, m
         patch.setattr(ChunkBuffer, "write_main", write)
         bench.access.load_main_weight(bench.model.other, torch.ones(40, 60))
     bench.check()
-
-
-@pytest.mark.deep(but=5)
-def test_given_back_parameters_are_ordinary_and_hold_the_weights(bench: _Bench) -> None:
-    view = bench.model.bias.data
-    expected = {name: bench.cast(original) for name, original in bench.originals.items()}
-    bench.access.restore()
-    for name, parameter in bench.model.named_parameters():
-        assert type(parameter) is nn.Parameter and torch.equal(parameter, expected[name])
-        assert parameter.stride() == bench.place(name)[1].spec.stride
-    assert torch.equal(view, expected["bias"]) and view.data_ptr() == bench.model.bias.data_ptr()

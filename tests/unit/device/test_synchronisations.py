@@ -13,8 +13,11 @@ from pathlib import Path
 import infinity
 
 _PACKAGE = Path(infinity.__file__).parent
-_ROOMS = ("activations", "device", "gradients", "loop", "paging", "telemetry", "tiers", "units", "updates", "vertical")
-_MODULES = ("engine/train_batch.py", "engine/engine.py", "optim/fused_adam.py")
+_ROOMS = ("activations", "device", "gradients", "loop", "paging", "tiers", "units", "updates", "vertical")
+_MODULES = (
+    *("engine/train_batch.py", "engine/engine.py", "engine/loop_settings.py", "optim/fused_adam.py"),
+    *("metrics/clock.py", "metrics/report.py", "metrics/reporter.py", "metrics/timeline.py"),
+)
 _METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize"}
 _FUNCTIONS = {"bool", "float", "int"}
 
@@ -47,9 +50,10 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(fields[1])": _NO_TENSOR,
         "int(fields[2])": _NO_TENSOR,
     },
-    "engine/engine.py": {
-        "float(norm)": "after the step, where it was asked for or is to be shown",
-        "float(self._stepper.grad_norm)": "likewise",
+    "engine/engine.py": {"float(self._stepper.grad_norm)": "after the step, where it is to be shown"},
+    "engine/loop_settings.py": {
+        "float(norm)": "after the step, where it was asked for",
+        "float(group.get('lr', 0.0))": _NO_TENSOR,
     },
     "engine/train_batch.py": {"bool(taken)": _NO_TENSOR},
     "gradients/averaged_grads.py": {
@@ -112,11 +116,11 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "bool(pack == self._pack or (isinstance(pack, functools.partial) and "
         "pack.func in (self._pack_for, self._pack_over)))": _NO_TENSOR,
     },
-    "telemetry/reporter.py": {
+    "metrics/reporter.py": {
         "float(loss)": "once a step, when its report is made",
         "float(detached)": "on the CPU",
     },
-    "telemetry/timeline.py": {"of_row.tolist()": "of NumPy's, when the timeline is saved"},
+    "metrics/timeline.py": {"of_row.tolist()": "of NumPy's, when the timeline is saved"},
     "tiers/host_weights.py": {
         "self._device.synchronize(self._fence)": f"before its memory is written to, {_BACKGROUND}"
     },

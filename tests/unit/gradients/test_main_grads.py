@@ -14,7 +14,7 @@ from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.norms import clip_coefficient, total_norm
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientSource, in_slot_order
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
 from swapper import Swapper

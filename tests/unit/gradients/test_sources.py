@@ -11,7 +11,7 @@ import torch
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients.main_grads import MainGradStore
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from swapper import Swapper

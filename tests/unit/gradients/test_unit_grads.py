@@ -15,7 +15,7 @@ from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import FP32_BYTES, GradientBuffer, GradientSource
 from infinity.gradients.unit_grads import GRAD_MOVES, GradState, UnitGrads
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
 from swapper import Swapper

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.nn.utils import parametrizations, skip_init
+from torch.nn.utils import skip_init
 
 import infinity
 from infinity.device import drive_tensors
@@ -108,13 +108,6 @@ def _tied() -> nn.Module:
     return model
 
 
-def _lazy() -> nn.Module:
-    model = nn.Sequential(nn.LazyLinear(32), nn.LazyConv1d(8, 3))
-    model[0](torch.zeros(2, 16))
-    model[1](torch.zeros(2, 4, 16))
-    return model
-
-
 def _applied() -> nn.Module:
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -124,58 +117,27 @@ def _applied() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)).apply(fill)
 
 
-def _parametrized(kind: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(kind(nn.Linear(16, 32)), kind(nn.Linear(32, 32)))
-
-
 def _assigned() -> nn.Module:
     model = nn.Linear(16, 32)
     model.load_state_dict({"weight": torch.randn(32, 16), "bias": torch.randn(32)}, assign=True)
     return model
 
 
-def _in_lists() -> nn.Module:
-    model = nn.Module()
-    model.several = nn.ParameterList([torch.randn(4, 4), torch.randn(3)])
-    model.named = nn.ParameterDict({"a": torch.randn(4, 4)})
-    model.register_parameter("none", None)
-    return model
-
-
 _TORCH: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(16, 32),
-    "bilinear": lambda: nn.Bilinear(4, 5, 6),
-    "embedding": lambda: nn.Embedding(50, 16, padding_idx=3),
-    "embedding_bag": lambda: nn.EmbeddingBag(50, 16),
     "embedding_given": _embedding_of_given_weights,
-    "conv": lambda: nn.Sequential(nn.Conv1d(4, 8, 3), nn.Conv2d(4, 8, 3, groups=2), nn.ConvTranspose3d(4, 8, 3)),
-    "channels_last": lambda: nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last),
     "norms": lambda: nn.Sequential(nn.LayerNorm(16), nn.GroupNorm(2, 16), nn.BatchNorm2d(16), nn.RMSNorm(16)),
-    "lstm": lambda: nn.LSTM(16, 32, num_layers=2, bidirectional=True, proj_size=8),
-    "gru_cell": lambda: nn.GRUCell(16, 32),
-    "attention": lambda: nn.MultiheadAttention(16, 4, kdim=8, vdim=8),
-    "transformer": lambda: nn.Transformer(16, 4, 2, 2, 32),
-    "prelu": lambda: nn.PReLU(16),
     "softmax": lambda: nn.AdaptiveLogSoftmaxWithLoss(16, 100, [10, 50]),
-    "weight_norm": _parametrized(parametrizations.weight_norm),
-    "spectral_norm": _parametrized(parametrizations.spectral_norm),
-    "orthogonal": _parametrized(parametrizations.orthogonal),
-    "old_weight_norm": _parametrized(nn.utils.weight_norm),
-    "old_spectral_norm": _parametrized(nn.utils.spectral_norm),
-    "lazy": _lazy,
     "applied": _applied,
     "assigned": _assigned,
-    "lists": _in_lists,
     "reads": ReadsItsWeight,
     "assigns_data": AssignsData,
     "tied": _tied,
     "half": lambda: nn.Sequential(nn.Linear(16, 32), nn.LSTM(16, 16)).to(torch.bfloat16).half(),
-    "deep_copies": lambda: nn.ModuleList(copy.deepcopy(nn.Linear(16, 32)) for _ in range(3)),
-    "float64": lambda: nn.Linear(16, 32, dtype=torch.float64),
 }
+"""Beside those of tests/integration/test_building.py."""
 
 
-@pytest.mark.deep(but=12)
+@pytest.mark.deep(but=6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", _TORCH)
 def test_torch_modules_have_the_same_bits(name: str, config: dict[str, Any]) -> None:
@@ -191,47 +153,7 @@ _SMALL = {
     "vocab_size": 96,
 }
 _ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL)),
     "llama_tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SMALL, tie_word_embeddings=True)),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_SMALL, num_key_value_heads=2)),
-    "gemma2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**_SMALL, num_key_value_heads=2, head_dim=8)
-    ),
-    "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**_SMALL, num_key_value_heads=2, num_local_experts=4)
-    ),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64)
-    ),
-    "t5": lambda: transformers.T5ForConditionalGeneration(
-        transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=96)
-    ),
-    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL)),
-    "vit": lambda: transformers.ViTForImageClassification(
-        transformers.ViTConfig(**{k: v for k, v in _SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8)
-    ),
-    "wav2vec2": lambda: transformers.Wav2Vec2ForCTC(
-        transformers.Wav2Vec2Config(
-            **_SMALL, conv_dim=(16, 16), conv_kernel=(5, 3), conv_stride=(2, 2), num_feat_extract_layers=2
-        )
-    ),
-    "whisper": lambda: transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            vocab_size=96,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-        )
-    ),
-    "mamba": lambda: transformers.MambaForCausalLM(
-        transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96)
-    ),
     "from_config_bf16": lambda: transformers.AutoModelForCausalLM.from_config(
         transformers.LlamaConfig(**_SMALL), dtype=torch.bfloat16
     ),
@@ -244,7 +166,7 @@ def _resized() -> nn.Module:
     return model
 
 
-@pytest.mark.deep(but=5)
+@pytest.mark.deep(but=3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*_ARCHITECTURES, "resized"])
 def test_transformers_have_the_same_bits(name: str, config: dict[str, Any]) -> None:
@@ -319,25 +241,6 @@ def test_a_block_is_that_of_its_thread(config: dict[str, Any]) -> None:
         thread.start()
         thread.join()
     assert found == [False]
-
-
-def test_several_threads_build_at_once(config: dict[str, Any]) -> None:
-    found: list[bool] = []
-
-    def build() -> None:
-        with infinity.Init(config=config):
-            model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)])
-            for number, parameter in enumerate(model.parameters()):
-                nn.init.constant_(parameter, number)
-        mapped_memory.write_out()
-        found.extend(bool((p == number).all()) for number, p in enumerate(model.parameters()))
-
-    threads = [threading.Thread(target=build) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 160 and all(found)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from infinity.metrics import StepReport
 from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import UnitSize
 from infinity.plan.tracker import PlanTracker
-from infinity.telemetry import StepReport
 from infinity.units.layout import CHUNK_GRANULE
 from tests.unit.plan.planned import plan_of, request_of
 

@@ -9,7 +9,7 @@ _MAY_IMPORT = (
     *("infinity.numerics.chunk_format", "infinity.numerics.state_format"),  # how large a chunk is
     "infinity.units",  # how a model is cut
     *("infinity.optim", "infinity.torch_internals.modes"),  # which states an optimizer has
-    *("infinity.paging.trace", "infinity.telemetry"),  # what a step needed, and took
+    *("infinity.paging.trace", "infinity.metrics"),  # what a step needed, and took
     *(
         "infinity.device.host_memory",
         "swapper.volumes.directory",

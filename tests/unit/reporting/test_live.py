@@ -19,9 +19,9 @@ from rich.console import Console
 
 from infinity.cli.main import INTERRUPTED, main
 from infinity.errors import CheckpointError
+from infinity.metrics import RunLog
 from infinity.plan.plan import as_record
 from infinity.reporting.live import watch
-from infinity.run_log import RunLog
 from tests.unit.reporting.test_verdict import known, step
 from tests.waiting import wait_until
 
@@ -50,11 +50,17 @@ def test_a_run_that_has_ended(log: RunLog) -> None:
     log.close(5)
     console = _console()
     assert watch(log.path.parent, console, once=True)
-    for words in ("has ended", "0.4000", "█", "400 per second", "waiting for reads 80 %", "[half] way", "Reads of the"):
+    for words in (
+        "has ended",
+        "0.4000",
+        "█",
+        "tokens per second",
+        "waiting for reads 80 %",
+        "[half] way",
+        "Reads of the",
+    ):
         assert words in _text(console)
-    assert re.search(
-        r"engine's buffers at most 0\.3 GB of a budget of \S+ GB; process 1 GB, at\s+most 2 GB", _text(console)
-    )
+    assert re.search(r"buffers, peak +0\.3 GB, of a budget of \S+ GB", _text(console))
     console = _console()
     assert watch(log.path.parent, console)
     assert _text(console).count("bound by reads | loss") == 5
@@ -131,28 +137,3 @@ def test_the_command_writes_a_page_and_says_the_verdict(
     assert main(["report", str(log.path.parent), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bound_by"] == "read" and Path(found["page"]).read_text() and found["alternatives"][0]["gain"] > 1
-
-
-_WRONG = ["x", [], {}, None, True, -1, 1e300, 10**30, "nan", [[1]], {"a": [1]}]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("value", _WRONG, ids=str)
-def test_values_of_other_types_are_no_crash(value: Any, log: RunLog, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each value of each record, one after the other: shown, left out, or told in one line."""
-    log.note_step(step(1, loss=2.0, num_tokens=4000), None)
-    log.write("note", 1, text="half way")
-    log.close(1)
-    lines = log.path.read_text().splitlines()
-    for number, line in enumerate(lines):
-        record = json.loads(line)
-        places = [(record, key) for key in record]
-        places += [(inner, key) for inner in record.values() if isinstance(inner, dict) for key in inner]
-        for place, key in places:
-            before, place[key] = place[key], value
-            log.path.write_text("\n".join([*lines[:number], json.dumps(record), *lines[number + 1 :]]) + "\n")
-            place[key] = before
-            assert main(["watch", str(log.path.parent), "--once"]) in (0, 1), key
-            if key in ("plan", "machine", "seconds", "lr") and value in ("x", [], {}):  # a page takes long
-                assert main(["report", str(log.path.parent), "--json"]) in (0, 1), key
-    assert "Traceback" not in capsys.readouterr().err

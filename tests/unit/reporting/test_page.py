@@ -1,23 +1,18 @@
-"""The page of a run: whole, without network, and shown by a real browser in light, dark and on a phone."""
+"""The page of a run: whole, without network, and with all that it promises."""
 
 from __future__ import annotations
 
 import html.parser
-import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from infinity.errors import CheckpointError, LibraryError
+from infinity.metrics import Mark, Run
 from infinity.reporting.page import render, run_report
-from infinity.reporting.trace import StepTrace, last_step
-from infinity.run_log import Mark, Run
 from tests.unit.reporting.test_verdict import known, run_of, step
 
-_BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -86,7 +81,6 @@ def test_the_page_says_what_there_is(page: str) -> None:
         "Loss and learning rate",
         "Where a step&#39;s time went",
         "NVMe throughput",
-        "What rests where",
         "started again from step 12",
         "10 (skipped)",
         "GPU memory, peak",
@@ -114,77 +108,3 @@ def test_without_matplotlib_it_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(LibraryError, match=r"matplotlib is not installed.*'plot'"):
         render(_run(tmp_path))
-
-
-@pytest.mark.deep
-def test_the_last_step_of_a_trace(tmp_path: Path) -> None:
-    names = [{"ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}} for tid, name in _ROWS.items()]
-    spans = [
-        {"ph": "X", "name": name, "tid": tid, "ts": begin * 1e6, "dur": seconds * 1e6}
-        for name, tid, begin, seconds in (
-            ("step 1", 1, 0, 1),
-            ("step 2", 1, 1, 2),
-            ("forward", 2, 0.5, 1),
-            ("backward", 2, 1.5, 1),
-            ("w", 3, 0, 0.9),
-            ("w", 3, 2.9, 1),
-        )
-    ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": names + spans}))
-    found = last_step(path)
-    assert found == StepTrace(2, 2.0, {"compute": [(0.0, 1.5)], "reads": [(pytest.approx(1.9), 2.0)]})
-    run = _run(tmp_path)
-    run.start["timeline"] = str(path)
-    assert "Timeline of step 2" in render(run)
-    for content in ("", "[]", '{"traceEvents": []}', '{"traceEvents": [1]}'):
-        path.write_text(content)
-        assert last_step(path) is None
-    assert last_step(tmp_path / "missing") is None
-
-
-_ROWS = {1: "steps", 2: "compute", 3: "reads"}
-
-_PROBE = """<!doctype html><title>waits</title><iframe width=WIDTH height=800 srcdoc="PAGE"></iframe><script>
-onload = () => setTimeout(() => {
-  const page = document.querySelector("iframe").contentDocument, root = page.documentElement;
-  const shown = [...page.querySelectorAll("svg")].filter(each => each.getBoundingClientRect().width > 0);
-  const text = page.querySelector("svg text");
-  document.body.textContent = "RESULT" + JSON.stringify({
-    overflow: root.scrollWidth - root.clientWidth,
-    background: getComputedStyle(page.body).backgroundColor,
-    ink: getComputedStyle(page.querySelector("svg text")).fill,
-    charts: shown.length, all: page.querySelectorAll("svg").length,
-    lines: shown.filter(each => each.querySelector("path")).length,
-    focusable: page.querySelectorAll("a[href], summary, [tabindex='0']").length,
-  }) + "END";
-}, 100);
-</script>"""
-
-
-@pytest.mark.parametrize(("width", "is_dark"), [(1100, False), (390, True)])
-def test_a_browser_shows_it(page: str, tmp_path: Path, width: int, is_dark: bool) -> None:
-    browser = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip(f"no browser here: none of {', '.join(_BROWSERS)} is installed")
-    probe = tmp_path / "probe.html"
-    inside = page.replace("&", "&amp;").replace('"', "&quot;")
-    probe.write_text(_PROBE.replace("WIDTH", str(width)).replace("PAGE", inside))
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        f"--user-data-dir={tmp_path}/b",
-    ]
-    command += [f"--blink-settings=preferredColorScheme={int(not is_dark)}", "--virtual-time-budget=5000"]
-    command += [f"--window-size={width + 60},900", "--dump-dom", probe.as_uri()]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=560, check=True)
-    assert "CONSOLE" not in answer.stderr, answer.stderr
-    found = json.loads(answer.stdout.partition("RESULT")[2].partition("END")[0])
-    assert found["overflow"] <= 0, "nothing has to be scrolled sideways"
-    assert found["background"] == ("rgb(20, 23, 27)" if is_dark else "rgb(255, 255, 255)")
-    assert found["ink"] == ("rgb(230, 233, 238)" if is_dark else "rgb(27, 31, 36)")
-    assert found["charts"] == found["lines"] == found["all"] / 2 == 5, "each chart once, in the width that fits"
-    assert found["focusable"] >= 12

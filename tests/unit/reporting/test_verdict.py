@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.metrics import Run, StepReport
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.plan.cost_model import Traffic, best_placement, predict
 from infinity.plan.plan import Plan, Workload, as_record
 from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.reporting.verdict import alternatives, judge
-from infinity.run_log import Run
-from infinity.telemetry import StepReport
 from infinity.units.layout import CHUNK_GRANULE
+from tests.step_reports import report
 
 _NUMEL = 4000 * CHUNK_GRANULE
 _UNITS = tuple(UnitSize(f"layers.{index}", 2 * _NUMEL, _NUMEL, 2, True) for index in range(8))
@@ -64,30 +64,12 @@ def known(compute_seconds: float, bytes_per_second: float, **changes: Any) -> tu
 
 
 def step(number: int, **changes: Any) -> StepReport:
-    values: dict[str, Any] = {
-        "step": number,
-        "seconds": 10.0,
-        "compute_seconds": 2.0,
-        "read_wait_seconds": 8.0,
-        "update_wait_seconds": 0.0,
-        "optimizer_seconds": 1.0,
-        "read_bytes": 100,
-        "write_bytes": 90,
-        "predicted_read_bytes": 100,
-        "predicted_write_bytes": 90,
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "lr": (1e-3,),
-        "compute_busy_seconds": 2.0,
-        "read_busy_seconds": 8.2,
-        "write_busy_seconds": 4.0,
-        "drive_busy_seconds": 9.0,
-        "forward_seconds": 0.8,
-        "backward_seconds": 1.2,
-        "host_bytes": 10**9,
-        "host_peak_bytes": 2 * 10**9,
-    }
-    return StepReport(**values | changes)
+    waits = {"seconds": 10.0, "compute_seconds": 2.0, "read_wait_seconds": 8.0, "optimizer_seconds": 1.0}
+    moved = {"read_bytes": 100, "write_bytes": 90, "predicted_read_bytes": 100, "predicted_write_bytes": 90}
+    busy = {"compute_busy_seconds": 2.0, "read_busy_seconds": 8.2, "write_busy_seconds": 4.0, "drive_busy_seconds": 9.0}
+    others = {"loss": 2.0, "grad_norm": 1.0, "lr": (1e-3,), "forward_seconds": 0.8, "backward_seconds": 1.2}
+    memory = {"host_bytes": 10**9, "host_peak_bytes": 2 * 10**9}
+    return report(number, **waits | moved | busy | others | memory | changes)
 
 
 def run_of(workload: Workload, plan: Plan, num_steps: int = 6, **changes: Any) -> Run:

@@ -15,7 +15,7 @@ from infinity.activations.refusal import Refusal
 from infinity.activations.spill_space import SpillSpace
 from infinity.device.compute import ComputeDevice
 from infinity.loop.pager import Pager
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from infinity.vertical.call import Block, BlockCall, _checksum
 from tests.unit.stage import trainable_unit
 

@@ -14,7 +14,7 @@ from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks
 from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
 from infinity.vertical.sums import UnitSums

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from infinity.activations.boundary import Boundary
-from infinity.telemetry.clock import StepClock
+from infinity.metrics.clock import StepClock
 from infinity.vertical.tied import TiedParts
 
 

@@ -9,19 +9,23 @@ import contextlib
 import fcntl
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from infinity.errors import CheckpointError, InfinityError
+from infinity.metrics.report import StepReport
+from infinity.metrics.run_log import FILE_NAME, FORMAT
 from infinity.numerics.plain_data import UNREADABLE
-from infinity.run_log.writer import FILE_NAME, FORMAT
-from infinity.telemetry.report import StepReport
 from infinity.version import __version__
 
-_FIELDS = {each.name: str(each.type) for each in fields(StepReport)}
+_REPORT = TypeAdapter(StepReport)
+_STEP: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0, lt=1 << 63)])
 _LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+_TIME: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=_LAST_TIME)])
 _GOES_BACK = ("rollback", "load")
 _MARKS = ("lr", "spike", "note", "save", *_GOES_BACK)
 
@@ -75,24 +79,25 @@ class Run:
         Raises:
             KeyError, TypeError, ValueError, OverflowError: it is not what this version writes.
         """
-        kind, step, seconds = str(record["kind"]), _value("step", record["step"]), _time(record["time"])
+        kind, step = str(record["kind"]), _STEP.validate_python(record["step"])
+        seconds = _TIME.validate_python(record["time"])
         if kind == "start":
             self._begin(record, step, seconds)
         elif kind == "plan":
             self.plan = dict(record["plan"])
         elif kind == "step":
-            report = StepReport(**{name: _value(name, record[name]) for name in _FIELDS if name in record})
+            report = _REPORT.validate_python(dict(record))
             self._forget_after(step - 1)
             self.steps.append(report)
             self.times.append(seconds)
             if report.is_skipped:
-                self._mark("skipped", step, seconds, "gradients were not finite: the step changed nothing")
+                self.marks.append(Mark("skipped", step, seconds, "gradients were not finite: the step changed nothing"))
         elif kind == "end":
             self.has_ended = True
         elif kind in _MARKS:
-            self._mark(kind, step, seconds, str(record["text"]))
+            self.marks.append(Mark(kind, step, seconds, str(record["text"])))
             if kind in _GOES_BACK:
-                self._forget_after(_value("step", record["to"]))
+                self._forget_after(_STEP.validate_python(record["to"]))
 
     def _begin(self, record: Mapping[str, Any], step: int, seconds: float) -> None:
         if record["format"] != FORMAT:
@@ -108,12 +113,9 @@ class Run:
         if self.num_starts > 1:
             last = self.steps[-1].step if self.steps else 0
             lost = f"; the last one before was {last}" if last != step else ""
-            self._mark("restart", step, seconds, f"started again from step {step}{lost}")
+            self.marks.append(Mark("restart", step, seconds, f"started again from step {step}{lost}"))
         if step:  # else the engine may still load a checkpoint, or begin anew: the next record says
             self._forget_after(step)
-
-    def _mark(self, kind: str, step: int, seconds: float, text: str) -> None:
-        self.marks.append(Mark(kind, step, seconds, text))
 
     def _forget_after(self, step: int) -> None:
         while self.steps and self.steps[-1].step > step:
@@ -211,30 +213,3 @@ def showing(directory: Path) -> Iterator[None]:
     except UNREADABLE as error:
         problem = f"holds values that no engine writes ({type(error).__name__}: {str(error)[:100]})"
         raise CheckpointError.of_log(directory / FILE_NAME, problem) from error
-
-
-def _time(value: Any) -> float:
-    """As ``time.time`` counts.
-
-    Raises:
-        TypeError, ValueError: it is no time.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"no time: {value!r}")
-    if not 0 <= value <= _LAST_TIME:
-        raise ValueError(f"no time: {value!r}")
-    return float(value)
-
-
-def _value(name: str, value: Any) -> Any:
-    """As it was before it became JSON."""
-    if name == "lr":
-        return tuple(float(each) for each in value)
-    kind, _, optional = _FIELDS[name].partition(" | ")
-    if value is None and optional:
-        return None
-    if kind == "float" and not isinstance(value, bool) and isinstance(value, int | float | str):
-        return float(value)
-    if type(value).__name__ != kind or (kind == "int" and not 0 <= value < 1 << 63):
-        raise TypeError(f"'{name}' is {str(value)[:40]!r}, not a {kind}")
-    return value

@@ -1,4 +1,7 @@
-"""All monitors that a config names, as one."""
+"""Curves of a run, written where others show them: TensorBoard, Weights & Biases, files of comma-separated values.
+
+Knows names, values and samples; must not know engines. Names and axes are DeepSpeed's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from infinity.config.resolved import MonitorsSection
 from infinity.config.schema.blocks import WandbBlock
 from infinity.distributed.world import world
 from infinity.errors import ConfigError
-from infinity.telemetry.report import StepReport
+from infinity.metrics.report import StepReport
 from swapper.volumes.publish import make_directory, opener
 
 logger = logging.getLogger(__name__)
@@ -31,9 +34,9 @@ class Monitor(Protocol):
 
 
 class Monitors:
-    """Those that the config names; none on other ranks than the first."""
+    """``MonitorMaster(config.monitor_config)`` of DeepSpeed's: what the config names; none on other ranks than the first."""
 
-    def __init__(self, section: MonitorsSection, *, is_first: bool = True) -> None:
+    def __init__(self, section: MonitorsSection) -> None:
         """Open them.
 
         Raises:
@@ -41,7 +44,7 @@ class Monitors:
         """
         self._monitors: dict[str, Monitor] = {}
         self._has_warned = False
-        if not is_first:
+        if world().index:
             return
         try:
             if section.csv is not None:
@@ -113,12 +116,12 @@ class Monitors:
         if report.loss_scale != 1:
             events.append(("Train/Samples/loss_scale", report.loss_scale, now))
         if with_seconds:
-            phases = {
-                "forward": report.forward_seconds,
-                "backward": report.backward_seconds,
-                "step": report.update_seconds,
-            }
-            events += [(f"Train/Samples/elapsed_time_ms_{name}", 1e3 * value, now) for name, value in phases.items()]
+            for name, seconds in (
+                ("forward", report.forward_seconds),
+                ("backward", report.backward_seconds),
+                ("step", report.update_seconds),
+            ):
+                events.append((f"Train/Samples/elapsed_time_ms_{name}", 1e3 * seconds, now))
         self.write_events(events)
 
     def close(self) -> None:
@@ -129,18 +132,6 @@ class Monitors:
                 monitor.close()
             except Exception as error:
                 logger.warning("%s could not be closed: %s: %s", key, type(error).__name__, error)
-
-
-class MonitorMaster(Monitors):
-    """``MonitorMaster(config.monitor_config)``: what ``engine.monitor`` is, where a script has it without an engine."""
-
-    def __init__(self, monitor_config: MonitorsSection) -> None:
-        """On other processes than the first it writes nothing.
-
-        Raises:
-            ConfigError: as `Monitors`.
-        """
-        super().__init__(monitor_config, is_first=world().index == 0)
 
 
 class _CsvFiles:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,31 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
-from infinity.telemetry import Recording, StepReport
-from infinity.telemetry.chrome_trace import check_writable, write_trace
-from infinity.telemetry.timeline import Row, Span, Timeline
+from infinity.metrics.timeline import Row, Span, Timeline, check_writable
 from swapper import Direction, TransferRecord
+from tests.step_reports import report
 
+_ELSEWHERE = Path(tempfile.gettempdir()) / "trace.json"
 _TITLES = ["steps", "compute", "waiting", "reads", "writes", "optimizer", "copies"]
-
-
-def report(step: int, **changes: Any) -> StepReport:
-    """A step of one second."""
-    values: dict[str, Any] = {
-        "step": step,
-        "seconds": 1.0,
-        "compute_seconds": 0.5,
-        "read_wait_seconds": 0.5,
-        "update_wait_seconds": 0.0,
-        "optimizer_seconds": 0.0,
-        "read_bytes": 0,
-        "write_bytes": 0,
-        "predicted_read_bytes": 0,
-        "predicted_write_bytes": 0,
-        "loss": None,
-        "grad_norm": None,
-    }
-    return StepReport(**values | changes)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
@@ -64,7 +46,7 @@ _INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.sampl
 def test_cut_rows_cover_the_same_time_and_hold_the_same_bytes(
     intervals: list[tuple[int, int, str]], step_ends: list[int]
 ) -> None:
-    timeline = Timeline()
+    timeline = Timeline(_ELSEWHERE)
     for step, end in enumerate(sorted(step_ends), 1):
         timeline.add_step(end - 1.0, end, report(step))
     for number, (begin, length, name) in enumerate(intervals):
@@ -82,7 +64,7 @@ def test_cut_rows_cover_the_same_time_and_hold_the_same_bytes(
 
 
 def test_transfers_that_overlap_share_the_time_and_those_of_one_extent_are_joined() -> None:
-    timeline = Timeline()
+    timeline = Timeline(_ELSEWHERE)
     for begin, end, name in [(0, 4, "x"), (1, 5, "x"), (2, 6, "y"), (3, 3.5, "z"), (9, 10, "y")]:
         timeline.add(Row.WRITES, name, begin, end, num_bytes=10, queued_seconds=begin)
     assert timeline.spans()[Row.WRITES] == [
@@ -93,13 +75,13 @@ def test_transfers_that_overlap_share_the_time_and_those_of_one_extent_are_joine
 
 
 def test_a_full_ring_drops_the_oldest_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    timeline = Recording(tmp_path / "trace.json", max_spans=10)
+    timeline = Timeline(tmp_path / "trace.json", max_spans=10)
     for number in range(25):
         timeline.add(Row.COMPUTE, f"n{number}", number, number + 0.5)
         timeline.add_step(number, number + 1, report(number))
     assert [span.name for span in timeline.spans()[Row.COMPUTE]] == [f"n{number}" for number in range(15, 25)]
     assert timeline.num_dropped == 15
-    assert [step.report.step for step in timeline.steps()] == list(range(15, 25)), (
+    assert [report.step for _, report in timeline.steps()] == list(range(15, 25)), (
         "of the others nothing could be shown"
     )
     timeline.save()
@@ -111,7 +93,7 @@ def test_a_full_ring_drops_the_oldest_and_says_so(tmp_path: Path, caplog: pytest
 
 
 def test_any_thread_may_add() -> None:
-    timeline = Timeline()
+    timeline = Timeline(_ELSEWHERE)
 
     def add(row: Row) -> None:
         for number in range(500):
@@ -127,9 +109,9 @@ def test_any_thread_may_add() -> None:
 
 
 def test_a_recording_takes_transfers_in_their_rows(tmp_path: Path) -> None:
-    recording = Recording(tmp_path / "trace.json")
-    recording.note_transfer(TransferRecord(Direction.READ, "weights", 5, 0.25, 1.0, 2.0))
-    recording.note_transfer(TransferRecord(Direction.WRITE, "state", 7, 0.0, 1.5, 2.5))
+    recording = Timeline(tmp_path / "trace.json")
+    recording.on_transfer(TransferRecord(Direction.READ, "weights", 5, 0.25, 1.0, 2.0))
+    recording.on_transfer(TransferRecord(Direction.WRITE, "state", 7, 0.0, 1.5, 2.5))
     spans = recording.spans()
     assert spans[Row.READS] == [Span(Row.READS, "weights", 1.0, 2.0, 5, 1, 0.25)]
     assert spans[Row.WRITES] == [Span(Row.WRITES, "state", 1.5, 2.5, 7)]
@@ -144,7 +126,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def test_the_file_has_a_named_thread_for_each_row_and_events_that_do_not_overlap(tmp_path: Path) -> None:
-    timeline = Timeline()
+    timeline = Timeline(_ELSEWHERE)
     zero = timeline.began_seconds
     timeline.add_step(
         zero, zero + 1, report(1, loss=math.nan, read_bytes=600, compute_busy_seconds=0.5, read_busy_seconds=0.9)
@@ -155,7 +137,7 @@ def test_the_file_has_a_named_thread_for_each_row_and_events_that_do_not_overlap
             if row is not Row.STEPS:
                 timeline.add(row, f"part {number}", begin, begin + 1 / 300, num_bytes=3)
     path = tmp_path / "trace.json"
-    write_trace(timeline, path)
+    timeline.save(path)
     events = _events(path)
     assert {event["ph"] for event in events} == {"M", "X"}
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -177,14 +159,14 @@ def test_the_file_has_a_named_thread_for_each_row_and_events_that_do_not_overlap
 
 
 def test_an_empty_timeline_is_a_valid_file(tmp_path: Path) -> None:
-    write_trace(Timeline(), tmp_path / "trace.json")
+    Timeline(tmp_path / "trace.json").save()
     assert all(event["ph"] == "M" for event in _events(tmp_path / "trace.json"))
 
 
 def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     path.write_text("old")
-    timeline = Timeline()
+    timeline = Timeline(_ELSEWHERE)
     timeline.add(Row.COMPUTE, "x", 0, 1)
 
     def full(self: Timeline) -> dict[Row, list[Span]]:
@@ -192,7 +174,7 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Timeline, "spans", full)
     with pytest.raises(OSError, match="No space left"):
-        write_trace(timeline, path)
+        timeline.save(path)
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
 
@@ -200,7 +182,7 @@ def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path, monkeypat
 def test_the_end_of_a_training_does_not_fail_for_a_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    recording = Recording(folder / "trace.json")
+    recording = Timeline(folder / "trace.json")
     folder.rmdir()
     recording.save_at_end()
     assert str(folder / "trace.json") in caplog.text

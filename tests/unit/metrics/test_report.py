@@ -3,51 +3,41 @@
 from __future__ import annotations
 
 import logging
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import infinity.telemetry.clock
+import infinity.metrics.clock
 from infinity.device.compute import Copy
 from infinity.errors import ConfigError
-from infinity.telemetry import DriveCounters, Reporter, Sources, StepClock, StepReport
-from infinity.telemetry.timeline import Row, Timeline
+from infinity.metrics import StepReport
+from infinity.metrics.clock import StepClock
+from infinity.metrics.reporter import DriveCounters, Reporter
+from infinity.metrics.timeline import Row, Timeline
+from tests.step_reports import report
 
 
-def report(seconds: float = 4.2, **changes: Any) -> StepReport:
+def _example(seconds: float = 4.2, **changes: Any) -> StepReport:
     """The step of the example in the documentation."""
-    values: dict[str, Any] = {
-        "step": 12,
-        "seconds": seconds,
-        "compute_seconds": 2.2,
-        "read_wait_seconds": 1.9,
-        "update_wait_seconds": 0.1,
-        "optimizer_seconds": 0.8,
-        "read_bytes": 2_300_000_000,
-        "write_bytes": 2_100_000_000,
-        "predicted_read_bytes": 0,
-        "predicted_write_bytes": 0,
-        "loss": None,
-        "grad_norm": None,
-        "compute_busy_seconds": 2.15,
-        "read_busy_seconds": 4.03,
-        "write_busy_seconds": 3.7,
-        "drive_busy_seconds": 4.07,
-    }
-    return StepReport(**values | changes)
+    waits = {"compute_seconds": 2.2, "read_wait_seconds": 1.9, "update_wait_seconds": 0.1, "optimizer_seconds": 0.8}
+    moved = {"read_bytes": 2_300_000_000, "write_bytes": 2_100_000_000}
+    busy = {"compute_busy_seconds": 2.15, "read_busy_seconds": 4.03, "write_busy_seconds": 3.7}
+    return report(12, **{"seconds": seconds, **waits, **moved, **busy, "drive_busy_seconds": 4.07} | changes)
 
 
 def test_the_line_of_a_step() -> None:
-    assert report().describe() == (
+    assert _example().describe() == (
         "step 12: 4.2 s | compute 51 % | drive busy 97 % (read 96 %, write 88 %) | 2.3 GB read, 2.1 GB written | "
         "waited: reads 1.9 s, optimizer 0.1 s | bound by reads"
     )
 
 
 def test_the_line_of_a_step_with_copies_and_without_waiting() -> None:
-    quick = report(
+    quick = _example(
         0.042, compute_seconds=0.042, read_wait_seconds=0, update_wait_seconds=0, compute_busy_seconds=0.04,
         read_busy_seconds=0.01, write_busy_seconds=0, drive_busy_seconds=0.01, read_bytes=999, write_bytes=0,
         copy_busy_seconds=0.021,
@@ -59,14 +49,14 @@ def test_the_line_of_a_step_with_copies_and_without_waiting() -> None:
 
 
 def test_shares() -> None:
-    one = report(copy_busy_seconds=2.1)
+    one = _example(copy_busy_seconds=2.1)
     assert one.compute_share == pytest.approx(2.15 / 4.2)
     assert one.drive_busy_share == pytest.approx(4.07 / 4.2)
     assert (one.read_busy_share, one.write_busy_share) == pytest.approx((4.03 / 4.2, 3.7 / 4.2))
     assert (one.optimizer_share, one.copy_busy_share) == pytest.approx((0.8 / 4.2, 0.5))
     assert one.other_seconds == pytest.approx(0.05)
     assert one.wait_seconds == pytest.approx(2.0)
-    assert report(0.0).drive_busy_share == 0.0
+    assert _example(0.0).drive_busy_share == 0.0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +77,7 @@ def test_shares() -> None:
     ],
 )
 def test_bound_by(changes: dict[str, float], expected: str) -> None:
-    assert report(**changes).bound_by == expected
+    assert _example(**changes).bound_by == expected
 
 
 # ---------------------------------------------------------------------------------------------------------- the clock
@@ -114,12 +104,12 @@ class _Stamps:
 def stamps(monkeypatch: pytest.MonkeyPatch) -> _Stamps:
     """The host's clock and the device's."""
     stamps = _Stamps()
-    monkeypatch.setattr(infinity.telemetry.clock, "time", SimpleNamespace(perf_counter=lambda: stamps.now))
+    monkeypatch.setattr(infinity.metrics.clock, "time", SimpleNamespace(perf_counter=lambda: stamps.now))
     return stamps
 
 
-def _clock(stamps: _Stamps) -> tuple[StepClock, Timeline]:
-    timeline = Timeline()
+def _clock(stamps: Any) -> tuple[StepClock, Timeline]:
+    timeline = Timeline(Path(tempfile.gettempdir()) / "trace.json")
     return StepClock(stamps, timeline), timeline
 
 
@@ -222,18 +212,19 @@ def test_a_device_behind_the_host_is_counted_when_it_has_come_so_far(stamps: _St
 class _Engine:
     """Everything a reporter asks, as numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.counted = DriveCounters()
         self.optimizer_seconds = 0.0
         self.copies: list[tuple[Copy, float, float]] = []
         self.clock = StepClock()
-        self.sources = Sources(
+        self.reporter = Reporter(
             self.clock,
             lambda: self.counted,
             lambda: self.optimizer_seconds,
             self._take,
             lambda: (5, 7, None, 3),
             num_processes=2,
+            **options,
         )
 
     def _take(self) -> list[tuple[Copy, float, float]]:
@@ -243,7 +234,7 @@ class _Engine:
 
 def test_a_report_is_the_difference_of_two_moments() -> None:
     engine = _Engine()
-    reporter = Reporter(engine.sources, None, steps_per_print=None, prints_breakdown=False)
+    reporter = engine.reporter
     engine.counted = DriveCounters(100, 200, 1.0, 2.0, 2.5)
     engine.copies = [(Copy("upload", 1, 0, 0), 0.0, 100.0)]
     reporter.begin()
@@ -262,7 +253,7 @@ def test_a_report_is_the_difference_of_two_moments() -> None:
 
 def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phases() -> None:
     engine = _Engine()
-    reporter = Reporter(engine.sources, None, steps_per_print=None, prints_breakdown=False)
+    reporter = engine.reporter
     reporter.begin()
     for phase in ("forward", "backward", "forward", "step"):
         engine.clock.begin_compute(phase)
@@ -285,7 +276,7 @@ def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phas
 
 
 def test_batches_of_an_order_that_was_given_up_do_not_count() -> None:
-    reporter = Reporter(_Engine().sources, None, steps_per_print=None, prints_breakdown=False)
+    reporter = _Engine().reporter
     for _ in range(3):  # two of which the vertical schedule had begun with
         reporter.note_size(1, 4)
     reporter.note_loss(torch.tensor(1.0), 0)
@@ -293,8 +284,7 @@ def test_batches_of_an_order_that_was_given_up_do_not_count() -> None:
 
 
 def test_the_breakdown_is_one_line_a_step(caplog: pytest.LogCaptureFixture) -> None:
-    engine = _Engine()
-    reporter = Reporter(engine.sources, None, steps_per_print=2, prints_breakdown=True)
+    reporter = _Engine(steps_per_print=2, prints_breakdown=True).reporter
     reporter.begin()
     with caplog.at_level(logging.INFO, logger="infinity"):
         reports = [reporter.end_step(step, None, prediction=_PREDICTION) for step in (1, 2)]
@@ -305,7 +295,7 @@ def test_the_breakdown_is_one_line_a_step(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_timeline_that_was_not_asked_for_cannot_be_saved(tmp_path: Any) -> None:
-    reporter = Reporter(_Engine().sources, None, steps_per_print=None, prints_breakdown=False)
+    reporter = _Engine().reporter
     with pytest.raises(ConfigError, match=r"infinity\.timeline.*no timeline is recorded"):
         reporter.save_timeline(tmp_path / "trace.json")
     assert not list(tmp_path.iterdir())

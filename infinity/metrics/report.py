@@ -9,6 +9,13 @@ _SMALL_WAIT = 0.1
 _WORDS = {"read": "reads", "write": "writes", "compute": "compute", "optimizer": "the optimizer", "other": "other code"}
 
 
+def _share_of(name: str) -> property:
+    return property(
+        lambda self: getattr(self, name) / self.seconds if self.seconds > 0 else 0.0,
+        doc=f"``{name}`` as a share of the step.",
+    )
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What one optimizer step did, from the end of the step before to its own end.
@@ -81,35 +88,12 @@ class StepReport:
     """The most host memory that the engine's buffers took in the step: what ``host_memory_budget`` limits. Python, its libraries
     and activations come on top. Several engines of a process count together."""
 
-    @property
-    def compute_share(self) -> float:
-        """``compute_busy_seconds`` as a share of the step."""
-        return self._share(self.compute_busy_seconds)
-
-    @property
-    def drive_busy_share(self) -> float:
-        """``drive_busy_seconds`` as a share of the step."""
-        return self._share(self.drive_busy_seconds)
-
-    @property
-    def read_busy_share(self) -> float:
-        """``read_busy_seconds`` as a share of the step."""
-        return self._share(self.read_busy_seconds)
-
-    @property
-    def write_busy_share(self) -> float:
-        """``write_busy_seconds`` as a share of the step."""
-        return self._share(self.write_busy_seconds)
-
-    @property
-    def optimizer_share(self) -> float:
-        """``optimizer_seconds`` as a share of the step."""
-        return self._share(self.optimizer_seconds)
-
-    @property
-    def copy_busy_share(self) -> float:
-        """``copy_busy_seconds`` as a share of the step."""
-        return self._share(self.copy_busy_seconds)
+    compute_share = _share_of("compute_busy_seconds")
+    drive_busy_share = _share_of("drive_busy_seconds")
+    read_busy_share = _share_of("read_busy_seconds")
+    write_busy_share = _share_of("write_busy_seconds")
+    optimizer_share = _share_of("optimizer_seconds")
+    copy_busy_share = _share_of("copy_busy_seconds")
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -133,20 +117,26 @@ class StepReport:
         return max(0.0, self.compute_seconds - self.compute_busy_seconds)
 
     @property
+    def busy_seconds(self) -> dict[str, float]:
+        """How long each was busy that `bound_by` may name."""
+        return {
+            "compute": self.compute_busy_seconds,
+            "other": self.other_seconds,
+            "read": self.read_busy_seconds,
+            "write": self.write_busy_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
+
+    @property
     def bound_by(self) -> str:
         """What a faster step needs more of: "read", "write", "compute", "optimizer", or "other".
 
         Whatever was busy longest; or the training thread itself, when it hardly waited: then "compute", or "other" if it
         spent more of the step outside of forward and backward (a slow data loader, say).
         """
-        own = {"compute": self.compute_busy_seconds, "other": self.other_seconds}
-        busy = {
-            "read": self.read_busy_seconds,
-            "write": self.write_busy_seconds,
-            "optimizer": self.optimizer_seconds,
-        }
-        candidates = own if self.wait_seconds < _SMALL_WAIT * self.seconds else own | busy
-        return max(candidates, key=lambda name: candidates[name])
+        hardly_waits = self.wait_seconds < _SMALL_WAIT * self.seconds
+        busy = self.busy_seconds
+        return max(("compute", "other") if hardly_waits else busy, key=lambda name: busy[name])
 
     def describe(self) -> str:
         """One line in words."""
@@ -174,9 +164,6 @@ class StepReport:
         digits = _digits(self.seconds)
         told = [f"{name} {seconds:.{digits}f} s" for name, seconds in waits.items() if round(seconds, digits) > 0]
         return ", ".join(told) or "nothing"
-
-    def _share(self, seconds: float) -> float:
-        return seconds / self.seconds if self.seconds > 0 else 0.0
 
 
 def _digits(seconds: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from infinity.run_log.loss_spikes import LossSpikes
+from infinity.metrics.run_log import LossSpikes
 
 
 def _noisy(num: int, seed: int = 0) -> list[float]:

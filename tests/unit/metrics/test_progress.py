@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.telemetry import progress as module
-from infinity.telemetry.progress import progress, silent
+from infinity.metrics import progress as module
+from infinity.metrics.progress import progress, silent
 from tests.exactness.lockstep import BF16
 from tests.integration.test_checkpoints import steps_of, training
 

@@ -1,6 +1,6 @@
 """What an engine writes into the log of its run.
 
-Knows when something is written; must not know how (`infinity.run_log.writer`).
+Knows when something is written; must not know how (`infinity.metrics.run_log`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+from infinity.metrics import RunLog, StepReport
 from infinity.plan.plan import Plan, as_record
-from infinity.run_log.writer import RunLog
-from infinity.telemetry import StepReport
 from infinity.version import __version__
 
 logger = logging.getLogger(__name__)

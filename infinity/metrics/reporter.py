@@ -14,11 +14,9 @@ import torch
 
 from infinity.device.compute import Copy
 from infinity.errors import ConfigError, NonFiniteLossWarning
-from infinity.telemetry.chrome_trace import KEY, check_writable
-from infinity.telemetry.clock import StepClock
-from infinity.telemetry.recording import Recording
-from infinity.telemetry.report import StepReport
-from infinity.telemetry.timeline import Row
+from infinity.metrics.clock import StepClock
+from infinity.metrics.report import StepReport
+from infinity.metrics.timeline import KEY, Row, Timeline, check_writable
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ _GIVEN = (
     *("predicted_read_bytes", "predicted_write_bytes", "predicted_seconds"),
     *("host_bytes", "host_peak_bytes", "device_peak_bytes", "buffers_peak_bytes"),
 )
-"""Entries of a report in the order of a prediction, and of what `Sources.memory` gives."""
+"""Entries of a report in the order of a prediction, and of what ``memory`` gives."""
 
 
 @dataclass(frozen=True)
@@ -45,49 +43,40 @@ class DriveCounters:
         return DriveCounters(**{name: now - getattr(before, name) for name, now in vars(self).items()})
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where the figures of a report come from.
-
-    Attributes:
-        clock: The training thread's time.
-        counters: What the drives have done so far.
-        optimizer_seconds: Seconds that the optimizer's thread has worked so far.
-        copies: Bytes, begin and end of the copies between host and device since the last call, and what they were.
-        memory: Bytes of host memory now, the most so far, the most of the device's (None: it is the host's), and the most of
-            the engine's buffers since the last call.
-        num_processes: that train together.
-    """
-
-    clock: StepClock
-    counters: Callable[[], DriveCounters]
-    optimizer_seconds: Callable[[], float]
-    copies: Callable[[], Sequence[tuple[Copy, float, float]]]
-    memory: Callable[[], tuple[int, int, int | None, int]]
-    num_processes: int = 1
-
-
 class Reporter:
     """Collects losses, seconds and bytes between two steps. Must not know where they come from."""
 
     def __init__(
         self,
-        sources: Sources,
-        recording: Recording | None,
+        clock: StepClock,
+        counters: Callable[[], DriveCounters],
+        optimizer_seconds: Callable[[], float],
+        copies: Callable[[], Sequence[tuple[Copy, float, float]]],
+        memory: Callable[[], tuple[int, int, int | None, int]],
+        timeline: Timeline | None = None,
         *,
-        steps_per_print: int | None,
-        prints_breakdown: bool,
+        num_processes: int = 1,
+        steps_per_print: int | None = None,
+        prints_breakdown: bool = False,
     ) -> None:
         """
         Args:
-            sources: figures.
-            recording: takes the steps down, if anybody wants a timeline.
+            clock: the training thread's time.
+            counters: what the drives have done so far.
+            optimizer_seconds: seconds that the optimizer's thread has worked so far.
+            copies: bytes, begin and end of the copies between host and device since the last call, and what they were.
+            memory: bytes of host memory now, the most so far, the most of the device's (None: it is the host's), and the
+                most of the engine's buffers since the last call.
+            timeline: where steps are recorded, if anybody wants one.
+            num_processes: that train together.
             steps_per_print: a line every so many steps; None for none.
             prints_breakdown: a line for each step that says where its time went.
         """
-        self._sources = sources
-        self._clock = sources.clock
-        self._recording = recording
+        self._clock = clock
+        self._counters, self._optimizer_seconds_of = counters, optimizer_seconds
+        self._copies, self._memory = copies, memory
+        self._num_processes = num_processes
+        self._timeline = timeline
         self._steps_per_print = steps_per_print
         self._prints_breakdown = prints_breakdown
         self._losses: list[torch.Tensor] = []
@@ -106,8 +95,8 @@ class Reporter:
             self._settle()
             self._clock.reset()
             self._copy_seconds = 0.0
-            self._counted = self._sources.counters()
-            self._sources.memory()
+            self._counted = self._counters()
+            self._memory()
 
     def note_loss(self, loss: torch.Tensor, step: int) -> None:
         """A micro-batch's loss. On a GPU it is looked at when the step ends, so that nothing waits for it."""
@@ -148,12 +137,12 @@ class Reporter:
         self._settle()
         phases = dict(self._clock.phase_seconds)
         seen_samples, num_tokens = self._sizes_of_step()
-        given: dict[str, Any] = dict(zip(_GIVEN, (*prediction, *self._sources.memory()), strict=True))
+        given: dict[str, Any] = dict(zip(_GIVEN, (*prediction, *self._memory()), strict=True))
         began, waited = self._clock.began_seconds, dict(self._clock.waited_seconds)
         compute_busy_seconds, copy_busy_seconds = self._clock.compute_seconds, self._copy_seconds
         self._copy_seconds = 0.0
         seconds = self._clock.reset()
-        counted, optimizer_seconds = self._sources.counters(), self._sources.optimizer_seconds()
+        counted, optimizer_seconds = self._counters(), self._optimizer_seconds_of()
         moved = counted.since(self._counted)
         losses = [float(loss) for loss in self._losses]
         if any(loss.device.type != "cpu" for loss in self._losses):
@@ -189,8 +178,8 @@ class Reporter:
         )
         self._schedule = ("ordinary", "")
         self._counted, self._optimizer_seconds = counted, optimizer_seconds
-        if self._recording is not None:
-            self._recording.add_step(began, began + seconds, report)
+        if self._timeline is not None:
+            self._timeline.add_step(began, began + seconds, report)
         if self._steps_per_print and step % self._steps_per_print == 0:
             logger.info("step %d: loss %s, %.2f s, gradient norm %s", step, report.loss, seconds, grad_norm)
         if self._prints_breakdown:
@@ -203,9 +192,9 @@ class Reporter:
         sizes = self._sizes[-len(self._losses) :] if self._losses else self._sizes
         if not sizes:
             return None, None
-        tokens = [num for _, num in sizes if num is not None]
-        num_processes = self._sources.num_processes
-        return sum(num for num, _ in sizes) * num_processes, sum(tokens) * num_processes if tokens else None
+        tokens = [each for _, each in sizes if each is not None]
+        num = self._num_processes
+        return num * sum(samples for samples, _ in sizes), num * sum(tokens) if tokens else None
 
     def save_timeline(self, path: Path) -> None:
         """Write what has been recorded so far.
@@ -213,22 +202,22 @@ class Reporter:
         Raises:
             ConfigError: nothing is recorded, or the file cannot be written.
         """
-        if self._recording is None:
+        if self._timeline is None:
             problem = "no timeline is recorded"
             raise ConfigError.value(KEY, None, problem, cure="Name a file there before the engine is made")
         self._settle()
         check_writable(path)
-        self._recording.save(path)
+        self._timeline.save(path)
 
     def _settle(self) -> None:
         """Count what the device has done meanwhile."""
         self._clock.settle()
-        for copy, begin, end in self._sources.copies():
+        for copy, begin, end in self._copies():
             # Uploads and downloads run side by side: time that is covered already does not count again.
             self._copy_seconds += max(0.0, end - max(begin, self._copies_end))
             self._copies_end = max(self._copies_end, end)
-            if self._recording is not None:
-                self._recording.add(Row.COPIES, copy.name, begin, end, num_bytes=copy.num_bytes)
+            if self._timeline is not None:
+                self._timeline.add(Row.COPIES, copy.name, begin, end, num_bytes=copy.num_bytes)
 
 
 def _warn_if_not_finite(value: float, step: int) -> None:

@@ -15,8 +15,10 @@ import json
 import logging
 import math
 import os
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from io import FileIO
@@ -24,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.run_log.loss_spikes import LossSpikes
+from infinity.metrics.report import StepReport
 from infinity.secret_names import is_secret
-from infinity.telemetry.report import StepReport
 from infinity.version import __version__
 from swapper import VolumeError
 from swapper.volumes.own_files import open_own
@@ -39,7 +40,42 @@ FILE_NAME = "log.jsonl"
 FORMAT = 2
 _LOCK_ATTEMPTS = 20
 _BETWEEN_SECONDS = 0.05
+_REMEMBERED = 64
+_ENOUGH = 10
+"""Losses before anything can stand out of them."""
+_WIDTHS = 8.0
+"""So many times the usual deviation is a spike."""
+_NORMAL = 1.4826
+"""A normal distribution's standard deviation in units of its median absolute deviation."""
+_LEAST_DEVIATION = 0.005
+"""As a share of the loss: where losses hardly vary, a change in the third digit is none."""
 _DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(StepReport) if each.default is not MISSING}
+
+
+class LossSpikes:
+    """Knows the last losses. Their median and median absolute deviation say what is usual: a few outliers change neither."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_REMEMBERED)
+        self._is_in_spike = False
+
+    def note(self, loss: float) -> str:
+        """What stands out with this loss, in words; empty if nothing does, or if the one before stood out as well."""
+        was_in_spike, words = self._is_in_spike, self._words(loss)
+        self._is_in_spike = bool(words)
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        return "" if was_in_spike else words
+
+    def _words(self, loss: float) -> str:
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if len(self._losses) < _ENOUGH:
+            return ""
+        usual = statistics.median(self._losses)
+        deviation = _NORMAL * statistics.median(abs(each - usual) for each in self._losses)
+        is_usual = loss <= usual + _WIDTHS * max(deviation, _LEAST_DEVIATION * abs(usual))
+        return "" if is_usual else f"the loss is {loss:.4g}, and was {usual:.4g} before"
 
 
 class RunLog:

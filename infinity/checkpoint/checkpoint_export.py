@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.checkpoint_loading import other_shapes
 from infinity.checkpoint.original_names import original_entries
-from infinity.checkpoint.safetensors_export import cut, file_bytes, save_configs, told_of, write_shards
+from infinity.checkpoint.safetensors_export import save_configs, told_of, write_shards
 from infinity.checkpoint.safetensors_file import Entry
-from infinity.checkpoint.same_model import other_shapes
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError, ModelError, listed
@@ -73,7 +73,7 @@ class CheckpointExport:
         entries = [self._entry(names[fqn], saved, is_cast=True) for fqn, saved in parameters.items()]
         entries += [self._entry(names[fqn], saved, is_cast=False) for fqn, saved in buffers.items()]
         self._entries = original_entries(self._model, entries, [directory])
-        self.num_bytes = sum(map(file_bytes, self._entries))
+        self.num_bytes = sum(entry.file_bytes for entry in self._entries)
 
     def write(self, max_shard_bytes: int, note: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Write it; all files appear at once, when they are whole and on the drive.
@@ -86,9 +86,8 @@ class CheckpointExport:
             CheckpointError: something in the checkpoint is damaged; nothing has changed in the directory.
             StorageError: the directory cannot take it; what was there before is still there.
         """
-        shards = cut(self._entries, max_shard_bytes, file_bytes)
         with told_of(self._directory, self.num_bytes):
-            write_shards(shards, self._directory, "model", self._configs, has_index=len(shards) > 1, note=note)
+            write_shards(self._entries, self._directory, "model", self._configs, max_shard_bytes, note)
 
     def _configs(self, staging: Staging) -> Sequence[str]:
         dtypes = (entry.dtype for entry in self._entries if entry.dtype.is_floating_point)

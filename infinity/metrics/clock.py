@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from infinity.telemetry.timeline import Row, Timeline
+from infinity.device.compute import ComputeDevice
+from infinity.metrics.timeline import Row, Timeline
 
 _CAUSES = {
     "read": "reads from NVMe",
@@ -40,26 +41,6 @@ class Awaited(Protocol):
     def wait(self) -> None: ...
 
 
-class StampSource(Protocol):
-    """Marks points of the compute stream: see [Note: stamps]."""
-
-    def stamp(self) -> Any:
-        """A mark behind everything launched so far."""
-        ...
-
-    def seconds_at(self, stamp: Any) -> float | None:
-        """When that was, as ``time.perf_counter`` counts; None if the device has not got there."""
-        ...
-
-
-class _HostTime:
-    def stamp(self) -> float:
-        return time.perf_counter()
-
-    def seconds_at(self, stamp: float) -> float:
-        return stamp
-
-
 class StepClock:
     """Seconds since the last `reset`, computed and waited, the latter by cause: "read", "update", "gradients", "write",
     "commit".
@@ -71,13 +52,13 @@ class StepClock:
         waiting_for: What it waits for right now, in words; empty while it does not.
     """
 
-    def __init__(self, stamps: StampSource | None = None, timeline: Timeline | None = None) -> None:
-        """``timeline``: where spans are recorded, if anywhere."""
+    def __init__(self, device: ComputeDevice | None = None, timeline: Timeline | None = None) -> None:
+        """``device``: marks points of its compute stream. ``timeline``: where spans are recorded, if anywhere."""
         self.waiting_for = ""
         self.began_seconds = time.perf_counter()
         self.reset()
         self._timeline = timeline
-        self._stamps: StampSource = stamps or _HostTime()
+        self._device = device or ComputeDevice()
         self._phase = ""
         self._unit = ""
         self._since: Any = None
@@ -102,7 +83,7 @@ class StepClock:
     def pause_compute(self) -> None:
         """What comes now is the engine's: paging, or waiting."""
         if self._since is not None:
-            self._open.append((self._phase, self._unit, self._since, self._stamps.stamp()))
+            self._open.append((self._phase, self._unit, self._since, self._device.stamp()))
             self._since = None
             self.settle()
 
@@ -110,13 +91,13 @@ class StepClock:
         """The model goes on, with the weights of ``unit`` (None: the same as before), if it is at work at all."""
         if self._phase and self._since is None:
             self._unit = self._unit if unit is None else unit
-            self._since = self._stamps.stamp()
+            self._since = self._device.stamp()
 
     def settle(self) -> None:
         """Count the computing of which the device has told when it was."""
         while self._open:
             phase, unit, first, last = self._open[0]
-            begin, end = self._stamps.seconds_at(first), self._stamps.seconds_at(last)
+            begin, end = self._device.seconds_at(first), self._device.seconds_at(last)
             if begin is None or end is None:
                 return
             self._open.popleft()

@@ -1,1 +1,0 @@
-"""The weights of a checkpoint without an engine: written as files, or given as tensors. Knows checkpoints and such files."""

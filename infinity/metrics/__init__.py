@@ -1,0 +1,10 @@
+"""What a run did: seconds and bytes of each step, a timeline, the log of the run, curves for monitors.
+
+Knows figures and files; must not know engines, plans, or what is shown of a run.
+"""
+
+from infinity.metrics.report import StepReport
+from infinity.metrics.run_log import RunLog
+from infinity.metrics.run_reader import Mark, Run, RunReader, read_run, showing
+
+__all__ = ["Mark", "Run", "RunLog", "RunReader", "StepReport", "read_run", "showing"]
