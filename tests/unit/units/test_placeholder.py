@@ -56,7 +56,7 @@ def test_no_operation_sees_a_value(name: str) -> None:
     tensor = placeholder(torch.float32, _CPU, torch.Size((4, 4)))
     _require_nothing(lambda: _OPERATIONS[name](tensor))
     assert tensor.shape == (4, 4) and tensor.dtype == torch.float32
-    assert placeholder(torch.float32, _CPU, torch.Size((1,))).isnan().all(), "nothing was written to it"
+    _require_nothing(lambda: placeholder(torch.float32, _CPU, torch.Size((1,))) + 0)  # nothing was written to it either
 
 
 _WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
