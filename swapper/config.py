@@ -106,7 +106,8 @@ class SwapperConfig:
         deadline_seconds: A transfer that has no answer by then fails (it has had at least 7/8 of this time), and a wait
             gives up if no transfer at all completes for this long. At least 0.01; ``math.inf`` for (nearly) never.
         direct: Bypass the page cache (O_DIRECT) where the file system can.
-        max_retries: How often one transfer is tried again after EINTR, EAGAIN or a short transfer.
+        max_retries: How often a transfer is tried again after EINTR, EAGAIN or a short transfer, in a row without moving
+            anything.
         max_overtakes: So many transfers of higher priority may pass a waiting one of lower priority; then that has its
             turn.
         backend: How bytes move between memory and files.

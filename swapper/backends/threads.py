@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import pairwise
 
-from swapper.backend import Batch, IORequest, ended
+from swapper.backend import IORequest, ended
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.backends.workers import Workers
 from swapper.config import ALIGNMENT
@@ -62,14 +62,14 @@ class ThreadsBackend(VolumeBackend):
         """Hand the request, or its parts, to worker threads of its files."""
         num_bytes = len(request.memory)
         pieces = self.volume.pieces(request.offset, num_bytes)
-        parts, then, request.batch = [pieces], request.complete, None
+        parts, then, batch = [pieces], request.complete, None
         if len(pieces) > 1 or num_bytes > self._request_bytes:
             parts = self._spread(pieces)
-            request.batch = Batch({part[0][2] for part in parts}, num_bytes, request.complete)
+            batch = request.divide({part[0][2] for part in parts})
         for part in parts:
             column, _, start, _ = part[0]
-            if request.batch is not None:
-                then = partial(request.batch.on_over, start)
+            if batch is not None:
+                then = partial(batch.on_over, start)
             workers = self._workers[column][request.direction]
             if workers.is_closed:
                 then(start, ended("the worker threads have"))

@@ -92,7 +92,7 @@ class RequestWindow(Uncopyable):
         region = AlignedRegion(operation_bytes * size.operations_for(workload))
         memory = region.array()
         pattern.fill(memory)
-        self._forget_memory = register_memory(backend, region)  # as the engine does with its pages
+        register_memory(backend, region)  # as the engine does with its pages
         self._free = [memory[start : start + operation_bytes] for start in range(0, memory.size, operation_bytes)]
         self._jobs: dict[Handle, _Job] = {}
         self._over: queue.SimpleQueue[Handle] = queue.SimpleQueue()

@@ -48,6 +48,8 @@ class Operation:
         num_observers: So many threads wait to see it.
     """
 
+    __slots__ = ("__dict__", "__weakref__")
+
     def __init__(
         self,
         direction: Direction,
@@ -106,6 +108,7 @@ class Transfer(IORequest):
         self.offset += num_bytes
         self.address += num_bytes
         self.memory = self.memory[num_bytes:]
+        self.batch = None
         self.num_retries += 1
         if num_bytes:  # what is left counts as a transfer of its own
             self.num_retries, self.submitted_tick = 0, -1

@@ -19,13 +19,14 @@ memory could be neither used again nor given up. So changes are `uninterrupted`,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -199,11 +200,18 @@ class IOScheduler(Uncopyable):
 
     # -- hand-over ---------------------------------------------------------------------------------------------------
 
-    def _take(self, taken: deque[Transfer]) -> None:
-        """Take from the queues what the backend has room for."""
-        for queue in self.queues:
-            if queue.num_queued:
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[list[Operation]]:
+        """Inside the ``with`` block anything may be changed. Then what is ready is handed over, and what has been put into the
+        list is announced to be over. (`submit` and `_on_complete` do so by themselves, at less cost.)"""
+        over: list[Operation] = []
+        taken: deque[Transfer] = deque()
+        with self._lock:
+            yield over
+            for queue in self.queues:
                 queue.take(self._tick, taken)
+        self._hand_over(taken)
+        announce(over)
 
     def _hand_over(self, taken: deque[Transfer]) -> None:
         """Give transfers to the backend.
@@ -237,12 +245,11 @@ class IOScheduler(Uncopyable):
                 logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
                 return
             operation = request.operation
-            queue.inflight_bytes -= queue.inflight.pop(request)
+            queue.pop(request)
             operation.outstanding -= 1
             is_again = False
             if error is None and transferred_bytes == len(request.memory):
-                queue.num_transfers += 1
-                queue.count(request, transferred_bytes)
+                queue.count(request, transferred_bytes, is_whole=True)
             elif operation.error is None:
                 is_again = self._on_trouble(request, queue, transferred_bytes, error)
             if not is_again:
@@ -291,7 +298,6 @@ class IOScheduler(Uncopyable):
     def _delay(self, transfer: Transfer, seconds: float) -> bool:
         """Have the transfer's turn come in so many seconds; return false if there can be no thread (any more)."""
         timer = threading.Timer(seconds, self._try_again, (transfer,))
-        timer.daemon, timer.name = True, "swapper-back-off"
         try:
             timer.start()
         except RuntimeError:  # too many threads, or the interpreter ends
@@ -301,10 +307,8 @@ class IOScheduler(Uncopyable):
 
     def _try_again(self, transfer: Transfer) -> None:
         """The turn of a transfer has come that had to wait after it failed."""
-        over: list[Operation] = []
-        taken: deque[Transfer] = deque()
         operation = transfer.operation
-        with self._lock:
+        with self._change() as over:
             if self._delayed.pop(transfer, None) is None:  # all is being closed
                 return
             operation.outstanding -= 1
@@ -312,9 +316,6 @@ class IOScheduler(Uncopyable):
                 self.queues[operation.direction].enqueue_again(transfer)
             elif not operation.outstanding and operation in self._active:
                 self._finish(operation, over)
-            self._take(taken)
-        self._hand_over(taken)
-        announce(over)
 
     # -- the end of an operation -------------------------------------------------------------------------------------
 
@@ -352,9 +353,7 @@ class IOScheduler(Uncopyable):
 
     def _on_tick(self) -> None:
         """End operations whose transfers hang; see [Note: hung transfers]."""
-        over: list[Operation] = []
-        taken: deque[Transfer] = deque()
-        with self._lock:
+        with self._change() as over:
             self._tick += 1
             for queue in self.queues:
                 for transfer in queue.inflight:
@@ -363,9 +362,6 @@ class IOScheduler(Uncopyable):
                         self._stall(transfer, queue, over)
                 if (hung := queue.blocked_by) is not None:
                     self._end_behind(hung, queue.queued, over)
-            self._take(taken)
-        self._hand_over(taken)
-        announce(over)
 
     def _stall(self, transfer: Transfer, queue: TransferQueue, over: list[Operation]) -> None:
         detail = f"saw no answer within {self._config.deadline_seconds:g} seconds"
@@ -527,8 +523,7 @@ class IOScheduler(Uncopyable):
         if patience_seconds is None:
             patience_seconds = self._config.deadline_seconds
         patience_seconds = bounded_seconds(patience_seconds, "patience_seconds")
-        over: list[Operation] = []
-        with self._lock:
+        with self._change() as over:
             self._closed_because = self._closed_because or because
             delayed = dict(self._delayed)
             self._delayed.clear()
@@ -543,7 +538,6 @@ class IOScheduler(Uncopyable):
                         self._finish(operation, over)
         for timer in delayed.values():
             timer.cancel()
-        announce(over)
         if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
             patience_seconds = max(patience_seconds, _IDLE_SECONDS)
         try:
@@ -562,15 +556,13 @@ class IOScheduler(Uncopyable):
 
     def _end_lost(self, is_ended: bool) -> None:
         """End operations whose transfers no backend will ever complete."""
-        over: list[Operation] = []
-        with self._lock:
+        with self._change() as over:
             for operation, ledger in list(self._active.items()):
                 if is_ended and operation in self._active:
                     self._finish(operation, over)
                 elif not operation.is_finished:
                     self._settle(operation, ledger)
                     over.append(operation)
-        announce(over)
 
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:
         """Return a snapshot that is consistent in itself; the sizes are the caller's."""

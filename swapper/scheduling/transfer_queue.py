@@ -124,15 +124,20 @@ class TransferQueue:
             self._is_busy = True
             self.busy.begin(self.direction)
 
+    def pop(self, transfer: Transfer) -> None:
+        """A transfer is not at the backend any more."""
+        self.inflight_bytes -= self.inflight.pop(transfer)
+
     def rest(self) -> None:
         """Nothing is at the backend, for now: the time at work ends."""
         if self._is_busy:
             self._is_busy = False
             self.busy.end(self.direction)
 
-    def count(self, transfer: Transfer, num_bytes: int) -> None:
-        """Count what a completed transfer has moved: all of it, a part, or 0 if it failed."""
+    def count(self, transfer: Transfer, num_bytes: int, *, is_whole: bool = False) -> None:
+        """Count what a completed transfer has moved: all of it (``is_whole``), a part, or 0 if it failed."""
         self.num_bytes += num_bytes
+        self.num_transfers += is_whole
         if transfer.began_seconds and self._observers.present:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
