@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from infinity.activations.host_activations import HostActivations
 from infinity.activations.recomputation import RecomputedForward
-from infinity.activations.saved_activations import SavedActivations
+from infinity.activations.saved_activations import HostActivations, SavedActivations
 from infinity.activations.spill_space import SpillSpace
 from infinity.checkpoint.gathered_units import GatheredUnits
 from infinity.checkpoint.state_access import StateAccess
@@ -40,20 +39,17 @@ from infinity.engine.planned import (
 from infinity.engine.resources import EngineResources
 from infinity.engine.settled_access import SettledAccess
 from infinity.engine.shutdown import settle
-from infinity.gradients.averaged_grads import AveragedGradients
+from infinity.gradients.gradient_exchange import GradientExchange
 from infinity.gradients.live_gradients import LiveGradients
 from infinity.gradients.loss_scaler import LossScaler
-from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.gradients.owned_grads import OwnedGradients
+from infinity.gradients.reducer import ReducedGradients
+from infinity.gradients.unit_grads import MainGradDtype
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.backward import Backwards
-from infinity.loop.grad_access import GradAccess
-from infinity.loop.load_hooks import OpenLoads
-from infinity.loop.module_hooks import ModuleHooks
-from infinity.loop.pager import Pager
+from infinity.loop.module_hooks import LoadHooks, ModuleHooks
+from infinity.loop.pager import Pager, Preconditions
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
-from infinity.loop.preconditions import Preconditions
 from infinity.loop.style import LoopStyle
 from infinity.machine.here import bandwidth_of, room_bytes
 from infinity.numerics.state_format import StateFormat
@@ -306,16 +302,14 @@ def _take_over(
 
 def _gradients(
     plan: Planned, opened: _Opened, divided: Divided, momenta: CompressedMomenta | None, device: ComputeDevice
-) -> AveragedGradients:
+) -> ReducedGradients:
     config, storage = plan.config, opened.storage
-    averaged: Callable[..., AveragedGradients] = functools.partial(AveragedGradients, ranks=divided.mesh.data)
+    exchange: GradientExchange | None = None
     if divided.shares.is_divided:
         numbered = Numbered()  # each engine has process groups for this, which the next one takes over
         apart = division_of(divided.mesh, config.shard_size, f"gradients {numbered.number}")
-        averaged = functools.partial(
-            OwnedGradients, division=divided.among, apart=apart, numbered=numbered, shares=divided.shares
-        )
-    store = averaged(
+        exchange = GradientExchange(apart, numbered, divided.shares, config.communication_dtype, device)
+    store = ReducedGradients(
         plan.units,
         device,
         opened.clock,
@@ -330,6 +324,9 @@ def _gradients(
         scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
         holds_back=momenta.is_active if momenta is not None else lambda: False,
         wire=config.communication_dtype,
+        ranks=divided.mesh.data,
+        sharers=divided.among.sharers,
+        exchange=exchange,
     )
     if plan.placement.spills:
         store.reserve()
@@ -456,7 +453,8 @@ def _parts(
     residency, parameter_map, live = weights.residency, weights.parameter_map, updates.live
     counts = Accumulation(plan.config, mesh.data.num) if before is None else before.counts
     style = LoopStyle(counts) if before is None else before.style
-    lock, loads, assigned = EngineLock(), OpenLoads(), AssignedData()
+    lock, assigned = EngineLock(), AssignedData()
+    loads: dict[LoadHooks, None] = {}
     guard = PhaseGuard(stepper, counts)
     backwards = Backwards(parameter_map, residency, lock, stepper, guard, live, style, counts)
     reporter = _reporter(plan.config, opened, device, stream, mesh.data.num)
@@ -473,13 +471,10 @@ def _parts(
     activations = _activations(plan, opened)
     pager = Pager(residency, lock, backwards, preconditions, weights.copies, updates.trimmer, activations)
     access = StateAccess(parameter_map, pager, storage.records, weights.states, weights.stored, weights.gathered)
-    settled = SettledAccess(
-        pager, access, weights.gathered, stream, storage, loads, preconditions, opened.durable, mesh.data
-    )
+    settled = SettledAccess(pager, access, weights.gathered, stream, storage, preconditions, opened.durable, mesh.data)
     blocks = tuple(find_blocks(parameter_map.model, plan.config.infinity.units))
     recomputed = RecomputedForward if plan.config.infinity.activation_checkpointing else None
     hooks = ModuleHooks(parameter_map, pager, loads, blocks, recomputed)
-    gradients = GradAccess(parameter_map, stepper, backwards, live)
     return Parts(
         mesh,
         counts,
@@ -489,7 +484,7 @@ def _parts(
         backwards,
         parameter_map,
         module_hooks=hooks,
-        parameter_handler=ParameterHandler(parameter_map, hooks, pager, gradients, settled, assigned),
+        parameter_handler=ParameterHandler(parameter_map, hooks, pager, stepper, live, settled, assigned),
         pager=pager,
         storage=storage,
         stream=stream,

@@ -15,10 +15,9 @@ from infinity.gradients.live_gradients import LiveGradients
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks
-from infinity.loop.pager import Pager
+from infinity.loop.pager import Pager, Preconditions
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
-from infinity.loop.preconditions import Preconditions
 from infinity.loop.style import LoopStyle
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.template import Template

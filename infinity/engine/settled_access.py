@@ -16,9 +16,7 @@ from infinity.checkpoint.state_access import StateAccess
 from infinity.distributed.collectives import Ranks
 from infinity.engine.durable_run import DurableRun
 from infinity.engine.resources import EngineResources
-from infinity.loop.load_hooks import OpenLoads
-from infinity.loop.pager import Pager
-from infinity.loop.preconditions import Preconditions
+from infinity.loop.pager import Pager, Preconditions
 from infinity.threads.engine_lock import locked
 from infinity.updates.stream import UpdateStream
 
@@ -41,7 +39,6 @@ class SettledAccess:
         gathered: GatheredUnits,
         stream: UpdateStream,
         storage: EngineResources,
-        loads: OpenLoads,
         preconditions: Preconditions,
         durable: DurableRun | None,
         data_ranks: Ranks,
@@ -53,7 +50,6 @@ class SettledAccess:
         self._gathered = gathered
         self._stream = stream
         self._storage = storage
-        self._loads = loads
         self._preconditions = preconditions
         self._durable = durable
 
@@ -61,7 +57,7 @@ class SettledAccess:
     def flush(self) -> None:
         """See `Engine.flush`."""
         self._preconditions.check_settled()
-        self._loads.settle()
+        self._preconditions.end_loads()
         clock, residency = self._pager.clock, self._pager.residency
         with clock.waiting("update"):
             self._stream.drain(residency.attach_wanted)

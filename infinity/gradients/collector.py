@@ -167,14 +167,14 @@ class GradientCollector:
             self._never_early.add((unit.index, slot.index))
             raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self._step())
         if num_hooks > 1:
-            self._hand_in(unit, slot)  # others' run after this, and see the whole gradient
+            self.hand_in(unit, slot)  # others' run after this, and see the whole gradient
             return
         if unit.index not in self._expected:
             self._expected[unit.index] = self._expect(unit)
         expected = self._expected[unit.index]
         if expected is not None and len(fired) >= len(expected) and slot.index in expected and expected <= fired.keys():
             self._complete_units.add(unit.index)
-            self._complete_outside(unit)
+            self._complete(unit)
 
     def note_parts(self, unit: Unit, *, by_script: bool) -> None:
         """Weights of the unit are used outside of the modules whose calls are counted, so a gradient may come in parts.
@@ -190,13 +190,6 @@ class GradientCollector:
             self._expected[unit.index] = None
 
     @outside_modes
-    def _hand_in(self, unit: Unit, slot: Slot) -> None:
-        self.hand_in(unit, slot)
-
-    @outside_modes
-    def _complete_outside(self, unit: Unit) -> None:
-        self._complete(unit)
-
     def hand_in(self, unit: Unit, slot: Slot) -> None:
         """Somebody looks at a parameter's gradient, or replaces it, inside backward: deliver what has come so far.
 
@@ -233,11 +226,6 @@ class GradientCollector:
             expected.append(slot.index)
         return frozenset(expected)
 
-    @property
-    def hands_out(self) -> bool:
-        """Whether gradients are not delivered."""
-        return self.taker is not None
-
     def begin_handing_out(self) -> None:
         """From now on gradients are not delivered: the calling thread takes them with `take`."""
         self.taker = get_ident()
@@ -269,6 +257,7 @@ class GradientCollector:
             gradients[slot] = gradient.detach()
         return gradients
 
+    @outside_modes
     def _complete(self, unit: Unit) -> None:
         gradients = self._take_from(unit, self._fired.get(unit.index, {}))
         if gradients:

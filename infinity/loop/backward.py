@@ -259,7 +259,7 @@ class Backwards:
             self.collect()
             if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
                 self._style.note_look()
-        elif self.collector.hands_out:
+        elif self.collector.taker is not None:
             raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason="in this backward, which goes unit by unit over all micro-batches, nobody has their sum",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,19 +14,12 @@ from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
 from infinity.loop.pager import Pager
+from infinity.loop.shared_forward import present
 from infinity.vertical.arguments import Tree
 from infinity.vertical.call import Block, BlockCall
 from infinity.vertical.glue import Glue
 from infinity.vertical.handoff import Abandoned, MicroBatchThread
 from infinity.vertical.thread_state import ThreadState, obstacle
-
-_present = threading.local()
-
-
-def present() -> MicroBatch | None:
-    """The micro-batch whose thread the calling one is; None in any other thread."""
-    found: MicroBatch | None = getattr(_present, "micro_batch", None)
-    return found
 
 
 class Arrival(NamedTuple):
@@ -137,7 +129,7 @@ class MicroBatch:
     # ----------------------------------------------------------------------------------------- the micro-batch's thread
 
     def _run(self, compute_loss: Callable[[], torch.Tensor], state: ThreadState) -> None:
-        _present.micro_batch = self
+        present.micro_batch = self
         pager = self._pager
         try:
             with (
@@ -150,7 +142,7 @@ class MicroBatch:
                 self._loss = compute_loss()
                 self.glue.find_hooks()
         finally:
-            _present.micro_batch = None
+            present.micro_batch = None
 
     def call(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block is called by the user's code."""

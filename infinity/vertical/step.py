@@ -19,6 +19,7 @@ from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.pager import Pager
 from infinity.loop.phase import Phase, PhaseGuard
+from infinity.loop.shared_forward import SharedForward, present
 from infinity.paging.parameter_map import ParameterMap
 from infinity.telemetry.clock import StepClock
 from infinity.units.layout import Slot
@@ -29,11 +30,9 @@ from infinity.vertical.call import Block
 from infinity.vertical.eligibility import Suitability
 from infinity.vertical.handoff import MicroBatchThread
 from infinity.vertical.interception import Interception
-from infinity.vertical.microbatch import Arrival, MicroBatch, present
-from infinity.vertical.shared_forward import SharedForward
-from infinity.vertical.sums import UnitSums
+from infinity.vertical.microbatch import Arrival, MicroBatch
+from infinity.vertical.sums import Key, TiedParts, UnitSums
 from infinity.vertical.thread_state import RandomState
-from infinity.vertical.tied import Key, TiedParts
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class VerticalStep:
         self._tied = TiedParts(self.boundary, options.tied)
         self._updates_in_backward = on.stepper.rules.updates_in_backward and options.updates
         self._updates_now = self._updates_in_backward and not is_trial
-        self._shared = SharedForward(on.pager, interception)
+        self._shared = SharedForward(on.pager.residency, interception.unit_indices)
         self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=options.step)
         self._batches: list[MicroBatch] = []
         self._blocks: list[Block] = []
@@ -207,7 +206,7 @@ class VerticalStep:
         del share, loss
         if self._guard.phase is Phase.READY:
             self._guard.move_to(Phase.BACKWARD)
-        with self._shared.in_between():
+        with self._shared.in_between(), self._on.pager.as_if_inside(False):
             self._run_glue(batch, len(batch.calls) + 1)
 
     def _check(self, start: StepStart) -> None:
@@ -217,7 +216,7 @@ class VerticalStep:
         for block in writing:
             if writing.count(block) > 1:
                 raise Refusal(f"{block.name} writes to its buffers and is called several times")
-        changed = start.changed_buffer({module for block in writing for module in block.buffers.modules()})
+        changed = start.changed_buffer({module for block in writing for module in block.buffers.modules})
         if changed is not None:
             raise Refusal(f"the model's forward changes the buffer {changed} between its blocks")
 
@@ -298,7 +297,7 @@ class VerticalStep:
     def _joined(
         self, batch: MicroBatch, unit: Unit, gradients: dict[Slot, torch.Tensor], moment: int
     ) -> dict[Slot, torch.Tensor]:
-        """``gradients`` without those of which another part is to come; see [Note: parts] in `infinity.vertical.tied`."""
+        """``gradients`` without those of which another part is to come; see [Note: parts] in `infinity.vertical.sums`."""
         is_last = self._shared.first_moments.get(unit.index) == moment
         for index, number in self._tied.tied:
             slot = unit.layout.slots[number] if index == unit.index else None
@@ -332,13 +331,11 @@ class VerticalStep:
 
     def on_call(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block, or a module that lies in one, is called."""
-        batch = present()
+        batch = present.micro_batch
         if batch is not None and not batch.is_inside:
             return batch.call(block, forward, args, kwargs)
-        if batch is None:
-            self._on.pager.lock.check(
-                f"calling {block.name}"
-            )  # another thread's: inside a block no hook of ours says so
+        if batch is None:  # maybe another thread's: inside a block no hook of ours says so
+            self._on.pager.lock.check(f"calling {block.name}")
         if batch is None and self._runs_glue_backward:
             raise Refusal(
                 f"the model recomputes {block.name} by itself (switch its activation checkpointing off: a vertical step "

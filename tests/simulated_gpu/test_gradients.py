@@ -13,8 +13,8 @@ from tests.internals import (
     Arrivals,
     ComputeDevice,
     FlatPool,
+    GradientStore,
     MainGradDtype,
-    ShownGradients,
     Slot,
     StepClock,
     Unit,
@@ -42,7 +42,7 @@ class _Store:
         self.units = [trainable_unit(index, _SHAPES, dtype) for index in range(3)]
         numel = sum(unit.layout.trainable_numel for unit in self.units)
         self.arrivals = Arrivals(self.device, ring_bytes)
-        self.grads = ShownGradients(
+        self.grads = GradientStore(
             self.units,
             self.device,
             StepClock(),
