@@ -150,16 +150,6 @@ def test_one_storage_is_kept_once(store: Store) -> None:
     assert torch.equal(x.grad, plain.grad)
 
 
-@pytest.mark.deep(but=1)
-def test_writes_afterwards_are_an_error_as_in_torch(store: Store) -> None:
-    with store.active():
-        y = _leaf() * 2
-        loss = y.square().sum() + _chain(_leaf(1))
-    y.detach().add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @pytest.mark.deep(but=2)
 def test_a_second_version_is_another_tensor(store: Store) -> None:
     x = _leaf()
@@ -233,25 +223,6 @@ def test_dropped_graphs_and_errors_give_their_space_back(store: Store) -> None:
     assert sum(swapper.capacity_bytes for swapper in store.swappers) <= 128 << 20
 
 
-@pytest.mark.deep(but=1)
-def test_checkpoints_and_hooks_of_others_inside_and_outside(store: Store) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        for index in range(6):
-            x = checkpoint(lambda t: torch.tanh(t * 3) * t, x, use_reentrant=index % 2 == 0)
-            with torch.autograd.graph.save_on_cpu():
-                x = torch.sin(x) * x
-        return x.sum()
-
-    plain, x = _leaf(), _leaf()
-    function(plain).backward()
-    with torch.autograd.graph.save_on_cpu(), store.active():
-        loss = function(x)
-    loss.backward()
-    assert torch.equal(x.grad, plain.grad)
-
-
 @pytest.mark.deep
 def test_threads(store: Store) -> None:
     plain = _leaf()
@@ -272,18 +243,6 @@ def test_threads(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 20
-
-
-@pytest.mark.deep(but=1)
-def test_what_would_not_become_smaller_stays(store: Store) -> None:
-    large = torch.randn(1 << 20)
-    parameter = torch.nn.Parameter(torch.randn(256, 256))
-    with torch.no_grad():
-        assert store.saved.pack(large[:4096]) is None  # of a data set
-        assert store.saved.pack(torch.randn(8)) is None
-        assert store.saved.pack(parameter) is None
-        assert store.saved.pack(torch.randn(512, 512).to_sparse()) is None
-        assert store.saved.pack(torch.randn(256, 256, dtype=torch.complex64).conj()) is None
 
 
 def test_a_backward_after_the_end_is_an_error(tmp_path: Path) -> None:
