@@ -27,8 +27,7 @@ import torch
 
 from infinity.errors import OtherNumbersWarning, StepError
 from infinity.gradients.live_gradients import LiveGradients
-from infinity.torch_internals.modes import outside_modes
-from infinity.torch_internals.names import as_plain, backward_number
+from infinity.torch_internals.names import as_plain, backward_number, outside_modes
 from infinity.units.layout import Slot
 from infinity.units.parameter import AUTOGRAD_FIELD, hook_gradient, plain_grad, set_plain_grad
 from infinity.units.unit import Unit

@@ -21,8 +21,7 @@ from infinity.loop.style import LoopStyle
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.residency import Residency
 from infinity.threads.engine_lock import EngineLock, refuse_in_between
-from infinity.torch_internals.modes import is_compiling
-from infinity.torch_internals.names import call_after_backward, in_backward
+from infinity.torch_internals.names import call_after_backward, in_backward, is_compiling
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper

@@ -20,8 +20,7 @@ from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod,
 from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.threads.frames import callers
-from infinity.torch_internals.modes import outside_modes, untraced
-from infinity.torch_internals.names import is_tracing
+from infinity.torch_internals.names import is_tracing, outside_modes, untraced
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 

@@ -46,8 +46,10 @@ from infinity.paging.saved_tensors import (
 from infinity.telemetry import Reporter
 from infinity.threads.engine_lock import EngineLock, refuse_in_between
 from infinity.tiers.user_copies import UserCopies
-from infinity.torch_internals.modes import (
+from infinity.torch_internals.names import (
+    call_after_backward,
     has_memory,
+    in_backward,
     is_inference,
     is_transformed,
     num_dispatch_modes,
@@ -56,7 +58,6 @@ from infinity.torch_internals.modes import (
     transform,
     untraced,
 )
-from infinity.torch_internals.names import call_after_backward, in_backward
 from infinity.units.layout import Slot
 from infinity.units.parameter import PagedParameter
 from infinity.units.unit import Unit

@@ -21,8 +21,7 @@ from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.saved_tensors import are_forbidden, keep_saved
 from infinity.threads.engine_lock import is_inside
-from infinity.torch_internals.modes import has_memory, outside_modes
-from infinity.torch_internals.names import in_backward, lazy_bits, with_lazy_bits
+from infinity.torch_internals.names import has_memory, in_backward, lazy_bits, outside_modes, with_lazy_bits
 from infinity.torch_internals.operations import (
     AS_ARRAY,
     EXPOSING,

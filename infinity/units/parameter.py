@@ -34,8 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.distributed.process_groups import num_processes
 from infinity.errors import AccessError, ModelError
 from infinity.threads.engine_lock import guard, is_inside
-from infinity.torch_internals.modes import outside_modes, untraced
-from infinity.torch_internals.names import as_plain, forbid_access, unrecorded
+from infinity.torch_internals.names import as_plain, forbid_access, outside_modes, unrecorded, untraced
 from infinity.torch_internals.operations import METADATA, WRITING_METHODS, is_conversion_to_the_same, leaves, name_of
 
 if TYPE_CHECKING:

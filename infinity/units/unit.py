@@ -16,8 +16,7 @@ from torch import nn
 
 from infinity.device.drive_tensors import is_dense
 from infinity.state_machine import moves
-from infinity.torch_internals.modes import outside_modes
-from infinity.torch_internals.names import as_plain, with_lazy_bits
+from infinity.torch_internals.names import as_plain, outside_modes, with_lazy_bits
 from infinity.units.layout import Chunk, ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import (
     PagedView,

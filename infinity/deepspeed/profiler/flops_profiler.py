@@ -29,7 +29,7 @@ from infinity.deepspeed.profiler.numbers_as_text import (
     params_to_string,
 )
 from infinity.errors import StepError
-from infinity.torch_internals.attention_flops import attention_formulas
+from infinity.torch_internals.names import attention_formulas
 from swapper.volumes.publish import make_directory, opener
 
 _WIDTH = 70

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,22 +178,6 @@ def test_the_storage_of_data_counts_by_itself(store: Store) -> None:
 
 
 @pytest.mark.deep(but=1)
-def test_retained_graphs_and_double_backward(store: Store) -> None:
-    runs = []
-    for is_kept in (False, True):
-        x = _leaf()
-        with store.active() if is_kept else torch.enable_grad():
-            loss = _chain(x)
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        (second,) = torch.autograd.grad(gradient.square().sum(), x, retain_graph=True)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        runs.append((gradient.detach(), second, x.grad))
-        del gradient, loss
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.deep(but=1)
 def test_dropped_graphs_and_errors_give_their_space_back(store: Store) -> None:
     for _ in range(3):
         with store.active():
@@ -221,28 +204,6 @@ def test_dropped_graphs_and_errors_give_their_space_back(store: Store) -> None:
         gc.collect()
         assert not store.needed()
     assert sum(swapper.capacity_bytes for swapper in store.swappers) <= 128 << 20
-
-
-@pytest.mark.deep
-def test_threads(store: Store) -> None:
-    plain = _leaf()
-    _chain(plain).backward()
-    found: list[bool] = []
-
-    def run() -> None:
-        for _ in range(5):
-            x = _leaf()
-            with store.active():
-                loss = _chain(x)
-            loss.backward()
-            found.append(torch.equal(x.grad, plain.grad))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 20
 
 
 def test_a_backward_after_the_end_is_an_error(tmp_path: Path) -> None:

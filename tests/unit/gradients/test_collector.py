@@ -137,15 +137,6 @@ def test_gradients_that_hooks_from_before_hand_in_are_noticed_and_make_a_history
         assert bench.collector.has_history
 
 
-def test_an_unused_parameter_holds_nobody_up_after_the_first_time() -> None:
-    module = nn.ModuleList([_linear(1), _linear(2)])
-    bench = _Bench(module)
-    for number in range(2):
-        deliveries = bench.backward(module[0](_X).sum())
-        assert [sorted(gradients) for _, gradients, _ in deliveries] == [[0, 1]]
-        assert deliveries[0][2] == (number > 0)
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_parameter_that_was_not_expected_comes_too(order: tuple[int, int]) -> None:
     module = nn.ModuleList([_linear(1), _linear(2)])
@@ -236,22 +227,3 @@ def test_a_use_after_completion_delays_the_unit_from_then_on() -> None:
     assert not bench.backward(module(_X).sum())[0][2]
     with pytest.raises(StepError, match="unit 0"):
         bench.collector.note_use(unit, is_saved=True, is_updated=True)
-
-
-def test_another_number_of_calls_is_not_trusted() -> None:
-    module = _linear()
-    bench = _Bench(module)
-    for _ in range(2):
-        bench.backward(module(_X).sum())
-    deliveries = bench.backward(module(module(_X)).sum())
-    assert [(unit, early) for unit, _, early in deliveries] == [(0, False)]
-
-
-def test_a_closed_collector_leaves_autograd_alone() -> None:
-    module = _linear()
-    bench = _Bench(module)
-    bench.collector.close()
-    bench.collector.close()
-    module(_X).sum().backward()
-    assert not bench.collector.has_fired
-    assert module.weight.grad is not None

@@ -150,21 +150,6 @@ def test_what_becomes_wider_stays_in_ram_where_there_is_room(swapper: Swapper) -
     store.close()
 
 
-def test_what_becomes_too_wide_as_it_is_handed_over_goes_all_the_same(swapper: Swapper) -> None:
-    units = _units(torch.bfloat16)
-    store = _store(units, swapper, (0, 1, 2), waiting=_NARROW)
-    for unit in units:
-        store.add(unit, _draw(unit, 0, torch.bfloat16))
-    for unit in units:
-        norms: dict[tuple[int, int], torch.Tensor] = {}
-        source = store.hand_over(unit, _draw(unit, 1, torch.bfloat16), norms)
-        expected = _sum([_draw(unit, number, torch.bfloat16) for number in range(2)])
-        for slot, values in expected.items():
-            assert torch.equal(norms[unit.index, slot], gradient_norm(values))
-        _require_equal(_collect(source, unit), expected)
-    store.close()
-
-
 def test_a_gradient_of_another_dtype_makes_its_unit_wider(swapper: Swapper) -> None:
     (unit,) = _units(torch.bfloat16, 1)
     for in_memory in ((0,), ()):
@@ -216,9 +201,3 @@ def test_the_total_norm_and_the_clipping_are_torchs(swapper: Swapper) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, gradient * coefficient)
-
-
-@pytest.mark.parametrize("numel", [1, 7, 1000, 70_000])
-def test_the_norm_of_a_bf16_gradient_is_that_of_its_fp32_copy(numel: int) -> None:
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
-    assert torch.equal(gradient_norm(gradient), torch.nn.utils.get_total_norm([gradient.float()]))

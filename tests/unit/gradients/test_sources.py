@@ -56,14 +56,6 @@ def test_room_comes_from_the_loan_that_ends_first(swapper: Swapper, ended: int) 
     store.close()
 
 
-def test_a_loan_that_ended_before_costs_no_waiting(swapper: Swapper) -> None:
-    store, units, _ = _make(swapper, room_for=1)
-    for unit in units:
-        store.hand_over(unit, _ones(unit), {}).release()
-    assert store._clock.waited_seconds["gradients"] == 0
-    store.close()
-
-
 def test_what_was_kept_for_a_unit_is_free_for_all_when_its_update_has_it(swapper: Swapper) -> None:
     store, units, pool = _make(swapper, room_for=3, in_memory=(0, 1))
     for unit in units[:2]:

@@ -58,19 +58,6 @@ def test_workers_are_released_and_come_back() -> None:
     in_a_thread(work)
 
 
-def test_a_thread_has_its_workers_again_after_a_block_on_one_thread() -> None:
-    def work() -> None:
-        with pytest.raises(KeyError), openmp.one_thread():
-            before = threads()
-            assert torch.get_num_threads() == 1
-            compute()
-            assert threads() <= before
-            raise KeyError
-        assert torch.get_num_threads() == _NUM_THREADS
-
-    in_a_thread(work)
-
-
 def test_a_paused_thread_has_no_workers() -> None:
     counts: list[int] = []
 

@@ -135,22 +135,6 @@ def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper, form: Chu
     assert swapper.statistics().read_bytes - before == num_bytes * CHUNK_GRANULE, "zeros are not read"
 
 
-@pytest.mark.parametrize("form", _FORMATS)
-@pytest.mark.parametrize("num_states", [0, 1, 2])
-def test_records_on_a_drive_fill_blocks(form: ChunkFormat, num_states: int) -> None:
-    for num_granules in (1, 2, 31, 500):
-        numel = num_granules * CHUNK_GRANULE
-        in_memory, stored = form.record_bytes(numel, num_states), form.stored_bytes(numel, num_states)
-        assert stored % 4096 == 0
-        assert 0 <= stored - in_memory < (4096 if form.states is StateFormat.INT8 and num_states else 1)
-        chunks = [min(7 * CHUNK_GRANULE, numel - start) for start in range(0, numel, 7 * CHUNK_GRANULE)]
-        one_by_one = sum(form.stored_bytes(chunk, num_states) for chunk in chunks)
-        assert form.stored_bytes(numel, num_states, 7 * CHUNK_GRANULE) == one_by_one
-        room = form.workspace_bytes(numel, num_states)
-        assert form.numel_in(room, num_states, CHUNK_GRANULE) == numel
-        assert form.numel_in(room - 1, num_states, CHUNK_GRANULE) == numel - CHUNK_GRANULE
-
-
 def test_no_page_is_said_and_not_waited_for(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.bfloat16)
     arena = _arena(1, _BF16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -78,9 +77,3 @@ def test_a_container_that_is_changed_is_seen() -> None:
     assert not is_same(before, tree_leaves(value))
     value[0][:] = [torch.ones(2)]
     assert not is_same(before, tree_leaves(value))
-
-
-def test_an_object_that_contains_itself_ends() -> None:
-    value = SimpleNamespace(items=[torch.ones(1)])
-    value.me = value
-    assert Tree(value).build([]) is value

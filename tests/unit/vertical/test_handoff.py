@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from infinity.vertical.handoff import Abandoned, MicroBatchThread
-from tests.waiting import wait_until
 
 _SETTING: contextvars.ContextVar[int] = contextvars.ContextVar("setting", default=0)
 
@@ -83,13 +82,3 @@ def test_a_function_that_nobody_waits_for_any_more_is_interrupted(thread: MicroB
     thread.abandon()
     waiting.join()
     assert not thread._thread.is_alive()
-
-
-def test_an_idle_thread_ends_without_waiting() -> None:
-    thread = MicroBatchThread(0)
-    thread.end()  # not started yet
-    other = MicroBatchThread(1)
-    other.begin(lambda: None)
-    other.resume()
-    other.end()
-    wait_until(lambda: not other._thread.is_alive())
