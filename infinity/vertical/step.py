@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -70,46 +70,42 @@ class StepOptions:
     """Parameters whose gradients come in two parts, which are added up as they would be one micro-batch after the other."""
 
 
+@dataclass(eq=False)
 class VerticalStep:
     """One step."""
 
-    def __init__(
-        self,
-        on: StepContext,
-        backwards: Backwards,
-        guard: PhaseGuard,
-        interception: Interception,
-        options: StepOptions,
-        *,
-        is_trial: bool,
-    ) -> None:
-        """``is_trial``: look closely at everything, and update nothing before the end."""
-        self._on = on
-        self._backwards = backwards
-        self._guard = guard
-        self._options = options
-        self.is_trial = is_trial
-        self.boundary = Boundary(on.space, on.clock, on.pager.pack, on.pager.unpack, on.activation_bytes)
-        self._tied = TiedParts(self.boundary, options.tied)
-        self._updates_in_backward = on.stepper.rules.updates_in_backward and options.updates
-        self._updates_now = self._updates_in_backward and not is_trial
-        self._shared = SharedForward(on.pager.residency, interception.unit_indices)
-        self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=options.step)
-        self._batches: list[MicroBatch] = []
-        self._blocks: list[Block] = []
-        self._losses: list[torch.Tensor] = []
-        self._units = {unit.index: unit for unit in on.parameter_map.units}
-        self._hooked: set[tuple[int, int, int]] = set()
-        """Gradients that have been through a hook of the user: micro-batch, unit and slot."""
-        self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        """Parameters that no engine holds, with the gradients that they had: the glue adds to them."""
-        self._runs_glue_backward = False
-        self._is_final = False
-        self._place = 0
-        """What all micro-batches do one after the other before any of them goes on, counted."""
-        self._drew_at: int | None = None
-        self._gradient_at: dict[Key, int] = {}
-        """The moment at which its gradient came."""
+    _on: StepContext
+    _backwards: Backwards
+    _guard: PhaseGuard
+    interception: InitVar[Interception]
+    _options: StepOptions
+    is_trial: bool
+    """Look closely at everything, and update nothing before the end."""
+    _batches: list[MicroBatch] = field(default_factory=list)
+    _blocks: list[Block] = field(default_factory=list)
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    _hooked: set[tuple[int, int, int]] = field(default_factory=set)
+    """Gradients that have been through a hook of the user: micro-batch, unit and slot."""
+    _others: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    """Parameters that no engine holds, with the gradients that they had: the glue adds to them."""
+    _runs_glue_backward = False
+    _is_final = False
+    _place = 0
+    """What all micro-batches do one after the other before any of them goes on, counted."""
+    _drew_at: int | None = None
+    _gradient_at: dict[Key, int] = field(default_factory=dict)
+    """The moment at which its gradient came."""
+
+    def __post_init__(self, interception: Interception) -> None:
+        self.boundary = Boundary(
+            self._on.space, self._on.clock, self._on.pager.pack, self._on.pager.unpack, self._on.activation_bytes
+        )
+        self._tied = TiedParts(self.boundary, self._options.tied)
+        self._updates_in_backward = self._on.stepper.rules.updates_in_backward and self._options.updates
+        self._updates_now = self._updates_in_backward and not self.is_trial
+        self._shared = SharedForward(self._on.pager.residency, interception.unit_indices)
+        self._sums = UnitSums(self._on.stepper, self._on.device, updates_now=self._updates_now, step=self._options.step)
+        self._units = {unit.index: unit for unit in self._on.parameter_map.units}
 
     # -------------------------------------------------------------------------------------------------------- the step
 

@@ -221,7 +221,7 @@ def test_a_use_after_completion_delays_the_unit_from_then_on() -> None:
         if bench.deliveries[-1][2]:
             bench.collector.note_use(unit, is_saved=False, is_updated=False)
 
-    bench.collector._deliver = deliver_and_recompute
+    bench.collector.deliver = deliver_and_recompute
     bench.backward(module(_X).sum())
     bench.backward(module(_X).sum())
     assert not bench.backward(module(_X).sum())[0][2]
