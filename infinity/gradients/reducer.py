@@ -258,7 +258,8 @@ class ReducedGradients(GradientStore):
         late = [gradients for unit, gradients in self._late if unit is exchange.grads.unit]
         self._late = [each for each in self._late if each[0] is not exchange.grads.unit]
         for gradients in late:
-            self._add_new(exchange.grads.unit, gradients)
+            super().add(exchange.grads.unit, gradients)
+            self._new.update((exchange.grads.unit.index, slot.index) for slot in gradients)
 
     def _keep_mean(self, exchange: UnitExchange, buffer: GradientBuffer) -> None:
         grads = exchange.grads
@@ -493,16 +494,15 @@ class ReducedGradients(GradientStore):
     # ------------------------------------------------------------------------------------------- what others touch
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
-        self.average_postponed()
-        self._end_dropped()
-        if self._is_held(self._grads[unit.index]):  # till others come there, who may wait for the end of this backward
-            self._late.append((unit, gradients))
-        else:
-            self._add_new(unit, gradients)
-
-    def _add_new(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
+        if self._exchange is not None:
+            self.average_postponed()
+            self._end_dropped()
+            if self._is_held(self._grads[unit.index]):  # until others come there, who may wait for this backward's end
+                self._late.append((unit, gradients))
+                return
         super().add(unit, gradients)
-        self._new.update((unit.index, slot.index) for slot in gradients)
+        for slot in gradients:
+            self._new.add((unit.index, slot.index))
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
         """See `GradientStore.set_gradient`. It is taken as it is: whoever sets one does so on all ranks."""
@@ -534,6 +534,8 @@ class ReducedGradients(GradientStore):
         super().close()
 
     def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
+        if not self.agreed_norms:
+            return super().norms_of(unit)
         slots = self._grads[unit.index].unit.layout.slots
         agreed = {
             slot.index: self.agreed_norms[unit.index, slot.index]
