@@ -63,13 +63,10 @@ def test_set_to_itself_is_no_write(held: Held) -> None:
 
 
 _READS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "sum": lambda p: p.sum(),
     "index": lambda p: p[1].clone(),
-    "operator": lambda p: p + 1,
     "matmul": lambda p: p @ torch.ones(3, 2, dtype=p.dtype),
     "functional": lambda p: torch.nn.functional.linear(torch.ones(3, dtype=p.dtype), p),
     "to": lambda p: p.to(torch.float64),
-    "detach and clone": lambda p: p.detach().clone(),
     "data": lambda p: p.data.clone(),
     "tolist": lambda p: p.tolist(),
     "item": lambda p: p[0, 0].item(),
@@ -78,7 +75,6 @@ _READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "aten": lambda p: torch.ops.aten.sum(p),
     "prims": lambda p: torch.ops.prims.neg(p),
     "stack": lambda p: torch.stack([p, p]),
-    "keyword": lambda p: torch.add(input=p, other=p),
     "equal": lambda p: torch.equal(p, torch.zeros(3, 3, dtype=p.dtype)),
     "total norm": lambda p: torch.nn.utils.get_total_norm([p]),
     "parameters to vector": lambda p: nn.utils.parameters_to_vector([p]),
@@ -86,8 +82,6 @@ _READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "contiguous": lambda p: p.contiguous().clone(),
     "numpy": lambda p: p.detach().float().numpy().copy().tolist(),
     "assigned from": lambda p: torch.empty(3, 3, dtype=p.dtype).copy_(p.detach()),
-    "like": lambda p: torch.zeros_like(p),
-    "new": lambda p: p.new_zeros(2),
     "contains": lambda p: 0.0 in p,
     "autograd": lambda p: torch.autograd.grad((p.detach().requires_grad_() * 2).sum(), [], allow_unused=True),
 }
