@@ -33,10 +33,9 @@ from infinity.distributed.pulls import Pulls
 from infinity.distributed.world import world
 from infinity.engine.resources import EngineResources
 from infinity.engine.shutdown import end_all_at_exit, settle
-from infinity.gradients import main_grads
-from infinity.gradients.arrivals import Arrivals
-from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.gradients.shown_grads import ShownGradients
+from infinity.gradients import store as gradient_store
+from infinity.gradients.store import GradientStore
+from infinity.gradients.unit_grads import Arrivals, MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.optim.registry import BY_NAME
 from infinity.plan import cost_model, placement
@@ -90,6 +89,7 @@ __all__ = [
     "Fence",
     "FlatBuffer",
     "FlatPool",
+    "GradientStore",
     "HostFlatBuffer",
     "MainGradDtype",
     "MemoryGroup",
@@ -98,7 +98,6 @@ __all__ = [
     "Saving",
     "ScratchFile",
     "Shares",
-    "ShownGradients",
     "Slot",
     "StepClock",
     "Unit",
@@ -119,11 +118,11 @@ __all__ = [
     "foreign_arrays",
     "give_back_freed_memory",
     "gradient_norm",
+    "gradient_store",
     "has_drive_tensors",
     "host_memory",
     "keys",
     "main",
-    "main_grads",
     "manifest",
     "on_drive",
     "open_backend",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,39 +55,30 @@ class Kept:
             raise _written_to()
 
 
+@dataclass(eq=False)
 class Boundary:
     """All that is kept of one step."""
 
-    def __init__(
-        self,
-        space: SpillSpace,
-        clock: StepClock,
-        pack: Callable[[torch.Tensor], Any],
-        unpack: Callable[[Any], torch.Tensor],
-        capacity_bytes: int | None,
-    ) -> None:
-        """
-        Args:
-            space: where to put what exceeds the capacity.
-            clock: counts the waiting.
-            pack, unpack: of the pager, so that a view of a unit's weights is kept as a note of where it lies.
-            capacity_bytes: host memory to use, that of what is on its way included; None: no limit, and nothing leaves
-                memory. At least two tensors are in memory, whatever it says.
-        """
-        self._space = space
-        self._clock = clock
-        self._pack = pack
-        self._unpack = unpack
-        self._capacity_bytes = capacity_bytes
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Kept]] = {}
-        self._oldest_first: deque[Kept] = deque()
-        self._writing: deque[Kept] = deque()
-        self._to_read: deque[Kept] = deque()
-        self._away: dict[Kept, None] = {}
-        self._held_bytes = 0
-        self._slack_bytes = 0
-        self.spilled_bytes = 0
-        """Bytes that went to NVMe so far."""
+    _space: SpillSpace
+    """Where to put what exceeds the capacity."""
+    _clock: StepClock
+    """Counts the waiting."""
+    _pack: Callable[[torch.Tensor], Any]
+    """Of the pager, so that a view of a unit's weights is kept as a note of where it lies."""
+    _unpack: Callable[[Any], torch.Tensor]
+    """Of the pager, so that a view of a unit's weights is kept as a note of where it lies."""
+    _capacity_bytes: int | None
+    """Host memory to use, that of what is on its way included; None: no limit, and nothing leaves memory. At least two tensors
+    are in memory, whatever it says."""
+    _known: dict[int, tuple[weakref.ref[torch.Tensor], Kept]] = field(default_factory=dict)
+    _oldest_first: deque[Kept] = field(default_factory=deque)
+    _writing: deque[Kept] = field(default_factory=deque)
+    _to_read: deque[Kept] = field(default_factory=deque)
+    _away: dict[Kept, None] = field(default_factory=dict)
+    _held_bytes = 0
+    _slack_bytes = 0
+    spilled_bytes = 0
+    """Bytes that went to NVMe so far."""
 
     # ----------------------------------------------------------------------------------------------------- forward
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -26,8 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from infinity.activations.boundary import ALIGNMENT, drive_memory
 from infinity.activations.refusal import Refusal
 from infinity.activations.spill_space import BLOCK_BYTES, SpillSpace
-from infinity.errors import EngineClosedError
+from infinity.errors import BudgetTooSmallError, EngineClosedError, format_bytes
 from infinity.metrics.clock import StepClock
+from infinity.paging.saved_tensors import modified
 from infinity.torch_internals.names import in_backward
 from swapper import Extent, Handle, Priority, Swapper, SwapperError
 
@@ -111,10 +113,7 @@ class _Token:
             SwapperError: reading it failed.
         """
         if self._count._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-                f"shape {list(self.shape)} is at version {self._count._version}, expected version {self._version}"
-            )
+            raise modified(self._count, self._version, self.shape)
         memory = self._owner.load(self._claim.stored)
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
@@ -336,6 +335,39 @@ class SavedActivations:
                 self._dead,
             ):
                 group.clear()
+
+
+class HostActivations(SavedActivations):
+    """Keeps all of it. What is on a GPU is brought to host memory as soon as it is saved, and comes back when it is needed."""
+
+    def __init__(self, clock: StepClock, capacity_bytes: int, budget_bytes: int) -> None:
+        """
+        Args:
+            clock: counts the waiting.
+            capacity_bytes: host memory that there is for it.
+            budget_bytes: the budget of which that is a part, for messages.
+        """
+        super().__init__(SpillSpace(_no_drive), clock, capacity_bytes)
+        self._budget_bytes = budget_bytes
+
+    def _make_room(self) -> None:
+        held, capacity = self._held_bytes, self._capacity_bytes
+        if held > capacity:
+            raise BudgetTooSmallError(
+                "infinity.host_memory_budget",
+                budget_bytes=self._budget_bytes,
+                minimum_bytes=self._budget_bytes + 2 * (held - capacity),
+                reason=f'infinity.activations is "cpu": {format_bytes(capacity)} of the budget are for what autograd saves, '
+                f'which takes {format_bytes(held)} so far. "nvme" writes what exceeds its share to the drives, and '
+                "infinity.activation_checkpointing keeps less",
+            )
+        stored = self._oldest_first.pop() if self._oldest_first else None
+        if stored is not None and stored.source is not None and stored.device.type != "cpu":
+            stored.bring_to_host()
+
+
+def _no_drive(num_bytes: int) -> NoReturn:
+    raise RuntimeError("activations in host memory are not written")
 
 
 def _count_of(tensor: torch.Tensor) -> torch.Tensor:

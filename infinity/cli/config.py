@@ -68,7 +68,7 @@ def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
 
     from infinity.optim.template import build_template
     from infinity.optim.worker import one_element
-    from infinity.torch_internals.modes import without_compiler
+    from infinity.torch_internals.names import without_compiler
 
     loaded = _loaded(file, processes, check_storage=not no_storage)
     if loaded.optimizer is not None:

@@ -22,8 +22,7 @@ from torch import nn
 
 from infinity.device.host_memory import free_bytes, is_unified
 from infinity.numerics.norms import narrow_norm
-from infinity.torch_internals.current_gpu import take_gpu
-from infinity.torch_internals.names import norms_of_each
+from infinity.torch_internals.names import norms_of_each, take_gpu
 from swapper import AlignedRegion, SwapperError, hang_of, is_held
 
 logger = logging.getLogger(__name__)

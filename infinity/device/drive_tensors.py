@@ -14,8 +14,7 @@ import torch
 
 from infinity.errors import StorageError
 from infinity.torch_internals.large_results import LargeResults
-from infinity.torch_internals.modes import outside_modes
-from infinity.torch_internals.names import num_owners
+from infinity.torch_internals.names import num_owners, outside_modes
 from swapper.errors import VolumeError, VolumeTooSmallError
 from swapper.volumes import mapped_memory
 from swapper.volumes.mapped_memory import MappedMemory

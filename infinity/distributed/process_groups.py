@@ -21,9 +21,8 @@ import torch
 
 from infinity.distributed.bounded import within
 from infinity.errors import ConfigError, RankError
-from infinity.torch_internals import group_store
-from infinity.torch_internals.current_gpu import take_gpu
-from infinity.torch_internals.default_groups import forget_default_groups
+from infinity.torch_internals import names
+from infinity.torch_internals.names import forget_default_groups, take_gpu
 from swapper.sync.limits import start_threads
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
@@ -270,13 +269,13 @@ def default_group() -> Any:
 
 
 def default_store() -> Any:
-    """See `infinity.torch_internals.group_store`."""
-    return group_store.default_store(torch.distributed)
+    """See `infinity.torch_internals.names`."""
+    return names.default_store(torch.distributed)
 
 
 def group_timeout() -> timedelta | None:
-    """See `infinity.torch_internals.group_store`."""
-    return group_store.group_timeout(torch.distributed)
+    """See `infinity.torch_internals.names`."""
+    return names.group_timeout(torch.distributed)
 
 
 def group_of(members: Sequence[int] | None, look: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:

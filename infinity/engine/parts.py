@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from infinity.activations.host_activations import HostActivations
 from infinity.activations.recomputation import RecomputedForward
-from infinity.activations.saved_activations import SavedActivations
+from infinity.activations.saved_activations import HostActivations, SavedActivations
 from infinity.activations.spill_space import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
@@ -26,20 +24,17 @@ from infinity.engine.planned import check_same_layout, divide, durable_run_of, e
 from infinity.engine.resources import EngineResources
 from infinity.engine.settled_access import SettledAccess
 from infinity.engine.shutdown import settle
-from infinity.gradients.averaged_grads import AveragedGradients
+from infinity.gradients.gradient_exchange import GradientExchange
 from infinity.gradients.live_gradients import LiveGradients
 from infinity.gradients.loss_scaler import LossScaler
-from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.gradients.owned_grads import OwnedGradients
+from infinity.gradients.reducer import ReducedGradients
+from infinity.gradients.unit_grads import MainGradDtype
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.backward import Backwards
-from infinity.loop.grad_access import GradAccess
-from infinity.loop.load_hooks import OpenLoads
-from infinity.loop.module_hooks import ModuleHooks
-from infinity.loop.pager import Pager
+from infinity.loop.module_hooks import LoadHooks, ModuleHooks
+from infinity.loop.pager import Pager, Preconditions
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
-from infinity.loop.preconditions import Preconditions
 from infinity.loop.style import LoopStyle
 from infinity.machine.here import bandwidth_of, room_bytes
 from infinity.metrics.clock import StepClock
@@ -276,17 +271,15 @@ class Parts:
             zeros=functools.partial(zeros_on, self.config.offload_optimizer.nvme_paths),
         )
 
-    def _make_gradients(self, momenta: CompressedMomenta | None) -> AveragedGradients:
+    def _make_gradients(self, momenta: CompressedMomenta | None) -> ReducedGradients:
         plan, config, storage, divided = self.plan, self.config, self.storage, self._divided
-        averaged: Callable[..., AveragedGradients] = functools.partial(AveragedGradients, ranks=self.mesh.data)
+        exchange: GradientExchange | None = None
         if divided.shares.is_divided:
             numbered = Numbered()  # each engine has process groups for this, which the next one takes over
             apart = division_of(self.mesh, config.shard_size, f"gradients {numbered.number}")
-            averaged = functools.partial(
-                OwnedGradients, division=divided.among, apart=apart, numbered=numbered, shares=divided.shares
-            )
+            exchange = GradientExchange(apart, numbered, divided.shares, config.communication_dtype, self.device)
         dtype = torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32
-        store = averaged(
+        store = ReducedGradients(
             plan.units,
             self.device,
             self.clock,
@@ -298,6 +291,9 @@ class Parts:
             scaler=LossScaler(config.loss_scaling, has_zero=config.zero_stage > 0),
             holds_back=momenta.is_active if momenta is not None else lambda: False,
             wire=config.communication_dtype,
+            ranks=self.mesh.data,
+            sharers=divided.among.sharers,
+            exchange=exchange,
         )
         if plan.placement.spills:
             store.reserve()
@@ -330,7 +326,8 @@ class Parts:
         parameter_map, residency = self.parameter_map, self._residency
         self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
         self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
-        lock, loads, assigned = EngineLock(), OpenLoads(), AssignedData()
+        lock, assigned = EngineLock(), AssignedData()
+        loads: dict[LoadHooks, None] = {}
         self.guard = PhaseGuard(stepper, self.counts)
         self.backwards = Backwards(
             parameter_map, residency, lock, stepper, self.guard, self.live, self.style, self.counts
@@ -354,14 +351,13 @@ class Parts:
         )
         self.access = StateAccess(parameter_map, self.pager, storage.records, self._states, self.stored)
         self.settled = SettledAccess(
-            self.pager, self.access, self.stored, self.stream, storage, loads, self.preconditions, self.mesh.data
+            self.pager, self.access, self.stored, self.stream, storage, self.preconditions, self.mesh.data
         )
         blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
         self.module_hooks = ModuleHooks(parameter_map, self.pager, loads, blocks, recomputed)
-        gradients = GradAccess(parameter_map, stepper, self.backwards, self.live)
         self.parameter_handler = ParameterHandler(
-            parameter_map, self.module_hooks, self.pager, gradients, self.settled, assigned
+            parameter_map, self.module_hooks, self.pager, stepper, self.live, self.settled, assigned
         )
         self.plan_tracker = plan.inputs.tracker(
             plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config)

@@ -16,7 +16,7 @@ from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.pulls import pulls_of
 from infinity.errors import BudgetTooSmallError, EngineClosedError, StorageError
-from infinity.gradients.arrivals import Arrivals
+from infinity.gradients.unit_grads import Arrivals
 from infinity.metrics.reporter import DriveCounters
 from infinity.plan.placement import HOST_KEY, Placement
 from infinity.plan.sizes import Request, UnitSize

@@ -15,9 +15,7 @@ from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.distributed.collectives import Ranks
 from infinity.engine.resources import EngineResources
-from infinity.loop.load_hooks import OpenLoads
-from infinity.loop.pager import Pager
-from infinity.loop.preconditions import Preconditions
+from infinity.loop.pager import Pager, Preconditions
 from infinity.threads.engine_lock import locked
 from infinity.updates.stream import UpdateStream
 
@@ -40,7 +38,6 @@ class SettledAccess:
         stored: StoredWeights,
         stream: UpdateStream,
         storage: EngineResources,
-        loads: OpenLoads,
         preconditions: Preconditions,
         data_ranks: Ranks,
     ) -> None:
@@ -51,14 +48,13 @@ class SettledAccess:
         self._stored = stored
         self._stream = stream
         self._storage = storage
-        self._loads = loads
         self._preconditions = preconditions
 
     @locked
     def flush(self) -> None:
         """See `Engine.flush`."""
         self._preconditions.check_settled()
-        self._loads.settle()
+        self._preconditions.end_loads()
         clock, residency = self._pager.clock, self._pager.residency
         with clock.waiting("update"):
             self._stream.drain(residency.attach_wanted)

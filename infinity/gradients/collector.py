@@ -20,6 +20,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -27,8 +28,7 @@ import torch
 
 from infinity.errors import OtherNumbersWarning, StepError
 from infinity.gradients.live_gradients import LiveGradients
-from infinity.torch_internals.modes import outside_modes
-from infinity.torch_internals.names import as_plain, backward_number
+from infinity.torch_internals.names import as_plain, backward_number, outside_modes
 from infinity.units.layout import Slot
 from infinity.units.parameter import AUTOGRAD_FIELD, hook_gradient, plain_grad, set_plain_grad
 from infinity.units.unit import Unit
@@ -37,52 +37,43 @@ Key = tuple[int, int]
 """Unit index, slot index."""
 
 
+@dataclass(eq=False)
 class GradientCollector:
     """Delivers each unit's gradients of one micro-batch, at most twice: when it is complete, and leftovers at the end."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        num_owners: Mapping[Key, int],
-        deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None],
-        keep: Callable[[Unit, dict[Slot, torch.Tensor]], None],
-        notice: Callable[[], None],
-        step: Callable[[], int],
-        live: LiveGradients,
-    ) -> None:
-        """
-        Args:
-            units: all units, by index.
-            num_owners: (unit, slot) -> number of modules that have the parameter as their own.
-            deliver: takes a unit and the gradients of some of its parameters, which it owns from then on.
-            keep: takes gradients that are looked at before their unit is complete.
-            notice: called with the first gradient of each backward, inside it.
-            step: the number of the present step, for messages.
-            live: takes gradients that have a graph, before they are delivered without.
-        """
+    units: InitVar[Sequence[Unit]]
+    """All units, by index."""
+    _num_owners: Mapping[Key, int]
+    """(unit, slot) -> number of modules that have the parameter as their own."""
+    deliver: Callable[[Unit, dict[Slot, torch.Tensor]], None]
+    """Takes a unit and the gradients of some of its parameters, which it owns from then on."""
+    keep: Callable[[Unit, dict[Slot, torch.Tensor]], None]
+    """Takes gradients that are looked at before their unit is complete."""
+    notice: Callable[[], None]
+    """Called with the first gradient of each backward, inside it."""
+    step: Callable[[], int]
+    """The number of the present step, for messages."""
+    live: LiveGradients
+    """Takes gradients that have a graph, before they are delivered without."""
+    _calls: dict[Key, int] = field(default_factory=dict)
+    _fired: dict[int, dict[int, int]] = field(default_factory=dict)
+    _delivered: set[Key] = field(default_factory=set)
+    _complete_units: set[int] = field(default_factory=set)
+    _history: dict[Key, tuple[int, int]] | None = None
+    _expected: dict[int, frozenset[int] | None] = field(default_factory=dict)
+    _used_late: set[int] = field(default_factory=set)
+    """Units of which something came, or was needed, after their gradients were complete: from then on they are so at the end."""
+    _in_parts: set[int] = field(default_factory=set)
+    """Units of which `note_parts` was told."""
+    _noticed = -1
+    """The number of the backward of which `notice` was told last."""
+    _has_warned_of_sparse = False
+    taker: int | None = None
+    """The thread that takes gradients with `take`; None: they are delivered."""
+    _handles: list[Any] = field(default_factory=list)
+
+    def __post_init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
-        self._num_owners = num_owners
-        self._deliver = deliver
-        self._keep = keep
-        self._notice = notice
-        self._step = step
-        self._calls: dict[Key, int] = {}
-        self._fired: dict[int, dict[int, int]] = {}
-        self._delivered: set[Key] = set()
-        self._complete_units: set[int] = set()
-        self._history: dict[Key, tuple[int, int]] | None = None
-        self._never_early: set[Key] = set()
-        self._expected: dict[int, frozenset[int] | None] = {}
-        self._used_late: set[int] = set()
-        self._in_parts: set[int] = set()
-        """Units of which `note_parts` was told."""
-        self._noticed = -1
-        """The number of the backward of which `notice` was told last."""
-        self._has_warned_of_sparse = False
-        self.taker: int | None = None
-        """The thread that takes gradients with `take`; None: they are delivered."""
-        self._live = live
-        self._handles: list[Any] = []
 
     def watch(self, handles: list[Any]) -> None:
         """Hook the parameters. ``handles`` get those of the hooks, and may have others."""
@@ -139,7 +130,7 @@ class GradientCollector:
             self._used_late.add(unit.index)
         if is_updated:
             self._used_late.add(unit.index)
-            step = self._step()
+            step = self.step()
             raise StepError(
                 f"backward of step {step} uses the weights of unit '{unit.name}' again, after its gradients were complete and "
                 "its update had begun. The model took another path than before. The engine has taken note: call "
@@ -155,7 +146,7 @@ class GradientCollector:
             num_hooks = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
         number = backward_number()
         if number != self._noticed:
-            self._notice()
+            self.notice()
             self._noticed = number
         fired = self._fired.get(unit.index)
         if fired is None:
@@ -164,17 +155,17 @@ class GradientCollector:
         if self.taker is not None:
             return
         if (unit.index, slot.index) in self._delivered:
-            self._never_early.add((unit.index, slot.index))
-            raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self._step())
+            self._used_late.add(unit.index)
+            raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self.step())
         if num_hooks > 1:
-            self._hand_in(unit, slot)  # others' run after this, and see the whole gradient
+            self.hand_in(unit, slot)  # others' run after this, and see the whole gradient
             return
         if unit.index not in self._expected:
             self._expected[unit.index] = self._expect(unit)
         expected = self._expected[unit.index]
         if expected is not None and len(fired) >= len(expected) and slot.index in expected and expected <= fired.keys():
             self._complete_units.add(unit.index)
-            self._complete_outside(unit)
+            self._complete(unit)
 
     def note_parts(self, unit: Unit, *, by_script: bool) -> None:
         """Weights of the unit are used outside of the modules whose calls are counted, so a gradient may come in parts.
@@ -190,13 +181,6 @@ class GradientCollector:
             self._expected[unit.index] = None
 
     @outside_modes
-    def _hand_in(self, unit: Unit, slot: Slot) -> None:
-        self.hand_in(unit, slot)
-
-    @outside_modes
-    def _complete_outside(self, unit: Unit) -> None:
-        self._complete(unit)
-
     def hand_in(self, unit: Unit, slot: Slot) -> None:
         """Somebody looks at a parameter's gradient, or replaces it, inside backward: deliver what has come so far.
 
@@ -206,9 +190,9 @@ class GradientCollector:
             return
         self._expected[unit.index] = None
         if plain_grad(unit.parameters[slot.index]) is not None:
-            self._notice()  # a hook that was there before ours runs before it, and leaves nothing for it to find
+            self.notice()  # a hook that was there before ours runs before it, and leaves nothing for it to find
             self._fired.setdefault(unit.index, {}).setdefault(slot.index, 1)
-            self._keep(unit, self._take_from(unit, [slot.index]))
+            self.keep(unit, self._take_from(unit, [slot.index]))
 
     def _expect(self, unit: Unit) -> frozenset[int] | None:
         """The slots that will fire, each once; None if one of them may fire more often."""
@@ -228,15 +212,10 @@ class GradientCollector:
                     continue
                 # Called several times, it may fire several times: whether it does depends on the checkpointing.
                 fires_once = fires == 1 and calls == calls_then and calls <= 1
-            if not fires_once or key in self._never_early:
+            if not fires_once:
                 return None
             expected.append(slot.index)
         return frozenset(expected)
-
-    @property
-    def hands_out(self) -> bool:
-        """Whether gradients are not delivered."""
-        return self.taker is not None
 
     def begin_handing_out(self) -> None:
         """From now on gradients are not delivered: the calling thread takes them with `take`."""
@@ -262,19 +241,20 @@ class GradientCollector:
                     continue
                 AUTOGRAD_FIELD.__set__(parameter, None)
             if gradient.requires_grad:
-                self._live.add_with_graph(unit, slot, gradient)
+                self.live.add_with_graph(unit, slot, gradient)
             if gradient.is_sparse and not self._has_warned_of_sparse:
                 self._has_warned_of_sparse = True
                 warnings.warn(OtherNumbersWarning.of_sparse_gradient(slot.spec.fqn), stacklevel=2)
             gradients[slot] = gradient.detach()
         return gradients
 
+    @outside_modes
     def _complete(self, unit: Unit) -> None:
         gradients = self._take_from(unit, self._fired.get(unit.index, {}))
         if gradients:
             for slot in gradients:
                 self._delivered.add((unit.index, slot.index))
-            self._deliver(unit, gradients)
+            self.deliver(unit, gradients)
 
     @property
     def has_fired(self) -> bool:

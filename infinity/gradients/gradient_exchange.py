@@ -6,12 +6,24 @@ Knows ranks, shares and memory; must not know when a unit is complete, or where 
 of its own, whatever else its script, or the engine's other threads, exchange meanwhile. A rank comes to a unit when all of its
 gradients are there, or the backward has ended: these threads of the others wait for it, their scripts do not. It ends when
 whoever made the exchange says so, or is gone.
+
+[Note: updates of shares] As in one process, a unit may be updated when no backward needs its weights any more and all of its
+gradients have come; here, on all ranks. A rank leaves a unit to that when both hold for itself, and its word is final: from then
+on it counts as updated, so what is an error afterwards does not depend on which rank was faster. Ranks tell each other when they
+average the unit, and update it if all have left the same gradients of it, with the same
+hyperparameters. All else waits for the step, where differences are named.
+
+Where ranks keep parts of the weights, too, none may fetch a unit while another writes to it. So a unit that is left to its update
+is not fetched again. What is in memory of it goes at once or, where all units fit, stays, and gets what others have updated
+when the step ends, if it is in the memory of all ranks. After the step's last update all ranks meet, see
+[Note: changing divided weights] in ``infinity.tiers.weight_exchange``.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,18 +32,65 @@ from infinity.device.compute import ComputeDevice
 from infinity.distributed.meshes import Division
 from infinity.distributed.world import Numbered
 from infinity.errors import EngineClosedError
-from infinity.gradients.sources import GradientBuffer
+from infinity.gradients.sources import GradientBuffer, GradientSource
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flush_denormals
 from infinity.threads.openmp import use_threads
 from infinity.units.layout import Slot
 from infinity.units.shares import Shares, clipped, runs_of
+from infinity.units.unit import Unit
 from swapper import Latch
 from swapper.sync.lifetimes import EXIT_SECONDS, Roll
 from swapper.sync.limits import start_threads
 
-_IS_NEW, _IS_UNSCALED = 1, 2
+IS_NEW, IS_UNSCALED = 1, 2
 _CLOSE_SECONDS = 5.0
+
+
+class ShareUpdates:
+    """Which units are left to their means, in the present step."""
+
+    def __init__(self, let_go: Callable[[Unit], None], update: Callable[[Unit, GradientSource, float], None]) -> None:
+        """
+        Args:
+            let_go: sees to it that nothing fetches the unit until the step is over.
+            update: starts the update of this rank's share, by gradients of that loss scale.
+        """
+        self._let_go = let_go
+        self.update = update
+        self.digest = 0
+        """Of the hyperparameters: from `begin` until `end`. 0: nothing is updated before the step."""
+        self._left: dict[int, frozenset[int]] = {}
+        """Unit index -> slot indices of its gradients."""
+
+    def begin(self, digest: int) -> None:
+        """The last backward of a step begins."""
+        self.digest = digest
+        self._left.clear()
+
+    def end(self) -> None:
+        """The step is over."""
+        self.begin(0)
+
+    def leave(self, unit: Unit, slots: Iterable[Slot]) -> None:
+        """This rank has all gradients of the step for the unit: those of these parameters."""
+        self._left[unit.index] = frozenset(slot.index for slot in slots)
+
+    def word(self, unit: Unit, slots: frozenset[int]) -> int:
+        """What all ranks must say alike of the unit; 0: it is not to be updated. ``slots``: of which gradients are there."""
+        return self.digest if self._left.get(unit.index) == slots else 0
+
+    def is_settled(self, unit: Unit, *, is_over: bool) -> bool:
+        """Whether all ranks may hear of the unit: its weights are not fetched from then on, if it is one of those.
+
+        ``is_over``: the backward has ended, so none needs them.
+        """
+        if unit.index not in self._left:
+            return True
+        is_settled = unit.settle() or is_over
+        if is_settled:
+            self._let_go(unit)
+        return is_settled
 
 
 @dataclass(eq=False)
@@ -47,7 +106,7 @@ class UnitExchange:
         is_unscaled: whether they are without the loss scale. Once ``done``: whether those of any rank were, and now all are.
         unscaling: the factor that takes it out.
         flushes_denormals: whether the training thread does so.
-        word: what is said of an update by these gradients, see [Note: updates of shares] in ``infinity.gradients.share_updates``.
+        word: what is said of an update by these gradients, see [Note: updates of shares].
         found: what was averaged: parameters of which all ranks had something new. Of others one may yet get its gradient.
         owners: of each of ``found``, which of those that divide states has the whole mean, for its norm.
         is_final: whether all ranks had the same gradients, and the same ``word``, which was not 0.
@@ -87,7 +146,7 @@ class GradientExchange:
         self._device = device
         self._division = division
         self._numbered = numbered
-        self._shares = shares
+        self.shares = shares
         self._wire = wire
         self._queue: queue.SimpleQueue[UnitExchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -149,8 +208,8 @@ class GradientExchange:
 
     def _exchange(self, each: UnitExchange) -> None:
         slots = each.grads.unit.layout.slots
-        flags = [_IS_NEW * (slot.index in each.new) for slot in slots]
-        told = self._division.ranks.meet(each.what, [*flags, each.word, _IS_UNSCALED * each.is_unscaled])
+        flags = [IS_NEW * (slot.index in each.new) for slot in slots]
+        told = self._division.ranks.meet(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
         *are_new, word, _ = (min(of_ranks) for of_ranks in zip(*told, strict=True))
         scaling = max(of_rank[-1] for of_rank in told)
         each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
@@ -161,7 +220,7 @@ class GradientExchange:
             if self._is_closed:
                 raise EngineClosedError.after_close("averaging gradients")
             flush_denormals(each.flushes_denormals)
-            if scaling == _IS_UNSCALED and not each.is_unscaled:
+            if scaling == IS_UNSCALED and not each.is_unscaled:
                 for slot in slots:
                     if slot.index in each.present:
                         buffer.view(slot).mul_(each.unscaling)
@@ -170,7 +229,7 @@ class GradientExchange:
             for slot in each.found:
                 if slot.index not in each.present:
                     buffer.view(slot).zero_()
-            spans = self._shares.spans(each.grads.unit)
+            spans = self.shares.spans(each.grads.unit)
             for start, stop in runs_of(each.found):
                 self._reduce(each.what, buffer.values, [clipped(span, start, stop) for span in spans])
             each.owners = [self._collect(each, buffer, slot, spans) for slot in each.found]
@@ -181,7 +240,7 @@ class GradientExchange:
         parts = [_part(shares[share], group, len(groups)) for share, group in self._division.places]
         self._division.ranks.reduce(what, values, parts, self._wire)
         if len(groups) > 1:
-            own = [_part(shares[self._shares.index], group, len(groups)) for group in groups]
+            own = [_part(shares[self.shares.index], group, len(groups)) for group in groups]
             self._division.copies.gather_in_memory(what, values, own, kind="gradients", dtype=self._wire)
 
     def _collect(self, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]) -> int:

@@ -29,8 +29,8 @@ class HeldGradient:
         self.unit = unit
         self.slot = slot
         self.tensor = tensor
-        self.is_new = is_new
         self.note_taken()
+        self.is_new = is_new
 
     @property
     def has_moved(self) -> bool:
@@ -44,7 +44,8 @@ class HeldGradient:
         return self.was_shown or self.has_moved or self.tensor._version != self._version
 
     def note_taken(self) -> None:
-        """Its values are known."""
+        """Its values are known, and it has been delivered."""
+        self.is_new = False
         self._version = self.tensor._version
         self._address = self.tensor.data_ptr()
         self.was_shown = False
@@ -54,11 +55,6 @@ class HeldGradient:
         """The tensor, for ``parameter.grad``."""
         self.was_shown = True
         return self.tensor
-
-    def note_delivery(self) -> None:
-        """It is delivered, and its values are known."""
-        self.is_new = False
-        self.note_taken()
 
     @property
     def is_held_by_others(self) -> bool:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from infinity.gradients.averaged_grads import AveragedGradients
 from infinity.gradients.held_gradients import HeldGradient
 from infinity.gradients.paged_grad import PagedGradient
+from infinity.gradients.reducer import ReducedGradients
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -23,7 +23,7 @@ class LiveGradients:
     One that is not in memory is a `PagedGradient`. It keeps its values when the parameter gets another gradient, or none.
     """
 
-    def __init__(self, gradients: AveragedGradients, await_update: Callable[[Unit], None]) -> None:
+    def __init__(self, gradients: ReducedGradients, await_update: Callable[[Unit], None]) -> None:
         """``await_update`` returns when no update of a unit is pending, which would still read its gradients."""
         self._gradients = gradients
         self._held = gradients.held
@@ -144,10 +144,8 @@ class LiveGradients:
             own = self._held.own_of(key)
             if own is None:
                 continue
-            if own.is_new:
-                own.note_delivery()
-            else:
+            if not own.is_new:
                 self._take_in(key)
                 with torch.no_grad():
                     own.tensor.add_(gradient)
-                own.note_taken()
+            own.note_taken()

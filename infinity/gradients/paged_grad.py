@@ -5,13 +5,23 @@ Knows tensors and functions on them; must not know units, files or when gradient
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from infinity.torch_internals.names import as_plain, make_subclass
-from infinity.torch_internals.operations import AS_ARRAY, EXPOSING, METADATA, leaves, name_of, replaced, writes_unseen
+from infinity.torch_internals.operations import (
+    AS_ARRAY,
+    EXPOSING,
+    METADATA,
+    leaves,
+    name_of,
+    replaced,
+    unit_by_unit,
+    writes_unseen,
+)
 
 
 class PagedGradient(torch.Tensor):
@@ -81,7 +91,10 @@ class PagedGradient(torch.Tensor):
             return None
         lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list | tuple)]
         if name_of(func).startswith(("_foreach_", "_amp_foreach_")) and lists and len(lists[0]) > 1:
-            return _one_by_one(func, args, kwargs, len(lists[0]))
+            apart = itertools.count()
+            found = unit_by_unit(func, args, kwargs, lambda _: next(apart))
+            if found is not None:
+                return found[0]
         return _with_values(func, args, kwargs)
 
 
@@ -93,17 +106,6 @@ def _replace(gradient: PagedGradient, values: torch.Tensor) -> None:
     if values.shape != gradient.shape:
         raise ValueError(f"a gradient of shape {tuple(gradient.shape)} cannot get data of shape {tuple(values.shape)}")
     gradient.detach().copy_(values)
-
-
-def _one_by_one(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], length: int) -> Any:
-    def item(value: Any, index: int) -> Any:
-        return [value[index]] if isinstance(value, list | tuple) and len(value) == length else value
-
-    found: list[Any] = []
-    for index in range(length):
-        result = func(*(item(value, index) for value in args), **{k: item(v, index) for k, v in kwargs.items()})
-        found += [] if result is None else result
-    return found or None
 
 
 def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,46 +1,17 @@
-"""The main gradients of one unit: which memory they are in, and what of them is spilled.
-
-Knows one unit's slots and buffer; must not know pools, drives, updates or other units.
-"""
+"""The main gradients of one unit: in which memory and dtype they wait, what of them is spilled, and what is on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import torch
 
-from infinity.gradients.sources import GradientBuffer
-from infinity.state_machine import moves
+from infinity.device.landing import Landing
+from infinity.gradients.sources import GradientBuffer, flat_in_slot_order
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from swapper import Extent
-
-
-class GradState(Enum):
-    """Who holds memory for a unit's main gradients, of which there may be none."""
-
-    AT_REST = auto()
-    """Nobody: what there is, is spilled. Next: memory is taken, for good if the unit is one of those that stay in RAM."""
-    KEPT = auto()
-    """The unit, for good; nothing is spilled. An update may still read what it has used up. Next: the memory is handed to an
-    update, or to the user who holds tensors over it; or what is in it becomes wider than there is room for, and is spilled."""
-    SUMMED = auto()
-    """The unit, for as long as there is room. What is spilled is out of date. Next: the sum is spilled, or handed over."""
-    SHOWN = auto()
-    """The unit, for as long as there is room. What is spilled is the same. Next: it is changed, or its memory given back."""
-
-
-GRAD_MOVES: Mapping[str, Mapping[GradState, GradState]] = {
-    "keep": {GradState.AT_REST: GradState.KEPT, GradState.KEPT: GradState.KEPT},
-    "sum_in": {GradState.AT_REST: GradState.SUMMED},
-    "show_in": {GradState.AT_REST: GradState.SHOWN},
-    "note_change": {**{state: state for state in GradState}, GradState.SHOWN: GradState.SUMMED},
-    "take": {state: GradState.AT_REST for state in GradState if state is not GradState.AT_REST},
-    "leave": {GradState.KEPT: GradState.AT_REST},
-}
-"""Method of `UnitGrads` -> state before -> state after. See [Note: debug mode] in ``infinity.state_machine``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,11 +21,11 @@ class UnitGrads:
     unit: Unit
     """Whose, for good."""
     stays: bool
-    """Whether they stay in RAM: as the plan says, until `leave`."""
+    """Whether they stay in RAM: as the plan says, until they become wider than there is room for."""
     buffer: GradientBuffer | None = None
-    """Their memory: from `keep`, `sum_in` or `show_in` until `take` or `leave`."""
+    """Their memory, until `take`: for good if they stay, else for as long as there is room."""
     is_unchanged: bool = False
-    """Whether what is spilled is the same as what is in `buffer`: from `show_in` until `note_change`, or the buffer's end."""
+    """Whether what is spilled is what is in `buffer`: from a look at them until `note_change`, or the buffer's end."""
     number: int = 0
     """Counts the buffers of all units that were taken for a time: the smallest number was taken first."""
     extent: Extent | None = None
@@ -73,52 +44,21 @@ class UnitGrads:
     is_unscaled: bool = False
     """Whether they have been divided by the loss scale: from the first look at them until they are used up or dropped."""
 
-    @property
-    def state(self) -> GradState:
-        """Who holds memory, as the fields tell."""
-        if self.buffer is None:
-            return GradState.AT_REST
-        if self.stays:
-            return GradState.KEPT
-        return GradState.SHOWN if self.is_unchanged else GradState.SUMMED
-
     def slots(self) -> list[Slot]:
         """The parameters that have a gradient in memory or on NVMe."""
         return [slot for slot in self.unit.layout.slots if slot.index in self.present]
 
-    @moves(GRAD_MOVES)
-    def keep(self, buffer: GradientBuffer) -> None:
-        """``buffer`` is the unit's memory from now on, instead of the one it has, if any."""
-        self.buffer = buffer
-
-    @moves(GRAD_MOVES)
-    def sum_in(self, buffer: GradientBuffer, number: int) -> None:
-        """Gradients are added up in ``buffer``, which holds what was spilled."""
-        self.buffer, self.number = buffer, number
-
-    @moves(GRAD_MOVES)
-    def show_in(self, buffer: GradientBuffer, number: int) -> None:
-        """Gradients are looked at in ``buffer``, which holds what is spilled."""
-        self.buffer, self.number, self.is_unchanged = buffer, number, True
-
-    @moves(GRAD_MOVES)
     def note_change(self) -> None:
         """What is in memory is not what is spilled, or will not be."""
         self.is_unchanged = False
         self.norms.clear()
 
-    @moves(GRAD_MOVES)
     def take(self) -> GradientBuffer:
         """The unit's memory, which is the caller's from now on."""
         if self.buffer is None:
             raise RuntimeError(f"the gradients of unit {self.unit.name} are in no memory")
         buffer, self.buffer, self.is_unchanged = self.buffer, None, False
         return buffer
-
-    @moves(GRAD_MOVES)
-    def leave(self) -> None:
-        """The gradients have been spilled, and stay in RAM no longer. Their memory is the caller's from now on."""
-        self.stays, self.buffer = False, None
 
     def note_norms(
         self, norms: Mapping[int, torch.Tensor], gradients: Mapping[Slot, torch.Tensor], dtype: torch.dtype
@@ -139,3 +79,69 @@ class UnitGrads:
             self.norms.pop(index, None)
         if not self.present and not self.zeros:
             self.spilled_dtype, self.is_unscaled = None, False
+
+
+@dataclass(frozen=True)
+class MainGradDtype:
+    """In which dtype gradients wait for their update."""
+
+    dtype: torch.dtype = torch.float32
+    """fp32, or bf16 if that is the compute dtype."""
+    rounds: bool = False
+    """Whether the sum of several gradients may be rounded to ``dtype``. Without, it is kept as fp32."""
+
+    def after(
+        self, current: torch.dtype, gradients: Mapping[Slot, torch.Tensor], present: Container[int]
+    ) -> torch.dtype:
+        """What a unit's gradients of dtype ``current`` have to become when ``gradients`` are added to them."""
+        if self.rounds or current == torch.float32:
+            return current
+        is_exact = all(g.dtype == current and slot.index not in present for slot, g in gradients.items())
+        return current if is_exact else torch.float32
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Gradients of one unit that came together."""
+
+    grads: UnitGrads
+    slots: list[list[Slot]]
+    """Whose are in each tensor of the download, one behind the other."""
+    norms: Mapping[int, torch.Tensor]
+    """Slot index -> 2-norm, of some of them."""
+
+
+class Arrivals(Landing[Delivery]):
+    """Where gradients arrive, in the order in which they came: one copy for a unit and dtype.
+
+    That they are added in this order, and when, is the business of whoever takes them.
+    """
+
+    def bring(
+        self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], norms: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Start to bring the unit's ``gradients``, which are the caller's own and in the order of their slots, and fit."""
+        flats = {slot: flat_in_slot_order(gradient, slot) for slot, gradient in gradients.items()}
+        dtypes = dict.fromkeys(flat.dtype for flat in flats.values())
+        slots = [[slot for slot, flat in flats.items() if flat.dtype == dtype] for dtype in dtypes]
+        sources = [torch.cat([flats[slot] for slot in each]) if len(each) > 1 else flats[each[0]] for each in slots]
+        self.start(sources, Delivery(grads, slots, norms))
+
+    def slots_of(self, grads: UnitGrads) -> set[int]:
+        """Indices of slots of which a gradient is on its way."""
+        deliveries = [download.purpose for download in self.coming]
+        return {slot.index for each in deliveries if each.grads is grads for slots in each.slots for slot in slots}
+
+    def take_gradients(self) -> tuple[Delivery, dict[Slot, torch.Tensor]]:
+        """Take the first ones out: with shape and strides of their parameters, until the next are started."""
+        download = self.take_first()
+        landed: dict[Slot, torch.Tensor] = {}
+        for slots, values in zip(download.purpose.slots, download.values, strict=True):
+            for slot, part in zip(slots, values.split([slot.numel for slot in slots]), strict=True):
+                landed[slot] = part.as_strided(slot.spec.shape, slot.spec.stride, part.storage_offset())
+        return download.purpose, landed
+
+    def forget(self) -> None:
+        """What is on its way is not needed."""
+        while self.coming:
+            self.take_first()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container
+from dataclasses import InitVar, dataclass
 from threading import get_ident
 
 import torch
@@ -21,51 +22,39 @@ from infinity.loop.style import LoopStyle
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.residency import Residency
 from infinity.threads.engine_lock import EngineLock, refuse_in_between
-from infinity.torch_internals.modes import is_compiling
-from infinity.torch_internals.names import call_after_backward, in_backward
+from infinity.torch_internals.names import call_after_backward, in_backward, is_compiling
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 
 
+@dataclass(eq=False)
 class Backwards:
     """Leads gradients from autograd to the stepper, micro-batch by micro-batch."""
 
-    def __init__(
-        self,
-        parameter_map: ParameterMap,
-        residency: Residency,
-        lock: EngineLock,
-        stepper: Stepper,
-        guard: PhaseGuard,
-        live: LiveGradients,
-        style: LoopStyle,
-        counts: Accumulation,
-    ) -> None:
-        """
-        Args:
-            parameter_map, residency, stepper, guard: whom it works with.
-            lock: held by each backward.
-            live: what the user holds of gradients, to which those of autograd are added.
-            style: what the user's loop shows of itself.
-            counts: know which micro-batch is the last of its step.
-        """
-        self._residency = residency
-        self._clock = residency.clock
-        self._lock = lock
-        self._stepper = stepper
-        self._guard = guard
-        self._style = style
-        self._counts = counts
-        self.is_open = False
-        """Whether a backward runs of which `note` knows: until it ends, or a forward begins after it was cut off."""
-        self._is_locked = False
-        """Whether `note` holds the lock."""
-        self._is_retained = False
-        self._has_hooks = False
-        self._is_own_scaled = False
-        self._deferred_error: Exception | None = None
-        self._live = live
+    parameter_map: InitVar[ParameterMap]
+    _residency: Residency
+    _lock: EngineLock
+    """Held by each backward."""
+    _stepper: Stepper
+    _guard: PhaseGuard
+    _live: LiveGradients
+    """What the user holds of gradients, to which those of autograd are added."""
+    _style: LoopStyle
+    """What the user's loop shows of itself."""
+    _counts: Accumulation
+    """Know which micro-batch is the last of its step."""
+    is_open = False
+    """Whether a backward runs of which `note` knows: until it ends, or a forward begins after it was cut off."""
+    _is_locked = False
+    """Whether `note` holds the lock."""
+    _is_retained = False
+    _has_hooks = False
+    _is_own_scaled = False
+    _deferred_error: Exception | None = None
+
+    def __post_init__(self, parameter_map: ParameterMap) -> None:
+        self._clock = self._residency.clock
         self._parameters = [unit.parameters for unit in parameter_map.units]
         self.collector = GradientCollector(
             parameter_map.units,
@@ -73,8 +62,8 @@ class Backwards:
             self._deliver,
             self._keep,
             self._notice,
-            lambda: counts.global_steps,
-            live,
+            lambda: self._counts.global_steps,
+            self._live,
         )
 
     def run(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -259,7 +248,7 @@ class Backwards:
             self.collect()
             if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
                 self._style.note_look()
-        elif self.collector.hands_out:
+        elif self.collector.taker is not None:
             raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason="in this backward, which goes unit by unit over all micro-batches, nobody has their sum",

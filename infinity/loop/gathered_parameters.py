@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.loop.parameter_handler import Gatherer, ParameterHandler
+from infinity.loop.parameter_handler import ParameterHandler
 from infinity.units.parameter import host_of
 from infinity.units.tiles import TiledWeight
 
@@ -46,12 +46,12 @@ class GatheredParameters:
         self._parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(_flatten(params))
         self._enabled = enabled
         self._modifier_rank = modifier_rank
-        self._gathered: list[tuple[Gatherer, Any]] = []
+        self._gathered: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> None:
         if not self._enabled:
             return
-        by_host: dict[int, tuple[Gatherer, list[nn.Parameter]]] = {}
+        by_host: dict[int, tuple[Any, list[nn.Parameter]]] = {}
         for parameter in self._parameters:
             if isinstance(parameter, TiledWeight):
                 raise parameter.tiles.tiled.refusal("GatheredParameters")

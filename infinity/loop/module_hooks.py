@@ -15,16 +15,47 @@ import torch
 from torch import nn
 
 from infinity.errors import EngineBusyError, ModelError
-from infinity.loop.load_hooks import LoadHooks, OpenLoads
 from infinity.loop.pager import Pager
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
 from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.threads.frames import callers
-from infinity.torch_internals.modes import outside_modes, untraced
-from infinity.torch_internals.names import is_tracing
+from infinity.torch_internals.names import is_tracing, outside_modes, untraced
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
+
+
+@dataclass(eq=False)
+class LoadHooks:
+    """``load_state_dict`` on one module: its parameters are gathered before and written back after."""
+
+    _parameters: list[nn.Parameter]
+    _before_load: Callable[[list[nn.Parameter]], Any]
+    _after_load: Callable[[Any], None]
+    _note_load: Callable[[], None]
+    _open: dict[LoadHooks, None]
+    """The calls that have begun and not ended."""
+    gathered: Any = None
+    """What holds the module's parameters open."""
+
+    def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ModelError(
+                "load_state_dict(assign=True) would replace parameters that an engine holds",
+                cure="Call load_state_dict without assign, or before infinity.initialize",
+                fqn=prefix.rstrip("."),
+            )
+        self.after()
+        self._note_load()
+        self.gathered = self._before_load(self._parameters)
+        self._open[self] = None
+
+    def after(self, *_: Any) -> None:
+        """Let go of what the load holds, also if an exception has cut it off; what it has loaded so far is stored."""
+        gathered, self.gathered = self.gathered, None
+        self._open.pop(self, None)
+        if gathered is not None:
+            self._after_load(gathered)
 
 
 @dataclass(eq=False)
@@ -153,7 +184,7 @@ class ModuleHooks:
         self,
         parameter_map: ParameterMap,
         pager: Pager,
-        loads: OpenLoads,
+        loads: dict[LoadHooks, None],
         blocks: Sequence[str] = (),
         recomputed: type[InPlaceOfMethod] | None = None,
     ) -> None:
@@ -188,10 +219,7 @@ class ModuleHooks:
         """Unit index -> children of the modules that enter it, as long as they have no hooks: see `hook_inside`."""
 
     def install(
-        self,
-        keep_alive: object,
-        before_load: Callable[[list[nn.Parameter]], Any],
-        after_load: Callable[[Any], None],
+        self, keep_alive: object, before_load: Callable[[list[nn.Parameter]], Any], after_load: Callable[[Any], None]
     ) -> None:
         """Hook the modules that hold several units, and those inside them that hold one (blocks), which enter it.
 

@@ -18,19 +18,22 @@ above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
 import torch
 
+from infinity.activations.saved_activations import SavedActivations
 from infinity.device.host_memory import HeapTrimmer
 from infinity.distributed.dtensors import is_dtensor, local_part
 from infinity.errors import EngineBusyError
 from infinity.loop.backward import Backwards
-from infinity.loop.preconditions import Preconditions
-from infinity.paging.interfaces import Activations, SavedElsewhere, Sharing
+from infinity.loop.phase import PhaseGuard
+from infinity.loop.shared_forward import SharedForward
+from infinity.metrics.reporter import Reporter
 from infinity.paging.residency import Residency
 from infinity.paging.saved_tensors import (
     HOOKS_OF_AN_ENGINE,
@@ -43,8 +46,10 @@ from infinity.paging.saved_tensors import (
 )
 from infinity.threads.engine_lock import EngineLock, refuse_in_between
 from infinity.tiers.user_copies import UserCopies
-from infinity.torch_internals.modes import (
+from infinity.torch_internals.names import (
+    call_after_backward,
     has_memory,
+    in_backward,
     is_inference,
     is_transformed,
     num_dispatch_modes,
@@ -53,64 +58,89 @@ from infinity.torch_internals.modes import (
     transform,
     untraced,
 )
-from infinity.torch_internals.names import call_after_backward, in_backward
 from infinity.units.layout import Slot
 from infinity.units.parameter import PagedParameter
 from infinity.units.unit import Unit
+from infinity.updates.step_groups import StepGroups
 
 
+@dataclass(eq=False)
+class Preconditions:
+    """What has to be so before a model is used, and what is settled first."""
+
+    _checks: Sequence[Callable[[], None]]
+    """Of the parts, in this order; each raises what went wrong in the background, or what it has against any call."""
+    _guard: PhaseGuard
+    _backwards: Backwards
+    _groups: StepGroups
+    loads: dict[Any, None]
+    """`LoadHooks`: the calls of ``load_state_dict`` that have begun and not ended, module by module."""
+    _reporter: Reporter
+
+    def check_usable(self) -> None:
+        """Some call begins."""
+        for check in self._checks:
+            check()
+
+    def check_settled(self) -> None:
+        """Weights are about to be changed or read: they must be of one step, and of one training."""
+        self.check_usable()
+        self._guard.check_settled()
+
+    def end_loads(self) -> None:
+        """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
+        for hooks in tuple(self.loads):
+            hooks.after()
+
+    def begin_forward(self) -> None:
+        """A forward phase begins."""
+        self.check_usable()
+        self._reporter.begin()
+        self._guard.check_loaded()
+        self._guard.check_settled()
+        self.end_loads()
+        self._backwards.collect()
+        if torch.is_grad_enabled() and self._groups.before_forward():
+            self._backwards.collector.forget_history()
+
+
+@dataclass(eq=False)
 class Pager:
     """What a model in its phases asks of a `Residency`: page faults and saved tensors."""
 
-    def __init__(
-        self,
-        residency: Residency,
-        lock: EngineLock,
-        backwards: Backwards,
-        preconditions: Preconditions,
-        copies: UserCopies,
-        trimmer: HeapTrimmer | None = None,
-        activations: Activations | None = None,
-    ) -> None:
-        """
-        Args:
-            residency: decides which units are in memory.
-            lock: held by each use of the model.
-            backwards: lead gradients to their updates.
-            preconditions: of forwards, and of reading weights outside of them.
-            copies: makes what ``state_dict`` gives.
-            trimmer: gives memory back between two units; None: that is not needed.
-            activations: takes what autograd saves besides weights; None leaves it in memory.
-        """
-        self.lock = lock
-        """Held by any call that uses the model or its weights; what has no other word is touched under it only."""
-        self.residency = residency
+    residency: Residency
+    """Decides which units are in memory."""
+    lock: EngineLock
+    """Held by any call that uses the model or its weights; what has no other word is touched under it only."""
+    backwards: Backwards
+    """Lead gradients to their updates."""
+    _preconditions: Preconditions
+    copies: UserCopies
+    """Makes what ``state_dict`` gives."""
+    _trimmer: HeapTrimmer | None = None
+    """Gives memory back between two units; None: that is not needed."""
+    _activations: SavedActivations | None = None
+    """Takes what autograd saves besides weights; None leaves it in memory."""
+    num_gathered = 0
+    """How many blocks hold weights gathered."""
+    _depth = 0
+    """How many forwards of modules are inside each other."""
+    _saves_in_backward = False
+    """Whether the hooks for saving are up because the backward that runs makes a graph."""
+    _num_locks_of_forward = 0
+    """How often forwards hold it: one that begins in a recomputation does as well."""
+    _handovers_at_state_dict = 0
+    """`EngineLock.num_handovers` when the last state dict was begun."""
+    _sharing: SharedForward | None = None
+    """How micro-batches share the present step: from `share` until `end_sharing`."""
+
+    def __post_init__(self) -> None:
         self.clock = self.residency.clock
-        self._depth = 0
-        """How many forwards of modules are inside each other."""
         self.saving = SavingHooks(self.pack, self.unpack, self.token_for)
         """The hooks that turn what autograd saves into tokens."""
         self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.token_for)
         """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
-        self._covers: list[tuple[int, tuple[Any, Any]]] = []
-        """Depth of each forward that has put the hooks up over those of the user, and what `SavingHooks.cover` gave."""
-        self.copies = copies
-        """Makes what ``state_dict`` gives."""
-        self.backwards = backwards
-        self._preconditions = preconditions
-        self._trimmer = trimmer
-        self._activations = activations
-        self._saves_in_backward = False
-        """Whether the hooks for saving are up because the backward that runs makes a graph."""
-        self._num_locks_of_forward = 0
-        """How often forwards hold it: one that begins in a recomputation does as well."""
-        self.num_gathered = 0
-        """How many blocks hold weights gathered."""
-        self._handovers_at_state_dict = 0
-        """`EngineLock.num_handovers` when the last state dict was begun."""
-        self._unit_at = residency.unit_at
-        self._sharing: Sharing | None = None
-        """How micro-batches share the present step: from `share` until `end_sharing`."""
+        self._unit_at = self.residency.unit_at
 
     def close(self) -> None:
         """Give all memory back. A backward that comes later is an error."""
@@ -203,15 +233,11 @@ class Pager:
             self.clock.begin_compute("forward")
         elif self._depth == 0:
             self.saving.push_in_recomputation()
-        elif (cover := self.saving.cover()) is not None:
-            self._covers.append((self._depth, cover))
         self._depth += 1
 
     def end_forward(self) -> None:
         """The counterpart of `begin_forward`, also after an exception."""
         self._depth -= 1
-        while self._covers and self._covers[-1][0] >= self._depth:
-            self.saving.uncover(self._covers.pop()[1])
         if self._depth == 0:
             try:
                 self._end_own_forward()
@@ -241,7 +267,6 @@ class Pager:
                 self._sharing.undo_writes(unit)
         self.end_sharing()
         self._depth = 0
-        self._covers.clear()
         self.clock.end_compute()
         self.saving.pop(most=None)
         for unit in self.residency.units:
@@ -259,7 +284,7 @@ class Pager:
 
     # --------------------------------------------------------------------------------------------------- shared forwards
 
-    def share(self, sharing: Sharing) -> None:
+    def share(self, sharing: SharedForward) -> None:
         """The forward of a step begins that all its micro-batches share; `end_forward` ends it, `end_sharing` the step."""
         self.begin_forward(is_root=False)  # no module's
         for unit in self.residency.units:  # what was written before the step stays
@@ -425,8 +450,8 @@ class Pager:
         ):
             return outside_modes(self.unpack)(saved, is_outside=True)
         if not isinstance(saved, SavedView):
-            elsewhere: SavedElsewhere = saved
-            return elsewhere.load()
+            loaded: torch.Tensor = saved.load()
+            return loaded
         unit = saved.unit
         if unit.version != saved.version or (saved.count is not None and (unit.has_been_written or unit.is_bound)):
             saved.check()

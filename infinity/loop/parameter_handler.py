@@ -1,96 +1,222 @@
-"""Answers for the parameters of one model while an engine holds them."""
+"""Answers for the parameters of one model while an engine holds them: operations, ``data`` and ``grad``."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.distributed.collectives import Ranks
-from infinity.errors import ModelError, OtherNumbersWarning
-from infinity.loop.grad_access import GradAccess
+from infinity.errors import AccessError, ModelError, OtherNumbersWarning
+from infinity.gradients.live_gradients import LiveGradients
+from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.pager import Pager
-from infinity.loop.parameter_operations import ParameterOperations
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
-from infinity.paging.saved_tensors import keep_saved
+from infinity.paging.saved_tensors import are_forbidden, keep_saved
 from infinity.threads.engine_lock import is_inside
-from infinity.torch_internals.names import in_backward, lazy_bits
+from infinity.torch_internals.names import has_memory, in_backward, lazy_bits, outside_modes, with_lazy_bits
+from infinity.torch_internals.operations import (
+    AS_ARRAY,
+    EXPOSING,
+    JOINING,
+    REBINDING,
+    leaves,
+    may_write,
+    name_of,
+    replaced,
+    unit_by_unit,
+    writes_unseen,
+)
 from infinity.units.layout import Slot
 from infinity.units.parameter import (
     HeldTensor,
     PagedView,
     Place,
+    bind_view,
     detach_view,
     host_of,
     make_view,
+    plain_grad,
+    set_plain_grad,
+    unbind_view,
 )
 from infinity.units.unit import Unit
+from infinity.updates.stepper import Stepper
+
+_CURES = {
+    "share_memory_": "The engine's weights come and go, so other processes cannot look at them. Give them a copy: "
+    "copy.deepcopy(model).share_memory(); or engine.close(restore_weights=True) first, after which the model is an ordinary one",
+    "moving to the meta device": "To have the model without values, build another one inside `with torch.device('meta'):`; to "
+    "let go of the values of this one, engine.close(restore_weights=False)",
+}
 
 
-class Gatherer(Protocol):
-    """Whoever gives full weights."""
-
-    @property
-    def data_ranks(self) -> Ranks:
-        """Who has the same parameters."""
-
-    def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Any: ...
-
-    def scatter(self, gathering: Any) -> None: ...
-
-
+@dataclass(eq=False)
 class ParameterHandler:
-    """The `ParameterHost` of a model: passes each question on to the part that knows."""
+    """Answers operations on the parameters of a model while they are paged out, and gives their data and gradients."""
 
-    def __init__(
-        self,
-        parameter_map: ParameterMap,
-        module_hooks: ModuleHooks,
-        pager: Pager,
-        gradients: GradAccess,
-        gatherer: Gatherer,
-        assigned: AssignedData,
-    ) -> None:
-        """
-        Args:
-            parameter_map, module_hooks, pager: whom it works with.
-            gradients: answers for gradients.
-            gatherer: gathers full weights.
-            assigned: knows what was assigned to ``.data``.
-        """
-        self._parameter_map = parameter_map
-        self._module_hooks = module_hooks
-        self._pager = pager
-        self._operations = ParameterOperations(pager)
-        self._gradients = gradients
-        self.gatherer = gatherer
-        """Gathers full weights."""
-        self._has_warned_of_strides = False
-        self._assigned = assigned
+    _parameter_map: ParameterMap
+    _module_hooks: ModuleHooks
+    _pager: Pager
+    _stepper: Stepper
+    _live: LiveGradients
+    """The main gradients as ``parameter.grad``."""
+    gatherer: Any
+    """`SettledAccess`, which gathers full weights: of a floor above."""
+    _assigned: AssignedData
+    _has_warned_of_strides = False
+
+    # ------------------------------------------------------------------------------------------------------- operations
 
     def operate(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[HeldTensor]
+    ) -> Any:
+        """Run ``function`` although ``tensors`` among its arguments are paged out, or raise."""
+        tensors = [tensor for tensor in tensors if host_of(tensor) is self]
+        places = {id(tensor): self._parameter_map.locate_any(tensor) for tensor in tensors}
+        if not self._pager.is_inside_modules:
+            unit, _ = places[id(tensors[0])]
+            is_called = self._module_hooks.hook_inside(unit)
+            if is_called and not in_backward() and torch.is_grad_enabled():
+                self._pager.backwards.collector.note_parts(unit, by_script=True)
+        units = list(dict.fromkeys(unit for unit, _ in places.values()))
+        if len(units) > 1:  # an operation over lists works unit by unit
+            found = unit_by_unit(
+                function, args, kwargs, lambda row: frozenset(places[id(t)][0].index for t in row if id(t) in places)
+            )
+            if found is not None:
+                return found[0]
+        pager, name = self._pager, name_of(function)
+        if len(units) > 1 and name in JOINING and not pager.residency.has_room(units):
+            args, kwargs = (
+                replaced(a, lambda leaf: leaf.clone() if id(leaf) in places else leaf) for a in (args, kwargs)
+            )
+            return function(*args, **kwargs)  # what it gives is a copy of all of them anyway
+        fqn = places[id(tensors[0])][1].spec.fqn
+        if function in REBINDING:
+            raise AccessError.of_parameter(fqn, operation=name)
+        if in_backward():
+            pager.backwards.note()
+            for unit in units:
+                pager.backwards.collector.note_parts(unit, by_script=False)
+        pager.lock.acquire(f"{name} of '{fqn}'")
+        try:
+            with contextlib.nullcontext() if is_inside() else pager.lock.joined():  # else autograd's thread
+                if name in EXPOSING and not all(unit.num_active for unit in units):
+                    raise AccessError.of_parameter(fqn, operation=name, cure=_CURES.get(name))
+                if not pager.is_computing:
+                    if name == "detach" and not isinstance(tensors[0], PagedView):
+                        place = places[id(tensors[0])]
+                        collected = pager.copies.collected(tensors[0], fqn, lambda: pager.copy_for_user(*place))
+                        if collected is not None:
+                            return collected
+                    pager.begin_outside_read()
+                    pager.residency.check_room(units)
+                if pager.is_training_forward:
+                    for unit, slot in (places[id(tensor)] for tensor in tensors if not isinstance(tensor, PagedView)):
+                        pager.backwards.collector.note_call(unit, [slot])
+                try:
+                    with pager.held(units), self._saving():
+                        result = self._run(function, args, kwargs, tensors, places)
+                        if name in ("to", "empty_like") and isinstance(result, torch.Tensor) and result.is_meta:
+                            # ``module.to("meta")`` would replace the parameter by one without values.
+                            what = "moving to the meta device"
+                            raise AccessError.of_parameter(fqn, operation=what, cure=_CURES[what])
+                        return replaced(result, lambda leaf: self._outlasting(leaf, units))
+                finally:
+                    self._end(units)
+        finally:
+            pager.lock.release()
+
+    def _saving(self) -> contextlib.AbstractContextManager[Any]:
+        """The hooks for saving, unless they are up."""
+        pager = self._pager
+        if not pager.is_computing:
+            return pager.saving
+        return contextlib.nullcontext() if pager.is_inside_modules else pager.saving.in_recomputation()
+
+    @outside_modes
+    def _end(self, units: Sequence[Unit]) -> None:
+        self._pager.residency.close_unused(units)
+
+    def _run(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        tensors: list[HeldTensor],
+        tensors: Sequence[HeldTensor],
+        places: Mapping[int, tuple[Unit, Slot]],
     ) -> Any:
-        mine = [tensor for tensor in tensors if host_of(tensor) is self]
-        if not self._pager.is_inside_modules:
-            unit, _ = self._parameter_map.locate_any(mine[0])
-            is_called = self._module_hooks.hook_inside(unit)
-            if is_called and not in_backward() and torch.is_grad_enabled():
-                self._pager.backwards.collector.note_parts(unit, by_script=True)
-        return self._operations.run(function, args, kwargs, mine, self._parameter_map.locate_any, self._outlasting)
+        """The operation itself, while the units are open."""
+        views = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, PagedView)}.values())
+        try:
+            self._begin(views, places.values() if may_write(function, kwargs) else ())
+            if name_of(function) in AS_ARRAY and args:
+                result = function(args[0].detach().clone().requires_grad_(args[0].requires_grad), *args[1:], **kwargs)
+                result.flags.writeable = False  # what is written there would reach no weight
+                return result
+            if are_forbidden() and not may_write(function, kwargs):
+                # What is saved is the weight itself, which is about to lose its memory: a view holds it.
+                args, kwargs = (
+                    replaced(tree, lambda leaf: _as_view(leaf) if id(leaf) in places else leaf)
+                    for tree in (args, kwargs)
+                )
+            result = function(*args, **kwargs)
+            if writes_unseen(function):
+                for leaf in leaves(args[:1]):
+                    if id(leaf) in places:
+                        unit, slot = places[id(leaf)]
+                        unit.note_written([slot.index])
+            return result
+        finally:
+            for view in views:
+                unbind_view(view)
+
+    @outside_modes
+    def _begin(self, views: Sequence[PagedView], written: Iterable[tuple[Unit, Slot]]) -> None:
+        for unit, slot in written:
+            self._pager.residency.remember(unit, slot)
+        for view in views:
+            place = view.place
+            if place.unit.flat is None:
+                raise RuntimeError(f"unit {place.unit.name} is not resident after a touch")
+            base = place.unit.flat.tensor().view(place.dtype)
+            bind_view(view, with_lazy_bits(base.as_strided(place.shape, place.stride, place.offset), place.bits))
+
+    def _outlasting(self, value: Any, units: Sequence[Unit]) -> Any:
+        """``value``, a result of an operation, as it may be kept when the units are paged out."""
+        if not self._looks_at(value, units):
+            return value
+        if value.requires_grad and self._pager.is_computing and torch.is_grad_enabled():
+            return value  # what it is used for is saved as tokens
+        unit = self._pager.residency.unit_behind(value)
+        slot = None if unit is None else unit.slot_at(int(value.storage_offset()) * value.itemsize)
+        if unit is None or slot is None or type(value) is not torch.Tensor:
+            return value.clone()
+        shape, offset = tuple(value.shape), int(value.storage_offset())
+        place = Place(weakref.ref(self), unit, slot, value.dtype, shape, value.stride(), offset, lazy_bits(value))
+        unit.note_view(slot, value)
+        return make_view(value, place)
+
+    def _looks_at(self, value: Any, units: Sequence[Unit]) -> bool:
+        """Whether ``value`` is a tensor over the memory of one of the units."""
+        if not isinstance(value, torch.Tensor) or host_of(value) is not None or value.layout is not torch.strided:
+            return False
+        if value.is_meta or not has_memory(value) or not value.numel():
+            return False
+        return self._pager.residency.unit_behind(value) in units
+
+    # ------------------------------------------------------------------------------------------------------------- data
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """What ``parameter.data`` gives."""
         unit, slot = self._parameter_map.locate(parameter)
         view = unit.hand_out(slot)
         if not unit.is_bound or not is_inside():
@@ -104,14 +230,8 @@ class ParameterHandler:
             weakref.ref(self), unit, slot, spec.dtype, spec.shape, spec.stride, slot.offset_bytes // spec.dtype.itemsize
         )
 
-    def _outlasting(self, unit: Unit, slot: Slot, view: torch.Tensor) -> torch.Tensor:
-        """``view``, which lies in the unit's flat buffer, as a `PagedView`."""
-        shape, offset = tuple(view.shape), int(view.storage_offset())
-        place = Place(weakref.ref(self), unit, slot, view.dtype, shape, view.stride(), offset, lazy_bits(view))
-        unit.note_view(slot, view)
-        return make_view(view, place)
-
     def set_data(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """What assigning ``parameter.data`` does."""
         unit, slot = self._parameter_map.locate(parameter)
         if values is parameter or (isinstance(values, PagedView) and values.place == self._whole(unit, slot)):
             return
@@ -171,23 +291,89 @@ class ParameterHandler:
         return None if unit is None else unit.slot_at(int(values.storage_offset()) * values.itemsize)
 
     def before_write(self, parameter: nn.Parameter) -> None:
+        """A resident parameter is about to be written to."""
         self._pager.residency.remember(*self._parameter_map.locate(parameter))
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of the parameter's values, as a plain tensor."""
         unit, slot = self._parameter_map.locate(parameter)
         with self._pager.lock.held(f"a copy of '{slot.spec.fqn}'"):
             self._pager.begin_outside_read()
             return self._pager.copy_of(unit, slot)
 
+    # --------------------------------------------------------------------------------------------------------- gradients
+
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         with contextlib.nullcontext() if in_backward() else self._pager.lock.held("reading a gradient"):
-            return self._gradients.get(parameter)
+            return self._gradient_of(parameter)
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         with contextlib.nullcontext() if in_backward() else self._pager.lock.held("setting a gradient"):
-            self._gradients.set(parameter, gradient)
+            self._set_gradient(parameter, gradient)
+
+    def _gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The gradient, or None without one.
+
+        Raises:
+            AccessError: it was used up by an update in backward, or is averaged in the step.
+        """
+        unit, slot = self._parameter_map.locate(parameter)
+        if not slot.spec.is_trainable:
+            return plain_grad(parameter)
+        self._pager.backwards.before_gradient_access(unit, slot)
+        self._check_not_used_up(unit, slot)
+        if slot not in self._stepper.gradients.slots_with_gradient(unit):
+            return plain_grad(parameter)
+        return self._live.of(unit, slot)
+
+    def _check_not_used_up(self, unit: Unit, slot: Slot) -> None:
+        if (unit.index, slot.index) in self._stepper.used_up:
+            raise AccessError.of_gradient(
+                slot.spec.fqn,
+                reason="its unit was updated in backward, and the gradient was used up",
+                cure='Set "infinity.update": "step" to see or change gradients between backward and step',
+            )
+
+    def _set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """Replace the gradient; None drops it.
+
+        Raises:
+            TypeError: it is no floating-point tensor.
+            ValueError: wrong shape.
+            AccessError: the one before was used up by an update in backward.
+        """
+        unit, slot = self._parameter_map.locate(parameter)
+        if not slot.spec.is_trainable:
+            set_plain_grad(parameter, gradient)
+            return
+        if gradient is not None:
+            if not getattr(gradient, "is_floating_point", bool)():
+                raise TypeError(f"gradient of '{slot.spec.fqn}' must be a floating-point tensor, got {gradient!r:.80}")
+            if tuple(gradient.shape) != slot.spec.shape:
+                raise ValueError(
+                    f"gradient of '{slot.spec.fqn}' must have shape {slot.spec.shape}, got {tuple(gradient.shape)}"
+                )
+        self._pager.backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
+        self._check_not_used_up(unit, slot)
+        is_absent = (
+            slot not in self._stepper.gradients.slots_with_gradient(unit) and not self._stepper.gradients.is_in_parts
+        )
+        if gradient is None and is_absent:
+            return
+        if gradient is not None:
+            if self._live.is_same(unit, slot, gradient):
+                return  # `parameter.grad *= 2`: it has been changed in place already
+            if isinstance(gradient, PagedGradient):
+                gradient = gradient.in_memory()
+            if gradient.layout is not torch.strided:
+                warnings.warn(OtherNumbersWarning.of_sparse_gradient(slot.spec.fqn), stacklevel=2)
+                gradient = gradient.to_dense()
+        self._live.replace(unit, slot, gradient)
+        if gradient is None:
+            self._pager.backwards.note_drop()
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
+        """Where the parameter lies in its unit."""
         return self._parameter_map.locate(parameter)[1]
 
 
@@ -218,3 +404,7 @@ def _check_assigned(slot: Slot, parameter: nn.Parameter, values: torch.Tensor) -
     raise ModelError(
         f"parameter '{slot.spec.fqn}' cannot be {what} while an engine holds it", cure=cure, fqn=slot.spec.fqn
     )
+
+
+def _as_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()

@@ -74,6 +74,9 @@ class PhaseGuard:
         """``engine.step()`` has come for them, or a step of the user's."""
         self.has_backward = False
 
+    def _order(self, call: str, problem: str, cure: str) -> StepError:
+        return StepError.order(call, problem, cure=cure, step=self._counts.global_steps)
+
     def cut_off(self) -> None:
         """Whatever was under way will not go on."""
         self.has_backward = False
@@ -108,32 +111,29 @@ class PhaseGuard:
         self.check_loaded()
         if self.phase is Phase.BROKEN:
             self.check_not_partial("it was cut off by an exception")
-            raise StepError.order(
+            raise self._order(
                 "engine",
                 f"the last {self._cut_off} was cut off by an exception, its gradients are not whole",
                 cure="Call engine.reset() to drop them, then train on",
-                step=self._counts.global_steps,
             )
 
     def check_step(self) -> None:
         """Raise if ``engine.step()`` makes no sense now."""
         self.check_whole()
         if not self.has_gradients:
-            raise StepError.order(
+            raise self._order(
                 "engine.step()",
                 "there was no backward since the last one",
                 cure="Call engine.backward(loss) for each micro-batch before it",
-                step=self._counts.global_steps,
             )
 
     def check_settled(self) -> None:
         """Raise if weights of two steps lie side by side: an update ran in backward, and ``step`` was not called."""
         if self._stepper.is_between_steps:
-            raise StepError.order(
+            raise self._order(
                 "reading weights",
                 "some of them were already updated in backward, and engine.step() has not been called",
                 cure='Call engine.step() first, or set "infinity.update": "step"',
-                step=self._counts.global_steps,
             )
 
     def check_not_partial(self, problem: str) -> None:
@@ -150,35 +150,31 @@ class PhaseGuard:
         """Raise if ``engine.backward(loss)`` makes no sense now."""
         self.check_whole()
         if self._stepper.is_between_steps:
-            raise StepError.order(
+            raise self._order(
                 "engine.backward()",
                 "the weights were already updated in the backward before this one, and engine.step() was not called",
                 cure='Call engine.step() after each gradient accumulation boundary, or set "infinity.update": "step"',
-                step=self._counts.global_steps,
             )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise StepError.order(
+            raise self._order(
                 "engine.backward()",
                 f"the loss must be a scalar tensor, one with one element; got {what}",
                 cure="Reduce it first, e.g. loss.mean()",
-                step=self._counts.global_steps,
             )
 
     def check_optimizer_step(self, *, is_engine_step: bool) -> None:
         """Raise if the optimizer's step makes no sense now."""
         self.check_whole()
         if self._stepper.scaler.is_active and not is_engine_step:
-            raise StepError.order(
+            raise self._order(
                 "optimizer.step()",
                 "with fp16 the loss scale has to follow each step",
                 cure="Call engine.step() with engine.backward(loss)",
-                step=self._counts.global_steps,
             )
         if self._stepper.is_between_steps and not is_engine_step:
-            raise StepError.order(
+            raise self._order(
                 "optimizer.step()",
                 "the update already ran in engine.backward()",
                 cure="Call engine.step() with engine.backward(), or optimizer.step() with loss.backward()",
-                step=self._counts.global_steps,
             )

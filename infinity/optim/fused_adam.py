@@ -20,7 +20,7 @@ from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
 from infinity.numerics.remainder import join, split
 from infinity.optim.template import Template
 from infinity.optim.worker import Worker
-from infinity.torch_internals.gpu_kernels import Launch, compiled_for
+from infinity.torch_internals.names import Launch, compiled_for
 
 logger = logging.getLogger(__name__)
 

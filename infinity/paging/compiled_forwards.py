@@ -13,6 +13,7 @@ the engine's hooks, and those inside it get none. What is captured is then what 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -70,7 +71,7 @@ class CompiledForwards:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._before: list[tuple[nn.Module, str, Any]] = []
+        self._undo = contextlib.ExitStack()
 
     def convert(self, blocks: Mapping[str, nn.Module]) -> None:
         """Leave nothing compiled that spans several blocks, and no compiled call.
@@ -114,17 +115,16 @@ class CompiledForwards:
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
         """Put something in the place of an attribute, or method, of a module, until `restore`."""
-        self._before.append((module, name, module.__dict__.get(name, self)))
-        module.__dict__[name] = value
+        attributes = module.__dict__
+        if name in attributes:
+            self._undo.callback(attributes.__setitem__, name, attributes[name])
+        else:
+            self._undo.callback(attributes.pop, name, None)
+        attributes[name] = value
 
     def restore(self) -> None:
         """The modules are as they were. May be repeated."""
-        while self._before:
-            module, name, value = self._before.pop()
-            if value is self:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = value
+        self._undo.close()
 
 
 def _settings_of(compiled: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:

@@ -18,9 +18,9 @@ import torch
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, EngineBusyError, ModelError, format_bytes
 from infinity.metrics.clock import StepClock
-from infinity.paging.interfaces import WeightWriter
 from infinity.paging.trace import Trace
 from infinity.threads.engine_lock import refuse_in_between
+from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, Unit
 from swapper import ReentryError
@@ -34,10 +34,17 @@ _PATIENCE_SECONDS = 1.0
 _HANG_SECONDS = 0.02
 
 
-class WeightSource(Protocol):
-    """Brings a unit's model weights into its flat buffer."""
+class WeightWriter(Protocol):
+    """Stores what others than the engine write into weights."""
 
-    def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival: ...
+    def needs_before(self, unit: Unit, slot: Slot) -> bool:
+        """Whether what the weights were before a write can be found nowhere else, and is needed to store them."""
+
+    def is_urgent(self, unit: Unit) -> bool:
+        """Whether what has been written has to be stored before anything else is written to the unit."""
+
+    def store_written(self, unit: Unit) -> None:
+        """Store the slots in ``unit.dirty`` from the unit's flat buffer."""
 
 
 class _Unstarted:
@@ -62,7 +69,7 @@ class Residency:
         self,
         units: Sequence[Unit],
         pool: FlatPool,
-        source: WeightSource | None,
+        source: WeightStore | None,
         clock: StepClock,
         *,
         prefetches: bool,

@@ -10,8 +10,8 @@ begins, or the one that was cut off is abandoned.
 [Note: hooks of the user] torch calls the innermost hooks only, so ours call those of the user that they cover: these get
 what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Ours are put into the
 place of theirs on torch's stack, and theirs are put back: a context that is left first, after an interrupt, takes ours down as
-if they were its own. Covered are hooks that were put up around the model, or around a module inside it. What a module computes
-itself under hooks that its own forward has put up is theirs alone: a view of a weight that they keep holds the unit in memory.
+if they were its own. Covered are hooks that were put up around the model. What is computed
+under hooks that a forward has put up inside it is theirs alone: a view of a weight that they keep holds the unit in memory.
 Where what they give is or holds a view of a weight, a token takes the view's place until it is unpacked. Of
 ``torch.autograd.graph.save_on_cpu``, which changes no bits, weights are kept away: it would copy them all. Hooks of activation
 checkpointing are not called: what they would drop is dropped or kept by the checkpoint around the model alone.
@@ -26,7 +26,7 @@ import functools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -134,11 +134,11 @@ def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None
             view.kept = kept, slot.offset_bytes
 
 
-def modified(tensor: torch.Tensor, version: int) -> RuntimeError:
-    """What torch says of a saved tensor that has been written to since it had this version."""
+def modified(tensor: torch.Tensor, version: int, shape: Sequence[int] | None = None) -> RuntimeError:
+    """What torch says of a saved tensor, of this ``shape``, that has been written to since it had this version."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {list(tensor.shape)} is at version {tensor._version}, expected version {version}"
+        f"shape {list(tensor.shape if shape is None else shape)} is at version {tensor._version}, expected version {version}"
     )
 
 
@@ -218,8 +218,7 @@ class SavingHooks:
         in_use[me] = weakref.ref(self, lambda _: in_use.pop(me, None))
 
     def close(self) -> None:
-        """Nothing is saved by them any more. What the calling thread has of them is taken down: contexts of the user take down
-        what is innermost."""
+        """What the calling thread has of them is taken down: contexts of the user take down what is innermost."""
         self.pop(most=None)
         in_use.pop(id(self), None)
 
@@ -337,20 +336,6 @@ class SavingHooks:
             saving_hooks._pop_saved_tensors_default_hooks()
         else:
             _replace_top(theirs)
-
-    def cover(self) -> tuple[Any, Any] | None:
-        """Put them up over hooks of the user that are the innermost. Returns what `uncover` needs; None if there are none."""
-        top = top_hooks()
-        # The first two are what it is nearly always, in each call of each module.
-        if top is None or top[0] is self._pack or are_forbidden() or top != hooks_of_the_user():
-            return None
-        self.push()
-        return top_hooks()
-
-    def uncover(self, ours: tuple[Any, Any]) -> None:
-        """The counterpart of `cover`, unless the user's context has ended before."""
-        if top_hooks() == ours:
-            self._pop_top(ours)
 
     def __enter__(self) -> None:
         self.push()

@@ -120,11 +120,7 @@ class Trace:
 
 
 def wanted(
-    order: Sequence[int],
-    position: int,
-    num_bytes: Sequence[int],
-    capacity_bytes: int,
-    staying: Collection[int] = (),
+    order: Sequence[int], position: int, num_bytes: Sequence[int], capacity_bytes: int, staying: Collection[int] = ()
 ) -> list[int]:
     """The units to hold at ``position``: the next ones in the order of need, as many as fit into ``capacity_bytes``.
 

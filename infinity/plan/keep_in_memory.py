@@ -75,7 +75,7 @@ def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: 
     rising = [-numels[index] for index in by_size]
     sums = [0, *accumulate(numels[index] for index in by_size)]
     total = sums[-1]
-    # Ranks that divide states exchange one of the others while the next one comes: see `infinity.gradients.owned_grads`.
+    # Ranks that divide states exchange one of the others while the next one comes: see `infinity.gradients.reducer`.
     is_divided = has_shares(units)
     if total * scratch_itemsize <= capacity_bytes:
         yield GradientShare(by_size, ((0, len(by_size)),), 0, total * scratch_itemsize, moved * total)

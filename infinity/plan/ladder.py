@@ -35,7 +35,7 @@ from infinity.plan.placement import HOST_KEY
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import UnitSize, guessed_order
 from infinity.plan.volumes import Volumes
-from infinity.torch_internals.modes import without_compiler
+from infinity.torch_internals.names import without_compiler
 from infinity.units.tiles import Tiling
 
 FLOPS_PER_PARAMETER = 6

@@ -23,11 +23,11 @@ import torch
 from infinity.device.compute import ComputeDevice
 from infinity.distributed.pulls import Pull, Pulls
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.weight_store import LandedRead, WeightStore, Written, landed
+from infinity.tiers.weight_store import LandedRead, WeightStore, Written, chunk_offset, extent_of, landed
 from infinity.units.layout import Chunk
 from infinity.units.shares import NUM_SERVED, Shares
 from infinity.units.unit import Arrival, Unit
-from swapper import AlignedRegion, Extent, Handle, NameOf, Priority, ReentryError, StagingArena, Swapper
+from swapper import AlignedRegion, Handle, NameOf, Priority, ReentryError, StagingArena, Swapper
 
 
 class _Reading:
@@ -126,10 +126,6 @@ class DividedWeights(WeightStore):
         self._being_given: _Copy | None = None
         self._number = pulls.register(self)
 
-    @property
-    def _reads_into_devices(self) -> bool:
-        return False  # gloo does not
-
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         if unit.stays_resident:
             return
@@ -177,8 +173,7 @@ class DividedWeights(WeightStore):
 
     def _place_of(self, unit: Unit, chunk: Chunk, num_bytes: int) -> int:
         """Where in the extent a chunk's weights begin."""
-        segment = unit.layout.trainable
-        start = 0 if segment is None else segment.start_bytes + chunk.start * segment.dtype.itemsize
+        start = chunk_offset(unit, chunk)
         found = list(self._places(unit, start, start + num_bytes))
         if [place[:2] for place in found] != [(start, start + num_bytes)]:
             raise RuntimeError(f"another rank keeps elements {chunk.start} to {chunk.stop} of {unit.name}")
@@ -215,7 +210,7 @@ class DividedWeights(WeightStore):
     def _begin_read(
         self, unit: Unit, offset: int, target: torch.Tensor, priority: Priority = Priority.DEMAND
     ) -> Handle:
-        return self._swapper_of[unit.index].read(_extent_of(unit), target, offset=offset, priority=priority)
+        return self._swapper_of[unit.index].read(extent_of(unit), target, offset=offset, priority=priority)
 
     def land(self, unit: Unit) -> None:
         """All of the unit has come: where it was put together is somebody else's from now on."""
@@ -295,14 +290,14 @@ class DividedWeights(WeightStore):
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle:
         self._outdate(unit)
         place = self._place_of(unit, chunk, source.numel() * source.element_size())
-        return self._swapper_of[unit.index].write(_extent_of(unit), source, offset=place)
+        return self._swapper_of[unit.index].write(extent_of(unit), source, offset=place)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Written:
         self._outdate(unit)
         return Written(
             [
                 self._swapper_of[unit.index].write(
-                    _extent_of(unit), source[start - offset : stop - offset], offset=place
+                    extent_of(unit), source[start - offset : stop - offset], offset=place
                 )
                 for start, stop, place in self._places(unit, offset, offset + source.numel())
             ]
@@ -317,9 +312,3 @@ class DividedWeights(WeightStore):
     def close(self) -> None:
         self.stop()
         super().close()
-
-
-def _extent_of(unit: Unit) -> Extent:
-    if unit.extent is None:
-        raise RuntimeError(f"this rank has no share of the weights of {unit.name}")
-    return unit.extent

@@ -10,8 +10,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,91 +29,6 @@ _PATIENCE_SECONDS = 1.0
 def _nothing() -> None: ...
 
 
-class Lease(Protocol):
-    """A chunk in working memory."""
-
-    @property
-    def workspace(self) -> ChunkBuffer:
-        """The working memory. It is gone after `write_back` and `discard`: what it sees of a flat buffer counts as a view."""
-        ...
-
-    def wait(self) -> None:
-        """Return when the record is there."""
-        ...
-
-    def write_back(
-        self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
-    ) -> None:
-        """Store the record; the working memory is free again when that and ``others`` are done.
-
-        Args:
-            others: requests that use the working memory, too.
-            main_only: the states are blank, store what comes before them alone; the next `open` gives zeros for the states.
-            then: called when the memory is free, from any thread.
-        """
-        ...
-
-    def discard(self) -> None:
-        """Store nothing."""
-        ...
-
-
-class StateStore(Protocol):
-    """All records of one tier.
-
-    Attributes:
-        is_on_device: they rest in the memory of a GPU, and are worked on there.
-    """
-
-    is_on_device: bool
-
-    def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
-        """Make room for the records of a unit, with per-element states ``names``.
-
-        ``numel_in_memory``: chunks that end at this element or before have their records in host memory.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give the memory back."""
-        ...
-
-    def names_of(self, unit: Unit) -> Sequence[str]:
-        """The unit's per-element state names."""
-        ...
-
-    def open(
-        self,
-        unit: Unit,
-        chunk: Chunk,
-        *,
-        is_blocking: bool,
-        weight: torch.Tensor | None = None,
-        needs_scratch: bool = True,
-        reads: bool = True,
-    ) -> Lease | None:
-        """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False.
-
-        One that was read ahead is there already.
-
-        Args:
-            unit, chunk: which.
-            is_blocking: wait for a page.
-            weight: the chunk's model weights where they rest (compute dtype), to be worked on there.
-            needs_scratch: whether the workspace must have room for a gradient.
-            reads: False: the record is zeros, as nothing of what is stored is needed.
-        """
-        ...
-
-    def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
-        """Read a record that is soon to be opened, if that takes no page that others may need; whether there was room."""
-        ...
-
-    def forget_ahead(self) -> None:
-        """Give back what was read ahead and has not been opened."""
-        ...
-
-
 @dataclass
 class _UnitRecords:
     names: tuple[str, ...]
@@ -129,46 +43,41 @@ class _UnitRecords:
     """Of each record in the extent, how many bytes from its beginning are stored; the rest is zero."""
 
 
-class _Working:
-    """Has the working memory until the lease ends."""
+@dataclass(eq=False)
+class Lease:
+    """A chunk in working memory, of which a part lies in a page, if only scratch; or none."""
 
-    def __init__(self, workspace: ChunkBuffer) -> None:
-        self._workspace: ChunkBuffer | None = workspace
+    _page: Page | None
+    _workspace: ChunkBuffer | None
+    _read: Handle | None = None
+    _store: Callable[[bool], Handle | None] = lambda main_only: None
+    _end: Callable[[], None] = _nothing
+    _remaining: list[None] = field(default_factory=list)
+    """One entry for each request but the last that has not ended: to take one out is a single step, in any thread."""
+    _then: Callable[[], None] = _nothing
 
     @property
     def workspace(self) -> ChunkBuffer:
+        """The working memory. It is gone after `write_back` and `discard`: what it sees of a flat buffer counts as a view."""
         if self._workspace is None:
             raise RuntimeError("the lease has ended")
         return self._workspace
 
-
-class _PagedLease(_Working):
-    """A chunk of which a part lies in a page, if only scratch; or none."""
-
-    def __init__(
-        self,
-        page: Page | None,
-        workspace: ChunkBuffer,
-        read: Handle | None,
-        store: Callable[[bool], Handle | None],
-        end: Callable[[], None],
-    ) -> None:
-        super().__init__(workspace)
-        self._page = page
-        self._read = read
-        self._store = store
-        self._end = end
-        self._remaining: list[None] = []
-        """One entry for each request but the last that has not ended: to take one out is a single step, in any thread."""
-        self._then = _nothing
-
     def wait(self) -> None:
+        """Return when the record is there."""
         if self._read is not None:
             self._read.wait()
 
     def write_back(
         self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
     ) -> None:
+        """Store the record; the working memory is free again when that and ``others`` are done.
+
+        Args:
+            others: requests that use the working memory, too.
+            main_only: the states are blank, store what comes before them alone; the next `open` gives zeros for the states.
+            then: called when the memory is free, from any thread.
+        """
         handles = list(others)
         self._then = then
         own = self._store(main_only)
@@ -189,6 +98,7 @@ class _PagedLease(_Working):
             self._then()
 
     def discard(self) -> None:
+        """Store nothing."""
         self._end()
         self._workspace = None
         self._release()
@@ -205,6 +115,7 @@ class PagedStateStore:
     """Records in extents of a swapper, worked on in the pages of an arena, and records in memory, worked on in place."""
 
     is_on_device = False
+    """Whether they rest in the memory of a GPU, and are worked on there."""
 
     def __init__(self, swapper: Swapper | None, arena: StagingArena, record_format: ChunkFormat) -> None:
         """``swapper``: None if all records rest in memory."""
@@ -221,6 +132,10 @@ class PagedStateStore:
         """(unit index, chunk index) of leases that may yet change what is stored."""
 
     def allocate(self, unit: Unit, chunks: Sequence[Chunk], names: Sequence[str], numel_in_memory: int = 0) -> None:
+        """Make room for the records of a unit, with per-element states ``names``.
+
+        ``numel_in_memory``: chunks that end at this element or before have their records in host memory.
+        """
         num_in_memory = sum(chunk.stop <= numel_in_memory for chunk in chunks)
         form = self._format
         sizes_in_memory = (form.record_bytes(chunk.numel, len(names)) for chunk in chunks[:num_in_memory])
@@ -249,6 +164,7 @@ class PagedStateStore:
         )
 
     def names_of(self, unit: Unit) -> Sequence[str]:
+        """The unit's per-element state names."""
         return self._records[unit.index].names
 
     def open(
@@ -261,6 +177,17 @@ class PagedStateStore:
         needs_scratch: bool = True,
         reads: bool = True,
     ) -> Lease | None:
+        """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False.
+
+        One that was read ahead is there already.
+
+        Args:
+            unit, chunk: which.
+            is_blocking: wait for a page.
+            weight: the chunk's model weights where they rest (compute dtype), to be worked on there.
+            needs_scratch: whether the workspace must have room for a gradient.
+            reads: False: the record is zeros, as nothing of what is stored is needed.
+        """
         records, key = self._records[unit.index], (unit.index, chunk.index)
         is_in_memory = chunk.index < records.num_in_memory
         with self._lock:
@@ -276,12 +203,13 @@ class PagedStateStore:
                 if page is None:
                     end()
                     return None
+            scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if page is None else page.tensor
             if is_in_memory:
-                workspace = self._in_place(records, chunk, page, weight)
+                workspace = self._in_place(records, chunk, scratch, weight)
                 if not reads:
                     clear(workspace.record)
-                return _PagedLease(page, workspace, None, lambda main_only: None, end)
-            workspace = self._format.lay_out(_tensor_of(page), chunk.numel, records.names, weight)
+                return Lease(page, workspace, _end=end)
+            workspace = self._format.lay_out(scratch, chunk.numel, records.names, weight)
             if not reads:
                 clear(workspace.record)
             elif read is None:
@@ -292,9 +220,7 @@ class PagedStateStore:
                 page.release()
             raise
         record = workspace.record
-        return _PagedLease(
-            page, workspace, read, lambda main_only: self._write(records, chunk.index, record, main_only), end
-        )
+        return Lease(page, workspace, read, lambda main_only: self._write(records, chunk.index, record, main_only), end)
 
     def _page_for(self, unit: Unit, *, is_blocking: bool) -> Page | None:
         owner = f"optimizer state of {unit.name}"
@@ -311,6 +237,7 @@ class PagedStateStore:
         return self._arena.lease(owner=owner)
 
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
+        """Read a record that is soon to be opened, if that takes no page that others may need; whether there was room."""
         records, key = self._records[unit.index], (unit.index, chunk.index)
         if chunk.index < records.num_in_memory:
             return True
@@ -337,18 +264,18 @@ class PagedStateStore:
             return True
 
     def forget_ahead(self) -> None:
+        """Give back what was read ahead and has not been opened."""
         with self._lock:
             while self._ahead:
                 self._ahead.popitem()[1][0].release()
 
     def _in_place(
-        self, records: _UnitRecords, chunk: Chunk, page: Page | None, weight: torch.Tensor | None
+        self, records: _UnitRecords, chunk: Chunk, scratch: torch.Tensor, weight: torch.Tensor | None
     ) -> ChunkBuffer:
         if records.memory is None:
             raise RuntimeError("the record is not in memory")
         offset = records.offsets[chunk.index]
         record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
-        scratch = page.tensor if page is not None else torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
 
     def _read(self, records: _UnitRecords, index: int, record: torch.Tensor) -> Handle | None:
@@ -407,29 +334,8 @@ def clear(memory: torch.Tensor) -> None:
         memory.zero_()
 
 
-def _tensor_of(page: Page | None) -> torch.Tensor:
-    if page is None:
-        raise RuntimeError("there is no page")
-    return page.tensor
-
-
-class _ResidentLease(_Working):
-    def wait(self) -> None: ...
-
-    def write_back(
-        self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
-    ) -> None:
-        self._workspace = None
-        for handle in others:
-            handle.wait()
-        then()
-
-    def discard(self) -> None:
-        self._workspace = None
-
-
 class ResidentStateStore:
-    """Records that stay in the memory of a GPU: ``offload_optimizer.device`` "none"."""
+    """Records that stay in the memory of a GPU: ``offload_optimizer.device`` "none". As `PagedStateStore` for others."""
 
     is_on_device = True
 
@@ -477,4 +383,7 @@ class ResidentStateStore:
         gradient = torch.empty(numel, dtype=torch.float32, device=self._device)
         if weight is None:
             weight = torch.empty(numel, dtype=self._format.weight_dtype, device=self._device)
-        return _ResidentLease(self._format.over(record, numel, names, gradient, weight))
+        return Lease(None, self._format.over(record, numel, names, gradient, weight))
+
+
+StateStore = PagedStateStore | ResidentStateStore

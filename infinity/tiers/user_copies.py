@@ -7,7 +7,6 @@ through the page cache: a state dict of a model that does not fit into memory ca
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.threads.frames import callers
 from swapper.volumes.mapped import MappedFile, mapped_file
 
 logger = logging.getLogger(__name__)
@@ -144,10 +144,5 @@ def _destination_of_state_dict() -> Any:
 
     The stack is looked at, and nothing noted: so there is nothing to be undone after an exception in somebody's hook.
     """
-    found: Any = None
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _STATE_DICT:
-            found = frame
-        frame = frame.f_back
-    return None if found is None else found.f_locals.get("destination")
+    found = [frame for frame in callers() if frame.f_code is _STATE_DICT]
+    return found[-1].f_locals.get("destination") if found else None

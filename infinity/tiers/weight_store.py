@@ -10,16 +10,15 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from infinity.device.compute import ComputeDevice
+from infinity.device.compute import ComputeDevice, Fence
 from infinity.tiers.extent_labels import weight_contents
-from infinity.tiers.host_weights import HostWeights
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
-from swapper import Extent, Handle, Latch, Page, Priority, StagingArena, Swapper
+from swapper import AlignedRegion, Extent, Handle, Latch, Page, Priority, StagingArena, Swapper
 from swapper.sync.limits import start_threads
 
 
@@ -73,6 +72,59 @@ class Written:
             handle.wait()
 
 
+class HostWeights:
+    """One unit's weights at rest in host memory, laid out like its flat buffer, for a device with a memory of its own."""
+
+    def __init__(self, num_bytes: int, device: ComputeDevice) -> None:
+        self._device = device
+        self._region = AlignedRegion(num_bytes)
+        self._unpin = device.pin(self._region.address, self._region.num_bytes) if device.pin is not None else None
+        self.tensor: torch.Tensor | None = torch.from_numpy(self._region.array())
+        self._fence: Fence = None
+
+    def fetch(self, target: torch.Tensor) -> Arrival:
+        """Start the copy into ``target``, a flat buffer."""
+        self._fence = self._device.upload(target, self.present, self._device.mark())
+        return _Copied(self._device, self._fence)
+
+    @property
+    def present(self) -> torch.Tensor:
+        """uint8, the whole block."""
+        if self.tensor is None:
+            raise RuntimeError("the memory of the weights has been released")
+        return self.tensor
+
+    def write(self, offset: int, source: torch.Tensor) -> None:
+        """Replace bytes from ``offset`` on by those of ``source`` (host memory), when no copy reads them any more."""
+        self._device.synchronize(self._fence)
+        raw = source.view(torch.uint8)
+        self.present[offset : offset + raw.numel()].copy_(raw)
+
+    def release(self) -> None:
+        """Give the memory back, when no copy reads it any more."""
+        self._device.synchronize(self._fence)
+        if self._unpin is not None:
+            self._unpin()
+        self.tensor = None
+        self._region.release()
+
+
+class _Copied:
+    """Weights that a copy brings, in the order of the device's streams."""
+
+    def __init__(self, device: ComputeDevice, fence: Fence) -> None:
+        self._device = device
+        self._fence = fence
+
+    def wait(self) -> None:
+        self._device.compute_waits_for(self._fence)
+
+    def done(self) -> bool:
+        return True
+
+    def promote(self) -> None: ...
+
+
 class WeightStore:
     """Where the model weights of units rest that do not stay resident, laid out byte for byte like their flat buffers."""
 
@@ -108,18 +160,16 @@ class WeightStore:
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start bringing the unit's weights into ``unit.flat``."""
-        if unit.flat is None:
-            raise RuntimeError(f"unit {unit.name} has no flat buffer")
         if unit.index in self._blocks:
-            return self._blocks[unit.index].fetch(unit.flat)
+            return self._blocks[unit.index].fetch(unit.memory)
         if self._uploader is not None:
             return self._uploader.fetch(unit, functools.partial(self._read, unit), is_demand=is_demand)
-        return self._read(unit, unit.flat.tensor(), 0, is_demand=is_demand)
+        return self._read(unit, unit.memory, 0, is_demand=is_demand)
 
     def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
         """Begin to read bytes of the unit's flat buffer, from ``offset`` on, into host memory."""
         priority = Priority.DEMAND if is_demand else Priority.PREFETCH
-        return ReadArrival(self.swapper.read(_extent_of(unit), target, offset=offset, priority=priority))
+        return ReadArrival(self.swapper.read(extent_of(unit), target, offset=offset, priority=priority))
 
     def read_chunk(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
         """Read a chunk's model weights: ``target`` has the compute dtype and ``chunk.numel`` elements, on any device.
@@ -127,11 +177,11 @@ class WeightStore:
         Returns None if they are there already.
         """
         if unit.index in self._blocks:
-            offset = _chunk_offset(unit, chunk)
+            offset = chunk_offset(unit, chunk)
             source = self._blocks[unit.index].present[offset : offset + target.numel() * target.element_size()]
             target.copy_(source.view(target.dtype))
             return None
-        read = functools.partial(self.swapper.read, _extent_of(unit), offset=_chunk_offset(unit, chunk))
+        read = functools.partial(self.swapper.read, extent_of(unit), offset=chunk_offset(unit, chunk))
         return landed(lambda memory: read(memory, priority=Priority.PREFETCH), target)
 
     def write_chunk(self, unit: Unit, chunk: Chunk, source: torch.Tensor) -> Handle | None:
@@ -140,16 +190,16 @@ class WeightStore:
         Returns None if they are written already.
         """
         if unit.index in self._blocks:
-            self._blocks[unit.index].write(_chunk_offset(unit, chunk), source)
+            self._blocks[unit.index].write(chunk_offset(unit, chunk), source)
             return None
-        return self.swapper.write(_extent_of(unit), source, offset=_chunk_offset(unit, chunk))
+        return self.swapper.write(extent_of(unit), source, offset=chunk_offset(unit, chunk))
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
         """Write a flat buffer's bytes, from ``offset`` on, from host memory. Returns None if they are written already."""
         if unit.index in self._blocks:
             self._blocks[unit.index].write(offset, source)
             return None
-        return self.swapper.write(_extent_of(unit), source, offset=offset)
+        return self.swapper.write(extent_of(unit), source, offset=offset)
 
     def close(self) -> None:
         """Stop the upload thread, if there is one, and release memory. The swapper belongs to somebody else."""
@@ -160,23 +210,21 @@ class WeightStore:
         self._blocks.clear()
 
 
-def _extent_of(unit: Unit) -> Extent:
+def extent_of(unit: Unit) -> Extent:
     if unit.extent is None:
-        raise RuntimeError(f"unit {unit.name} has no extent")
+        raise RuntimeError(f"unit {unit.name} has no extent: its weights rest elsewhere, or on other ranks")
     return unit.extent
 
 
-def _chunk_offset(unit: Unit, chunk: Chunk) -> int:
+def chunk_offset(unit: Unit, chunk: Chunk) -> int:
     segment = unit.layout.trainable
     if segment is None:
         raise RuntimeError(f"unit {unit.name} is frozen")
     return segment.start_bytes + chunk.start * segment.dtype.itemsize
 
 
-class Read(Protocol):
-    """Begins to bring bytes of a unit's flat buffer, from ``offset`` on, into host memory (uint8, 1-D)."""
-
-    def __call__(self, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival: ...
+Read = Callable[..., Arrival]
+"""``read(target, offset, is_demand=...)`` begins to bring bytes of a unit's flat buffer into host memory (uint8, 1-D)."""
 
 
 class _Upload:
@@ -234,9 +282,7 @@ class Uploader:
 
     def fetch(self, unit: Unit, read: Read, *, is_demand: bool) -> Arrival:
         """Start to bring the unit into ``unit.flat``, with ``read`` for each page. In the order of the requests."""
-        if unit.flat is None:
-            raise RuntimeError(f"unit {unit.name} has no flat buffer")
-        upload = _Upload(f"weights of {unit.name}", unit.flat.tensor(), read, self._device, is_demand=is_demand)
+        upload = _Upload(f"weights of {unit.name}", unit.memory, read, self._device, is_demand=is_demand)
         with self._lock:
             if self._end is None:
                 self._queue.put(upload)

@@ -1,17 +1,23 @@
 """Names that torch does not document, under names of ours, with what they are for and what there would be without them.
 
 Tried with torch 2.13. All are looked up when this module is imported: a torch that lacks one says so there, and not in the
-midst of a training.
-"""
+midst of a training."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import logging
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._functorch import pyfunctorch
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.overrides import _get_current_function_mode_stack
@@ -131,3 +137,205 @@ def with_lazy_bits(tensor: torch.Tensor, bits: tuple[bool, bool]) -> torch.Tenso
     is_conj, is_neg = bits
     tensor = tensor.conj() if is_conj else tensor
     return torch._neg_view(tensor) if is_neg else tensor
+
+
+# ---------------------------------------------- modes: keeps the engine's own operations out of what watches the user's
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+# Private, and the same from torch 2.6 to 2.13: the public ways to leave a mode need the mode itself.
+num_dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+num_function_modes: Callable[[], int] = _C._len_torch_function_stack
+transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+"""The innermost transform of torch.func that runs in this thread, None if none does."""
+is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
+is_transformed: Callable[[torch.Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
+"""Whether the tensor is one around another, made by torch.func. The five are functions in C: asking them is no call of Python."""
+
+
+def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``torch.compile`` neither traces ``function`` nor what it calls, and cuts its graph there.
+
+    As ``torch.compiler.disable``, without importing the compiler: that takes a second and 70 MB, and most never compile.
+    """
+    tracer: Any = torch._C._dynamo.eval_frame
+    skip = tracer._FrameAction.SKIP
+    tracer.set_code_exec_strategy(function.__code__, tracer._FrameExecStrategy(skip, skip))
+    marked: Any = function
+    marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
+    return function
+
+
+def is_compiling() -> bool:
+    """Whether the calling thread is inside torch's compiler, which looks at all that a tensor has.
+
+    Private, and the same from torch 2.6 to 2.13: ``torch.compiler.is_compiling`` answers to what is compiled.
+    """
+    return torch._guards.CompileContext.try_get() is not None
+
+
+class _NoCompiler(ModuleType):
+    """What torch's optimizers ask of the compiler, where nothing is compiled."""
+
+    @staticmethod
+    def disable(function: Callable[_P, _R], *_: Any, **__: Any) -> Callable[_P, _R]:
+        return function
+
+    @staticmethod
+    def graph_break() -> None:
+        """There is no graph."""
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """torch's optimizers are made and make steps without importing the compiler, which takes two thirds of a forecast's time.
+
+    For commands that do nothing else: no other thread may import it meanwhile. Where it is imported already, nothing changes.
+    """
+    name = "torch._dynamo"
+    if name in sys.modules:
+        yield
+        return
+    marked: Any = torch.optim.Optimizer.add_param_group
+    marked = getattr(marked, "__wrapped__", marked)
+    sys.modules[name] = _NoCompiler(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        vars(marked).pop("__dynamo_disable", None)  # torch keeps there what `disable` gave it
+
+
+def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``function`` runs as if no mode, and no transform of torch.func, were active in its thread.
+
+    Where none is, that costs half a microsecond. In inference mode, tensors are made that do not count writes: what it makes
+    are ordinary ones.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        has_modes, has_transform, has_inference = (
+            num_dispatch_modes() or num_function_modes(),
+            transform() is not None,
+            is_inference(),
+        )
+        if not (has_modes or has_transform or has_inference):
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as outside:
+            if has_inference:
+                outside.enter_context(torch.inference_mode(False))
+                outside.enter_context(torch.no_grad())
+            if has_modes:
+                outside.enter_context(_C._DisableTorchDispatch())
+                outside.enter_context(_C.DisableTorchFunction())
+            if has_transform:
+                outside.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
+            return function(*args, **kwargs)
+
+    return call
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory of its own. One around another (torch.func) and a zero tangent (forward mode) have not."""
+    return not (is_transformed(tensor) or tensor._is_zerotensor())
+
+
+# ----------------------------------------------------------------------------------------- which GPU is a process's own
+
+
+def take_gpu(number: int) -> None:
+    """Make that GPU the current one, unless a script has chosen one, or there are not as many: each process has its own."""
+    if torch.cuda.is_available() and torch.cuda.current_device() == 0 < number < torch.cuda.device_count():
+        torch.cuda.set_device(number)
+
+
+# --------------------------------------------- what the default process group was made with. Known in torch 2.4 to 2.13
+
+
+def default_store(distributed: Any) -> Any:
+    """The store in which its ranks have found each other, of the module ``torch.distributed``.
+
+    None where torch has it under another name, and nothing can be told to others.
+    """
+    read = getattr(distributed.distributed_c10d, "_get_default_store", None)
+    return None if read is None else read()
+
+
+def group_timeout(distributed: Any) -> timedelta | None:
+    """How long its ranks wait for each other, as the script has said; None where it has not, or where torch does not tell.
+
+    A group of nccl's own timeout, which is shorter than that of other groups, is one of which nothing was said.
+    """
+    group = distributed.group.WORLD
+    for device in sorted(getattr(group, "_device_types", ()), key=lambda device: device.type != "cpu"):
+        try:
+            found: timedelta = group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        of_nccl = getattr(distributed.distributed_c10d, "default_pg_nccl_timeout", None)
+        return None if device.type != "cpu" and found == of_nccl else found
+    return None
+
+
+# --------------------------------------------------------------- process groups that torch's functions have as defaults
+
+# ``torch.distributed.nn.functional`` has ``group=group.WORLD``; whoever imports it after the group was made (an optimizer does,
+# by way of ``torch._dynamo``) keeps that group.
+
+
+def forget_default_groups() -> None:
+    """These functions take the group that is the default one when they are called. Nothing where torch has none of them."""
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module is not None else ():
+        if inspect.isfunction(function) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if type(value).__name__ == "ProcessGroup" else value for value in function.__defaults__
+            )
+
+
+# -------------------------------------------------- attention kernels of CPUs, for which torch's counter has no formula
+
+# Without an entry here such a kernel counts as nothing.
+
+_NAMES = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable")
+
+
+def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+
+
+def attention_formulas() -> dict[Any, Any]:
+    """Operation -> floating-point operations by the shapes of query, key and value: products by q·k and by weights·v."""
+    from torch.utils.flop_counter import flop_registry
+
+    found = [getattr(torch.ops.aten, name) for name in _NAMES if hasattr(torch.ops.aten, name)]
+    return {each: _attention for each in found if each not in flop_registry}
+
+
+# --------------------------------------------------------------------- kernels in CUDA C, compiled when they are wanted
+
+# `torch.cuda._compile_kernel` has been there since torch 2.9 (run with 2.11, read in 2.13). Where it is missing or
+# fails, there is no kernel, and torch's own operations run.
+
+logger = logging.getLogger(__name__)
+
+Launch = Callable[[int, Sequence[Any]], None]
+"""`(blocks, arguments)`: runs a kernel on the current stream. Arguments are tensors and integers of 32 bits."""
+
+
+def compiled_for(device: torch.device, source: str, name: str, threads: int) -> Launch | None:
+    """The kernel for this GPU, with so many threads per block; None if it cannot be had."""
+    try:
+        with torch.cuda.device(device):
+            kernel: Any = torch.cuda._compile_kernel(source, name)  # type: ignore[no-untyped-call,unused-ignore]
+    except Exception as error:
+        logger.info("the GPU kernel '%s' cannot be compiled, torch's own operations run: %s", name, error)
+        return None
+
+    def launch(blocks: int, arguments: Sequence[Any]) -> None:
+        kernel(grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(arguments))
+
+    return launch

@@ -47,86 +47,29 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(name)
 
 
+_READ = """
+    shape dtype device requires_grad is_leaf ndim layout grad_fn names itemsize nbytes is_cuda is_cpu is_meta
+    is_sparse is_quantized is_mps is_xpu is_nested is_mkldnn is_sparse_csr is_vulkan is_ipu is_maia is_mtia is_xla
+    retains_grad output_nr _version _backward_hooks _post_accumulate_grad_hooks name _base _grad
+"""
+_SET = "requires_grad _backward_hooks _post_accumulate_grad_hooks"
+_CALLED = """
+    numel nelement dim ndimension size element_size is_floating_point is_complex is_signed get_device
+    requires_grad_ register_hook register_post_accumulate_grad_hook __hash__ __len__ _is_view is_inference
+    has_names is_neg is_conj is_set_to is_same_size
+"""
+
+
+def _of_tensors(names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name)]
+
+
 METADATA: frozenset[Any] = frozenset(
     [
-        getattr(torch.Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "requires_grad",
-            "is_leaf",
-            "ndim",
-            "layout",
-            "grad_fn",
-            "names",
-            "itemsize",
-            "nbytes",
-            "is_cuda",
-            "is_cpu",
-            "is_meta",
-            "is_sparse",
-            "is_quantized",
-            "is_mps",
-            "is_xpu",
-            "is_nested",
-            "is_mkldnn",
-            "is_sparse_csr",
-            "is_vulkan",
-            "is_ipu",
-            "is_maia",
-            "is_mtia",
-            "is_xla",
-            "retains_grad",
-            "output_nr",
-            "_version",
-            "_backward_hooks",
-            "_post_accumulate_grad_hooks",
-            "name",
-            "_base",
-            "_grad",
-        )
-        if hasattr(torch.Tensor, name)
-    ]
-    + [
-        getattr(torch.Tensor, name).__set__
-        for name in ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-        if hasattr(torch.Tensor, name)
-    ]
-    + [
-        getattr(torch.Tensor, name)
-        for name in (
-            "numel",
-            "nelement",
-            "dim",
-            "ndimension",
-            "size",
-            "element_size",
-            "is_floating_point",
-            "is_complex",
-            "is_signed",
-            "get_device",
-            "requires_grad_",
-            "register_hook",
-            "register_post_accumulate_grad_hook",
-            "__hash__",
-            "__len__",
-            "_is_view",
-            "is_inference",
-            "has_names",
-            "is_neg",
-            "is_conj",
-            "is_set_to",
-            "is_same_size",
-        )
-        if hasattr(torch.Tensor, name)
-    ]
-    + [
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-        torch.is_same_size,
-        torch.result_type,
+        *(attribute.__get__ for attribute in _of_tensors(_READ)),
+        *(attribute.__set__ for attribute in _of_tensors(_SET)),
+        *_of_tensors(_CALLED),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.result_type),
         torch._has_compatible_shallow_copy_type,
     ]
 )
@@ -212,50 +155,43 @@ def _is_there(tensor: torch.Tensor, device: torch.device) -> bool:
     return index in (None, tensor.device.index or 0)
 
 
-class Apart:
-    """A call of an operation over lists, taken apart into calls over some of the elements each."""
+def unit_by_unit(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: Callable[[Sequence[Any]], Hashable],
+) -> tuple[Any] | None:
+    """Make a call of an operation over lists as calls over some of the elements each; the result that one call would give.
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        key: Callable[[Sequence[Any]], Hashable],
-    ) -> None:
-        """``key`` says of the elements at one place of all the lists with which others they go together."""
-        self._args = args
-        self._kwargs = kwargs
-        self._num_elements = len(args[0]) if args and isinstance(args[0], list | tuple) else 0
-        self._groups: dict[Hashable, list[int]] = {}
-        if name_of(function).startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-            lists = [value for value in (*args, *kwargs.values()) if self._is_list(value)]
-            for index in range(self._num_elements):
-                self._groups.setdefault(key([value[index] for value in lists]), []).append(index)
+    ``key`` says of the elements at one place of all the lists with which others they go together. None: they all do.
+    """
+    length = len(args[0]) if args and isinstance(args[0], list | tuple) else 0
+    if not name_of(function).startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        return None
 
-    @property
-    def is_several(self) -> bool:
-        """Whether there is more than one call."""
-        return len(self._groups) > 1
-
-    def _is_list(self, value: Any) -> bool:
+    def is_list(value: Any) -> bool:
         if isinstance(value, torch.Tensor):
-            return value.dim() == 1 and len(value) == self._num_elements
-        return isinstance(value, list | tuple) and len(value) == self._num_elements
+            return value.dim() == 1 and len(value) == length
+        return isinstance(value, list | tuple) and len(value) == length
 
-    def run(self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
-        """Make the calls, and put their results together as one call would."""
-        results: list[Any] = [None] * self._num_elements
-        kind: type = type(None)
-        for indices in self._groups.values():
+    lists = [value for value in (*args, *kwargs.values()) if is_list(value)]
+    groups: dict[Hashable, list[int]] = {}
+    for index in range(length):
+        groups.setdefault(key([value[index] for value in lists]), []).append(index)
+    if len(groups) < 2:
+        return None
+    results: list[Any] = [None] * length
+    kind: type = type(None)
+    for places in groups.values():
 
-            def pick(value: Any, places: list[int] = indices) -> Any:
-                if not self._is_list(value):
-                    return value
-                return value[places] if isinstance(value, torch.Tensor) else [value[place] for place in places]
+        def pick(value: Any, places: list[int] = places) -> Any:
+            if not is_list(value):
+                return value
+            return value[places] if isinstance(value, torch.Tensor) else [value[place] for place in places]
 
-            found = call(tuple(map(pick, self._args)), {name: pick(value) for name, value in self._kwargs.items()})
-            if isinstance(found, list | tuple) and len(found) == len(indices):
-                kind = type(found)
-                for index, item in zip(indices, found, strict=True):
-                    results[index] = item
-        return None if kind is type(None) else kind(results)
+        found = function(*map(pick, args), **{name: pick(value) for name, value in kwargs.items()})
+        if isinstance(found, list | tuple) and len(found) == len(places):
+            kind = type(found)
+            for index, item in zip(places, found, strict=True):
+                results[index] = item
+    return (None if kind is type(None) else kind(results),)

@@ -8,10 +8,7 @@ import warnings
 import torch
 from torch import nn
 
-from infinity.errors import (
-    ModelError,
-    OtherNumbersWarning,
-)
+from infinity.errors import ModelError, OtherNumbersWarning
 from infinity.torch_internals.operations import leaves
 from infinity.units.parameter import PagedParameter, ResidentParameter, host_of
 from infinity.units.unit import dense_strides, is_float8

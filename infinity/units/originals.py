@@ -11,6 +11,7 @@ on a drive already (see `infinity.loading`) stays there until then, and what com
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -25,32 +26,25 @@ from swapper import Extent, Swapper
 _PART_NUMEL = 1 << 20
 
 
+@dataclass(eq=False)
 class Originals:
     """Begins before the first unit is taken over, and ends when `initialize` returns."""
 
-    def __init__(
-        self,
-        units: list[Unit],
-        *,
-        cuts_nans: bool,
-        stored: Callable[[nn.Parameter], torch.Tensor],
-        open_space: Callable[[int], Swapper],
-        close_space: Callable[[Swapper], None],
-    ) -> None:
-        """
-        Args:
-            units: all that are to be taken over.
-            cuts_nans: whether trainable weights are stored in two halves, which know one NaN only.
-            stored: what is stored of a parameter that is held: its main weight, or its weight if it is frozen.
-            open_space: gives a volume on the drives for so many bytes; raises if there is none.
-            close_space: releases it.
-        """
-        self._units = units
-        self._cuts_nans = cuts_nans
-        self._stored = stored
-        self._open_space = open_space
-        self._close_space = close_space
-        self._swapper: Swapper | None = None
+    _units: list[Unit]
+    """All that are to be taken over."""
+    cuts_nans: bool
+    """Whether trainable weights are stored in two halves, which know one NaN only."""
+    stored: Callable[[nn.Parameter], torch.Tensor]
+    """What is stored of a parameter that is held: its main weight, or its weight if it is frozen."""
+    open_space: Callable[[int], Swapper]
+    """Gives a volume on the drives for so many bytes; raises if there is none."""
+    close_space: Callable[[Swapper], None]
+    """Releases it."""
+    _swapper: Swapper | None = None
+    _in_memory: dict[int, torch.Tensor] = field(default_factory=dict)
+    _on_drive: dict[int, Extent] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._facts = {
             id(parameter): (
                 parameter.dtype,
@@ -59,11 +53,9 @@ class Originals:
                 parameter.grad,
                 drives_of(parameter),
             )
-            for unit in units
+            for unit in self._units
             for parameter in unit.parameters
         }
-        self._in_memory: dict[int, torch.Tensor] = {}
-        self._on_drive: dict[int, Extent] = {}
 
     def gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters that had a gradient, and what it was."""
@@ -88,7 +80,7 @@ class Originals:
             self._on_drive[id(parameter)] = extent
 
     def _survives(self, value: torch.Tensor, dtype: torch.dtype, *, in_halves: bool) -> bool:
-        if in_halves and self._cuts_nans and bool(value.sum().isnan()):
+        if in_halves and self.cuts_nans and bool(value.sum().isnan()):
             return False
         if value.dtype == dtype:
             return True
@@ -104,7 +96,7 @@ class Originals:
                 if self._facts[id(parameter)][0] != slot.spec.dtype
             ]
             try:
-                self._swapper = self._open_space(sum(-(-size // 4096) * 4096 for size in lossy))
+                self._swapper = self.open_space(sum(-(-size // 4096) * 4096 for size in lossy))
             except (BudgetTooSmallError, StorageError):
                 return None  # no drive, or a full one
         return self._swapper
@@ -141,7 +133,7 @@ class Originals:
             value = torch.empty(parameter.shape, dtype=dtype, device="cpu")
             self._swapper.read(self._on_drive[key], value.reshape(-1).view(torch.uint8)).wait()
         else:
-            value = self._stored(parameter)
+            value = self.stored(parameter)
         for dim, step in enumerate(stride):
             if step == 0:  # as many looked at one element
                 value = value[(slice(None),) * dim + (slice(0, 1),)]
@@ -158,4 +150,4 @@ class Originals:
         self._facts.clear()
         swapper, self._swapper = self._swapper, None
         if swapper is not None:
-            self._close_space(swapper)
+            self.close_space(swapper)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,8 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.distributed.process_groups import num_processes
 from infinity.errors import AccessError, ModelError
 from infinity.threads.engine_lock import guard, is_inside
-from infinity.torch_internals.modes import outside_modes, untraced
-from infinity.torch_internals.names import as_plain, forbid_access, unrecorded
+from infinity.torch_internals.names import as_plain, forbid_access, outside_modes, unrecorded, untraced
 from infinity.torch_internals.operations import METADATA, WRITING_METHODS, is_conversion_to_the_same, leaves, name_of
 
 if TYPE_CHECKING:
@@ -45,46 +44,8 @@ HeldTensor = Any
 """A `PagedParameter` or a `PagedView`."""
 
 
-class ParameterHost(Protocol):
-    """Whoever holds a parameter's values: answers operations on it while it is paged out, and gives its gradient."""
-
-    def operate(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[HeldTensor],
-    ) -> Any:
-        """Run ``function`` although ``tensors`` among its arguments are paged out, or raise."""
-        ...
-
-    def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of the parameter's values, as a plain tensor."""
-        ...
-
-    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """What ``parameter.grad`` gives."""
-        ...
-
-    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """What assigning ``parameter.grad`` does."""
-        ...
-
-    def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What ``parameter.data`` gives."""
-        ...
-
-    def set_data(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """What assigning ``parameter.data`` does."""
-        ...
-
-    def before_write(self, parameter: nn.Parameter) -> None:
-        """A resident parameter is about to be written to."""
-        ...
-
-    def slot_of(self, parameter: nn.Parameter) -> Slot:
-        """Where the parameter lies in its unit."""
-        ...
+ParameterHost = Any
+"""Whoever holds a parameter's values, and answers for it: a `ParameterHandler`, which is of a floor above."""
 
 
 _hosts: Any = WeakIdKeyDictionary()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,8 +16,7 @@ from torch import nn
 
 from infinity.device.drive_tensors import is_dense
 from infinity.state_machine import moves
-from infinity.torch_internals.modes import outside_modes
-from infinity.torch_internals.names import as_plain, with_lazy_bits
+from infinity.torch_internals.names import as_plain, outside_modes, with_lazy_bits
 from infinity.units.layout import Chunk, ParameterSpec, Slot, UnitLayout
 from infinity.units.parameter import (
     PagedView,
@@ -28,11 +28,64 @@ from infinity.units.parameter import (
     set_plain_data,
     unbind,
 )
-from infinity.units.unit_state import UNIT_MOVES, UnitState
 
 if TYPE_CHECKING:
     from infinity.device.compute import Fence, FlatBuffer
     from swapper import Extent
+
+
+class UnitState(Enum):
+    """Where a unit's weights are, and to whom its flat buffer belongs."""
+
+    PAGED_OUT = auto()
+    """Nobody holds memory: the weights are where they rest. Next: they come into a buffer, or are updated where they rest."""
+    ARRIVING = auto()
+    """The flat buffer belongs to a read. Next: the weights are there, or their update is asked for, or the read has failed."""
+    RESIDENT = auto()
+    """The unit holds the flat buffer with its weights. Next: parameters look at it, an update begins, or it is given back."""
+    BOUND = auto()
+    """The unit and its parameters hold the flat buffer, for modules and operations. Next: that ends; if the user has
+    gathered the unit, it may be updated meanwhile."""
+    UPDATING_PAGED_OUT = auto()
+    """The unit holds nothing, the update's pages hold a chunk at a time. What rests may not be read. Next: the update ends,
+    or a buffer is found into which it puts the new weights."""
+    UPDATING_ARRIVING = auto()
+    """The flat buffer belongs to an update that fills it, or to a read after which the update begins. Next: either ends."""
+    UPDATING_RESIDENT = auto()
+    """The flat buffer belongs to the update: it reads and writes the weights there. Next: it ends."""
+    UPDATING_BOUND = auto()
+    """As UPDATING_RESIDENT, while the user keeps the unit gathered; the engine waits for the update at once. Next: it ends,
+    or the parameters are cut off all the same (at the end of the engine, or in a forked process)."""
+
+
+_PAIRS = {
+    UnitState.PAGED_OUT: UnitState.UPDATING_PAGED_OUT,
+    UnitState.ARRIVING: UnitState.UPDATING_ARRIVING,
+    UnitState.RESIDENT: UnitState.UPDATING_RESIDENT,
+    UnitState.BOUND: UnitState.UPDATING_BOUND,
+}
+"""Without and with an update that is pending."""
+
+UNIT_MOVES: Mapping[str, Mapping[UnitState, UnitState]] = {
+    "adopt": {UnitState.PAGED_OUT: UnitState.RESIDENT},
+    "fetch_into": {UnitState.PAGED_OUT: UnitState.ARRIVING, UnitState.UPDATING_PAGED_OUT: UnitState.UPDATING_ARRIVING},
+    "expect": {UnitState.ARRIVING: UnitState.ARRIVING},
+    "land": {UnitState.ARRIVING: UnitState.RESIDENT, UnitState.UPDATING_ARRIVING: UnitState.UPDATING_RESIDENT},
+    "bind": {UnitState.RESIDENT: UnitState.BOUND, UnitState.BOUND: UnitState.BOUND},
+    "unbind": {
+        **{state: state for pair in _PAIRS.items() for state in pair},
+        UnitState.BOUND: UnitState.RESIDENT,
+        UnitState.UPDATING_BOUND: UnitState.UPDATING_RESIDENT,
+    },
+    "begin_update": _PAIRS,
+    "end_update": {after: before for before, after in _PAIRS.items()},
+    "release": {
+        UnitState.ARRIVING: UnitState.PAGED_OUT,
+        UnitState.RESIDENT: UnitState.PAGED_OUT,
+        UnitState.UPDATING_ARRIVING: UnitState.UPDATING_PAGED_OUT,
+    },
+}
+"""Method of `Unit` -> state before -> state after. See [Note: debug mode] in ``infinity.state_machine``."""
 
 
 class Arrival(Protocol):
@@ -258,17 +311,20 @@ class Unit:
                 return slot
         return None
 
-    def weight(self, slot: Slot) -> torch.Tensor:
-        """The parameter of ``slot``: a view of the flat buffer, which must hold the weights."""
+    @property
+    def memory(self) -> torch.Tensor:
+        """The whole flat buffer, uint8."""
         if self.flat is None:
             raise RuntimeError(f"unit {self.name} is paged out")
-        return self.view(self.flat.tensor(), slot)
+        return self.flat.tensor()
+
+    def weight(self, slot: Slot) -> torch.Tensor:
+        """The parameter of ``slot``: a view of the flat buffer, which must hold the weights."""
+        return self.view(self.memory, slot)
 
     def weights_of(self, chunk: Chunk) -> torch.Tensor:
         """A chunk's model weights: a view of the flat buffer, which must hold the weights."""
-        if self.flat is None:
-            raise RuntimeError(f"unit {self.name} is paged out")
-        return self.trainable_view(self.flat.tensor())[chunk.start : chunk.stop]
+        return self.trainable_view(self.memory)[chunk.start : chunk.stop]
 
     def trainable_view(self, base: torch.Tensor) -> torch.Tensor:
         """The trainable segment inside ``base``: 1-D, compute dtype, padding included."""
@@ -283,10 +339,8 @@ class Unit:
         """Let the parameters look at the flat buffer, which must hold their weights."""
         if self.is_bound:
             return
-        if self.flat is None:
-            raise RuntimeError(f"unit {self.name} is paged out and cannot be bound")
         self.note_changes()
-        base = self.flat.tensor()
+        base = self.memory
         of_dtype = {segment.dtype: base.view(segment.dtype) for segment in self.layout.segments}
         try:
             bind(self.parameters, [of_dtype[dtype].as_strided(*form) for dtype, form in self._forms])
@@ -344,9 +398,7 @@ class Unit:
 
     def bytes_of(self, slot: Slot) -> torch.Tensor:
         """The parameter's memory in the flat buffer, uint8."""
-        if self.flat is None:
-            raise RuntimeError(f"unit {self.name} is paged out")
-        return self.flat.tensor()[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize]
+        return self.memory[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize]
 
     def let_views_look_at(self, slot: Slot, values: torch.Tensor) -> None:
         """What the user holds of a parameter shows ``values`` (its shape and strides) from now on."""

@@ -24,7 +24,7 @@ import torch
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.sign_compression import LeftOut, compressed_mean, server_numel
-from infinity.gradients.averaged_grads import AveragedGradients, NewGradients
+from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientBuffer
 from infinity.optim.groups import Groups
 from infinity.optim.template import Template
@@ -106,7 +106,7 @@ class CompressedMomenta:
 
     def exchange(
         self,
-        gradients: AveragedGradients,
+        gradients: ReducedGradients,
         new: Sequence[NewGradients],
         factor: Callable[[float], torch.Tensor | None],
         step: int,

@@ -28,9 +28,10 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.host_memory import HeapTrimmer
 from infinity.distributed.meshes import Mesh
 from infinity.errors import StepError
-from infinity.gradients.averaged_grads import AveragedGradients, NewGradients
+from infinity.gradients.gradient_exchange import ShareUpdates
 from infinity.gradients.norms import clip_coefficient, norm_of_model
-from infinity.gradients.share_updates import ShareUpdates
+from infinity.gradients.rank_checks import check_all_held, check_same, check_same_groups, digest
+from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientSource
 from infinity.optim.classes.one_bit_adam import IS_MOMENTUM
 from infinity.optim.groups import Groups
@@ -85,7 +86,7 @@ class Stepper:
         device: ComputeDevice,
         residency: Residency,
         trimmer: HeapTrimmer | None,
-        gradients: AveragedGradients,
+        gradients: ReducedGradients,
         stream: UpdateStream,
         groups: StepGroups,
         gathered: GatheredWeights,
@@ -179,12 +180,12 @@ class Stepper:
         """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
         if not (self.rules.updates_in_backward and self._goes_by_rank):  # else their order depends on how fast each is
             self._stream.expect_again()
-        digest = 0
+        told = 0
         if updates_now and self._is_divided and not self.step_groups.loose.present():
             self._groups = self.step_groups.begin()
-            digest = self.gradients.digest(self.step_groups.described(self._groups))
-        self._share_updates.begin(digest)
-        if not self.gradients.begin_means(step, self._share_updates if digest else None):
+            told = digest(self.step_groups.described(self._groups))
+        self._share_updates.begin(told)
+        if not self.gradients.begin_means(step, self._share_updates if told else None):
             self._share_updates.end()
 
     def deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor], *, updates_now: bool) -> None:
@@ -341,7 +342,7 @@ class Stepper:
             self.gradients.average(step)  # what no backward did
         else:
             self.gradients.average_for_update(step)
-        self.gradients.check_all_held(self.step_groups.loose.present(), step)
+        check_all_held(self._mesh.data, self.step_groups.loose.present(), step)
         if not was_in_backward:
             self._groups = self.step_groups.begin()
         groups = self._groups or self.step_groups.begin()
@@ -352,7 +353,7 @@ class Stepper:
                 self._norms[unit.index, index] = norm
         if was_in_backward:
             self._check_groups_unchanged(step)
-        self.gradients.check_same_groups(functools.partial(self.step_groups.described, groups), step)
+        check_same_groups(self._mesh.data, functools.partial(self.step_groups.described, groups), step)
         scale = self._common_scale(with_gradients)
         for unit in with_gradients:
             self._let_others_update(unit)
@@ -361,7 +362,7 @@ class Stepper:
         )
         norm = norm_of_model(self._mesh, norms, scale * self._divisor, step)
         if self._momenta is None or momenta is None:
-            self.gradients.check_same(norm, step)
+            check_same(self._mesh.data, norm, step)
             self.grad_norm = norm
         else:
             self.grad_norm = self._momenta.largest(norm, step)

@@ -26,13 +26,9 @@ class BlockBuffers:
     """The buffers of a block and of the modules in it."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._modules = list(dict.fromkeys(block.modules()))
+        self.modules = list(dict.fromkeys(block.modules()))
         self.are_written = False
         """Whether a forward has been seen to change them."""
-
-    def modules(self) -> list[nn.Module]:
-        """The modules that have them."""
-        return self._modules
 
     def note_written(self) -> None:
         """A forward has changed them."""
@@ -42,7 +38,7 @@ class BlockBuffers:
         """Something that differs after a buffer was replaced or written to."""
         marks: list[object] = [(id(buffer), version_of(buffer)) for _, _, buffer in self._present()]
         if any(
-            isinstance(module, NormBase) and module.training and module.track_running_stats for module in self._modules
+            isinstance(module, NormBase) and module.training and module.track_running_stats for module in self.modules
         ):
             marks.append(object())  # their kernels write past the version
         return marks
@@ -52,7 +48,7 @@ class BlockBuffers:
         return BufferValues([(home, name, buffer, buffer.detach().clone()) for home, name, buffer in self._present()])
 
     def _present(self) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-        for module in self._modules:
+        for module in self.modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield module._buffers, name, buffer

@@ -28,6 +28,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -107,56 +108,41 @@ _enter: Any = Entered.apply
 _return: Any = Returned.apply
 
 
+@dataclass(eq=False)
 class BlockCall:
     """Runs a block on detached inputs and keeps what it needs to do so again."""
 
-    def __init__(
-        self,
-        block: Block,
-        forward: Callable[..., Any],
-        micro_batch: int,
-        boundary: Boundary,
-        device: ComputeDevice,
-        *,
-        is_trial: bool,
-    ) -> None:
-        """
-        Args:
-            block: the module.
-            forward: its forward.
-            micro_batch: the number of the micro-batch.
-            boundary: keeps the inputs.
-            device: the compute device.
-            is_trial: look closely at everything that might differ the second time.
-        """
-        self.block = block
-        self.micro_batch = micro_batch
-        self._forward = forward
-        self._boundary = boundary
-        self._device = device
-        self._is_trial = is_trial
-        self._tree: Tree | None = None
-        self._inputs: list[Kept | nn.Parameter] = []
-        self._edges: list[Edge | None] = []
-        self._untold_edges: list[Edge] = []
-        self._results: list[int] = []
-        self._sums: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor | None] = []
-        self._state: ThreadState | None = None
-        self._random: RandomState | None = None
-        self._buffer_values: BufferValues | None = None
-        self._is_forward_over = False
-        self._is_differentiated = False
-        self.is_over = False
-        """Whether no gradient may come any more."""
+    block: Block
+    """The module."""
+    _forward: Callable[..., Any]
+    """Its forward."""
+    micro_batch: int
+    """The number of the micro-batch."""
+    _boundary: Boundary
+    """Keeps the inputs."""
+    _device: ComputeDevice
+    """The compute device."""
+    is_trial: bool
+    """Look closely at everything that might differ the second time."""
+    _tree: Tree | None = None
+    _inputs: list[Kept | nn.Parameter] = field(default_factory=list)
+    _edges: list[Edge | None] = field(default_factory=list)
+    _untold_edges: list[Edge] = field(default_factory=list)
+    _results: list[int] = field(default_factory=list)
+    _sums: list[torch.Tensor] = field(default_factory=list)
+    _gradients: list[torch.Tensor | None] = field(default_factory=list)
+    _state: ThreadState | None = None
+    _random: RandomState | None = None
+    _buffer_values: BufferValues | None = None
+    _is_forward_over = False
+    _is_differentiated = False
+    is_over = False
+    """Whether no gradient may come any more."""
 
     # ----------------------------------------------------------------------------------------------------- forward
 
     def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        compute: Callable[[Callable[[], Tree]], Tree],
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[[Callable[[], Tree]], Tree]
     ) -> tuple[Any, list[Any]]:
         """The call as the user's code makes it.
 
@@ -175,7 +161,7 @@ class BlockCall:
         trail = _Trail()
         trace = weakref.ref(trail)
         marks, random = self.block.buffers.marks(), RandomState(self._device.torch_device)
-        if self._is_trial or self.block.buffers.are_written:
+        if self.is_trial or self.block.buffers.are_written:
             self._buffer_values = self.block.buffers.capture()
         self._state = ThreadState(self._device)
         given, versions = self._enter(tree, trail)
@@ -215,7 +201,7 @@ class BlockCall:
             gc.collect()
             if trace() is not None:
                 raise Refusal(f"{self.block.name} gives tensors away other than by returning them")
-            self.block.leaves_cycles = self._is_trial
+            self.block.leaves_cycles = self.is_trial
 
     def _first(self, saving: contextlib.AbstractContextManager[Any], form: tuple[Any, Any]) -> Tree:
         with saving:
@@ -258,7 +244,7 @@ class BlockCall:
             memory.add(address)
             self._results.append(index)
             carried.append(self._boundary.without_weights(tensor.detach()))
-        if self._is_trial:
+        if self.is_trial:
             self._sums = [_checksum(tensor) for tensor in carried]
         if carried:
             self._gradients = [None] * len(carried)
@@ -343,7 +329,7 @@ class BlockCall:
                 # What is no leaf takes gradients part by part.
                 given = [x if g is None else _enter(x, None) for x, g in zip(leaves, earlier, strict=True)]
                 results = self._compute(given)
-            if self._is_trial and not all(
+            if self.is_trial and not all(
                 torch.equal(a, _checksum(b)) for a, b in zip(self._sums, results, strict=True)
             ):
                 raise Refusal(f"{self.block.name} gives another result when it is computed again")

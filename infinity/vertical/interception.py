@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from infinity.units.unit import Unit
 from infinity.vertical.call import Block
 
 Handler = Callable[[Block, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-_ABSENT: Any = object()
 
 
 class Interception:
@@ -29,8 +28,8 @@ class Interception:
         self._module_hooks = module_hooks
         self.blocks: list[Block] = []
         """The modules, each before its descendants."""
-        self._before: list[tuple[nn.Module, Any]] = []
-        self._relieved: list[Any] = []
+        self._undo = ExitStack()
+        """Puts the modules back as they were."""
         modules = dict(parameter_map.model.named_modules())
         for block in blocks:
             home = _home(parameter_map, modules[block])
@@ -40,45 +39,32 @@ class Interception:
                 units = {parameter_map.locate(p)[0].index for p in module.parameters() if parameter_map.holds(p)}
                 if home.index in units and not isinstance(module, torch.jit.ScriptModule):
                     self.blocks.append(Block(name, module, home))
-        self._units = {block.unit.index for block in self.blocks}
-
-    def is_unit(self, unit: Unit) -> bool:
-        """Whether ``unit`` is that of a block."""
-        return unit.index in self._units
+        self.unit_indices = {block.unit.index for block in self.blocks}
 
     @contextmanager
     def active(self, handler: Handler) -> Iterator[None]:
         """Inside the ``with`` block ``handler`` is called in place of the modules' forwards, which it gets."""
-        try:
-            for module in self._model.modules():
-                if _checkpoints_itself(module):
-                    self._relieved.append(module)
-                    self._relieved[-1].gradient_checkpointing = False
+        with self._undo:
+            relieved: list[Any] = [module for module in self._model.modules() if _checkpoints_itself(module)]
+            for module in relieved:
+                self._undo.callback(setattr, module, "gradient_checkpointing", True)
+                module.gradient_checkpointing = False
             for block in self.blocks:
                 if id(block.module) in self._module_hooks.covered:
                     continue  # its forward is part of a compiled one
-                attributes = block.module.__dict__
-                self._before.append((block.module, attributes.get("forward", _ABSENT)))
-                forward = block.module.forward
+                attributes, forward = block.module.__dict__, block.module.forward
+                if "forward" in attributes:
+                    self._undo.callback(attributes.__setitem__, "forward", forward)
+                else:
+                    self._undo.callback(attributes.pop, "forward", None)
                 # Without the engine's own checkpointing: units are recomputed anyway.
                 computing = forward.forward if isinstance(forward, RecomputedForward) else forward
                 attributes["forward"] = _wrap(handler, block, computing)
             yield
-        finally:
-            self.restore()
 
     def restore(self) -> None:
         """The modules are as they were, however `active` was left. May be repeated."""
-        while self._before:
-            module, forward = self._before[-1]
-            if forward is _ABSENT:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
-            del self._before[-1]
-        while self._relieved:
-            self._relieved[-1].gradient_checkpointing = True
-            del self._relieved[-1]
+        self._undo.close()
 
 
 def _wrap(handler: Handler, block: Block, forward: Callable[..., Any]) -> Callable[..., Any]:

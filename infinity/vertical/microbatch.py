@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,19 +15,12 @@ from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import Refusal
 from infinity.device.compute import ComputeDevice
 from infinity.loop.pager import Pager
+from infinity.loop.shared_forward import present
 from infinity.vertical.arguments import Tree
 from infinity.vertical.call import Block, BlockCall
 from infinity.vertical.glue import Glue
 from infinity.vertical.handoff import Abandoned, MicroBatchThread
 from infinity.vertical.thread_state import ThreadState, obstacle
-
-_present = threading.local()
-
-
-def present() -> MicroBatch | None:
-    """The micro-batch whose thread the calling one is; None in any other thread."""
-    found: MicroBatch | None = getattr(_present, "micro_batch", None)
-    return found
 
 
 class Arrival(NamedTuple):
@@ -37,49 +30,39 @@ class Arrival(NamedTuple):
     with_gradient: bool
 
 
+@dataclass(eq=False)
 class MicroBatch:
     """Runs one forward, and stops before and after each call of a block."""
 
-    def __init__(
-        self,
-        index: int,
-        compute_loss: Callable[[], torch.Tensor],
-        thread: MicroBatchThread,
-        boundary: Boundary,
-        pager: Pager,
-        device: ComputeDevice,
-        *,
-        is_trial: bool,
-    ) -> None:
-        """
-        Args:
-            index: its number in the step.
-            compute_loss: runs the user's forward.
-            thread: runs that; nothing else is under way there.
-            boundary: keeps inputs of blocks.
-            pager: the call that holds its lock is what the thread works for.
-            device: the compute device.
-            is_trial: look closely at everything.
-        """
-        self.index = index
-        self._boundary = boundary
-        self._pager = pager
-        self._device = device
-        self._is_trial = is_trial
-        self.calls: list[BlockCall | None] = []
-        """By position from 0; None for a call without gradient."""
-        self.glue = Glue(index)
-        self.arrival: Arrival | None = None
-        """The call that waits for the next `resume`; None where it has just been computed, and at the end of forward."""
-        self._loss: Any = None
-        self.is_inside = False
-        """Whether a block is being computed."""
-        self._task: Callable[[], Tree] | None = None
-        """What the training thread computes before it goes on with this one."""
-        self._computed: Tree | BaseException | None = None
-        self._refusal: Refusal | None = None
-        self._thread = thread
-        thread.begin(functools.partial(self._run, compute_loss, ThreadState(device)))
+    index: int
+    """Its number in the step."""
+    compute_loss: InitVar[Callable[[], torch.Tensor]]
+    """Runs the user's forward."""
+    _thread: MicroBatchThread
+    """Runs that; nothing else is under way there."""
+    _boundary: Boundary
+    """Keeps inputs of blocks."""
+    _pager: Pager
+    """The call that holds its lock is what the thread works for."""
+    _device: ComputeDevice
+    """The compute device."""
+    is_trial: bool
+    """Look closely at everything."""
+    calls: list[BlockCall | None] = field(default_factory=list)
+    """By position from 0; None for a call without gradient."""
+    arrival: Arrival | None = None
+    """The call that waits for the next `resume`; None where it has just been computed, and at the end of forward."""
+    _loss: Any = None
+    is_inside = False
+    """Whether a block is being computed."""
+    _task: Callable[[], Tree] | None = None
+    """What the training thread computes before it goes on with this one."""
+    _computed: Tree | BaseException | None = None
+    _refusal: Refusal | None = None
+
+    def __post_init__(self, compute_loss: Callable[[], torch.Tensor]) -> None:
+        self.glue = Glue(self.index)
+        self._thread.begin(functools.partial(self._run, compute_loss, ThreadState(self._device)))
 
     # ------------------------------------------------------------------------------------------------ training thread
 
@@ -137,20 +120,20 @@ class MicroBatch:
     # ----------------------------------------------------------------------------------------- the micro-batch's thread
 
     def _run(self, compute_loss: Callable[[], torch.Tensor], state: ThreadState) -> None:
-        _present.micro_batch = self
+        present.micro_batch = self
         pager = self._pager
         try:
             with (
                 pager.lock.joined(),
                 state.entered(),
-                _HookWatch(self) if self._is_trial else contextlib.nullcontext(),
+                _HookWatch(self) if self.is_trial else contextlib.nullcontext(),
                 torch.enable_grad(),
                 torch.autograd.graph.saved_tensors_hooks(pager.pack, pager.unpack),
             ):
                 self._loss = compute_loss()
                 self.glue.find_hooks()
         finally:
-            _present.micro_batch = None
+            present.micro_batch = None
 
     def call(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block is called by the user's code."""
@@ -163,7 +146,7 @@ class MicroBatch:
         self.is_inside = True
         try:
             if with_gradient:
-                call = BlockCall(block, forward, self.index, self._boundary, self._device, is_trial=self._is_trial)
+                call = BlockCall(block, forward, self.index, self._boundary, self._device, is_trial=self.is_trial)
                 self.calls.append(call)
                 result, outputs = call.run(args, kwargs, self._compute)
                 self.glue.note_call(call.take_edges())

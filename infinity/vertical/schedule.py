@@ -18,7 +18,7 @@ from infinity.vertical.buffers import StepStart
 from infinity.vertical.handoff import Abandoned, MicroBatchThread
 from infinity.vertical.interception import Interception
 from infinity.vertical.step import StepContext, StepOptions, VerticalStep
-from infinity.vertical.tied import Key
+from infinity.vertical.sums import Key
 from swapper import SwapperError
 from swapper.sync.interrupts import uninterrupted
 
@@ -109,7 +109,7 @@ class VerticalSchedule:
         for unit in hooks.units if capacity_bytes is not None else ():
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 fits = _NUM_IN_MEMORY * parameter.numel() * parameter.itemsize <= (capacity_bytes or 0)
-                if slot.spec.is_trainable and fits and not self._interception.is_unit(unit):
+                if slot.spec.is_trainable and fits and unit.index not in self._interception.unit_indices:
                     found.append((unit.index, slot.index))
         owners = hooks.num_owners()
         return [key for key in found if owners.get(key) == 2]

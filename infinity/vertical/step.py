@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.pager import Pager
 from infinity.loop.phase import Phase, PhaseGuard
+from infinity.loop.shared_forward import SharedForward, present
 from infinity.metrics.clock import StepClock
 from infinity.paging.parameter_map import ParameterMap
 from infinity.units.layout import Slot
@@ -29,11 +30,9 @@ from infinity.vertical.call import Block
 from infinity.vertical.eligibility import Suitability
 from infinity.vertical.handoff import MicroBatchThread
 from infinity.vertical.interception import Interception
-from infinity.vertical.microbatch import Arrival, MicroBatch, present
-from infinity.vertical.shared_forward import SharedForward
-from infinity.vertical.sums import UnitSums
+from infinity.vertical.microbatch import Arrival, MicroBatch
+from infinity.vertical.sums import Key, TiedParts, UnitSums
 from infinity.vertical.thread_state import RandomState
-from infinity.vertical.tied import Key, TiedParts
 
 
 @dataclass(frozen=True)
@@ -71,46 +70,42 @@ class StepOptions:
     """Parameters whose gradients come in two parts, which are added up as they would be one micro-batch after the other."""
 
 
+@dataclass(eq=False)
 class VerticalStep:
     """One step."""
 
-    def __init__(
-        self,
-        on: StepContext,
-        backwards: Backwards,
-        guard: PhaseGuard,
-        interception: Interception,
-        options: StepOptions,
-        *,
-        is_trial: bool,
-    ) -> None:
-        """``is_trial``: look closely at everything, and update nothing before the end."""
-        self._on = on
-        self._backwards = backwards
-        self._guard = guard
-        self._options = options
-        self.is_trial = is_trial
-        self.boundary = Boundary(on.space, on.clock, on.pager.pack, on.pager.unpack, on.activation_bytes)
-        self._tied = TiedParts(self.boundary, options.tied)
-        self._updates_in_backward = on.stepper.rules.updates_in_backward and options.updates
-        self._updates_now = self._updates_in_backward and not is_trial
-        self._shared = SharedForward(on.pager, interception)
-        self._sums = UnitSums(on.stepper, on.device, updates_now=self._updates_now, step=options.step)
-        self._batches: list[MicroBatch] = []
-        self._blocks: list[Block] = []
-        self._losses: list[torch.Tensor] = []
-        self._units = {unit.index: unit for unit in on.parameter_map.units}
-        self._hooked: set[tuple[int, int, int]] = set()
-        """Gradients that have been through a hook of the user: micro-batch, unit and slot."""
-        self._others: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        """Parameters that no engine holds, with the gradients that they had: the glue adds to them."""
-        self._runs_glue_backward = False
-        self._is_final = False
-        self._place = 0
-        """What all micro-batches do one after the other before any of them goes on, counted."""
-        self._drew_at: int | None = None
-        self._gradient_at: dict[Key, int] = {}
-        """The moment at which its gradient came."""
+    _on: StepContext
+    _backwards: Backwards
+    _guard: PhaseGuard
+    interception: InitVar[Interception]
+    _options: StepOptions
+    is_trial: bool
+    """Look closely at everything, and update nothing before the end."""
+    _batches: list[MicroBatch] = field(default_factory=list)
+    _blocks: list[Block] = field(default_factory=list)
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    _hooked: set[tuple[int, int, int]] = field(default_factory=set)
+    """Gradients that have been through a hook of the user: micro-batch, unit and slot."""
+    _others: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
+    """Parameters that no engine holds, with the gradients that they had: the glue adds to them."""
+    _runs_glue_backward = False
+    _is_final = False
+    _place = 0
+    """What all micro-batches do one after the other before any of them goes on, counted."""
+    _drew_at: int | None = None
+    _gradient_at: dict[Key, int] = field(default_factory=dict)
+    """The moment at which its gradient came."""
+
+    def __post_init__(self, interception: Interception) -> None:
+        self.boundary = Boundary(
+            self._on.space, self._on.clock, self._on.pager.pack, self._on.pager.unpack, self._on.activation_bytes
+        )
+        self._tied = TiedParts(self.boundary, self._options.tied)
+        self._updates_in_backward = self._on.stepper.rules.updates_in_backward and self._options.updates
+        self._updates_now = self._updates_in_backward and not self.is_trial
+        self._shared = SharedForward(self._on.pager.residency, interception.unit_indices)
+        self._sums = UnitSums(self._on.stepper, self._on.device, updates_now=self._updates_now, step=self._options.step)
+        self._units = {unit.index: unit for unit in self._on.parameter_map.units}
 
     # -------------------------------------------------------------------------------------------------------- the step
 
@@ -207,7 +202,7 @@ class VerticalStep:
         del share, loss
         if self._guard.phase is Phase.READY:
             self._guard.move_to(Phase.BACKWARD)
-        with self._shared.in_between():
+        with self._shared.in_between(), self._on.pager.as_if_inside(False):
             self._run_glue(batch, len(batch.calls) + 1)
 
     def _check(self, start: StepStart) -> None:
@@ -217,7 +212,7 @@ class VerticalStep:
         for block in writing:
             if writing.count(block) > 1:
                 raise Refusal(f"{block.name} writes to its buffers and is called several times")
-        changed = start.changed_buffer({module for block in writing for module in block.buffers.modules()})
+        changed = start.changed_buffer({module for block in writing for module in block.buffers.modules})
         if changed is not None:
             raise Refusal(f"the model's forward changes the buffer {changed} between its blocks")
 
@@ -298,7 +293,7 @@ class VerticalStep:
     def _joined(
         self, batch: MicroBatch, unit: Unit, gradients: dict[Slot, torch.Tensor], moment: int
     ) -> dict[Slot, torch.Tensor]:
-        """``gradients`` without those of which another part is to come; see [Note: parts] in `infinity.vertical.tied`."""
+        """``gradients`` without those of which another part is to come; see [Note: parts] in `infinity.vertical.sums`."""
         is_last = self._shared.first_moments.get(unit.index) == moment
         for index, number in self._tied.tied:
             slot = unit.layout.slots[number] if index == unit.index else None
@@ -332,13 +327,11 @@ class VerticalStep:
 
     def on_call(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block, or a module that lies in one, is called."""
-        batch = present()
+        batch = present.micro_batch
         if batch is not None and not batch.is_inside:
             return batch.call(block, forward, args, kwargs)
-        if batch is None:
-            self._on.pager.lock.check(
-                f"calling {block.name}"
-            )  # another thread's: inside a block no hook of ours says so
+        if batch is None:  # maybe another thread's: inside a block no hook of ours says so
+            self._on.pager.lock.check(f"calling {block.name}")
         if batch is None and self._runs_glue_backward:
             raise Refusal(
                 f"the model recomputes {block.name} by itself (switch its activation checkpointing off: a vertical step "

@@ -38,7 +38,7 @@ class ThreadState:
     def __init__(self, device: ComputeDevice) -> None:
         """``device``: the compute device."""
         self._carried = device.carried()
-        self._autocasts = [_Autocast(kind) for kind in dict.fromkeys(("cpu", device.torch_device.type))]
+        self._autocasts = {kind: _autocast(kind) for kind in ("cpu", device.torch_device.type)}
         self._devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
         self._context = contextvars.copy_context()
 
@@ -47,8 +47,10 @@ class ThreadState:
         """The settings hold in the calling thread inside the ``with`` block; context variables are left alone."""
         with ExitStack() as stack:
             stack.enter_context(self._carried())
-            for autocast in self._autocasts:
-                autocast.enter(stack)
+            for kind, (is_enabled, dtype, caches) in self._autocasts.items():
+                now = _autocast(kind)
+                if now != (is_enabled, dtype, caches) and (is_enabled or now[0]):
+                    stack.enter_context(torch.autocast(kind, dtype, is_enabled, caches))
             present = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
             if self._devices and self._devices != present:
                 stack.enter_context(torch.device(self._devices[-1]))
@@ -63,22 +65,10 @@ class ThreadState:
             return function()
 
 
-class _Autocast:
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self._state = self._now()
-
-    def _now(self) -> tuple[bool, torch.dtype, bool]:
-        return (
-            torch.is_autocast_enabled(self.device_type),
-            torch.get_autocast_dtype(self.device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def enter(self, stack: ExitStack) -> None:
-        is_enabled, dtype, caches = self._state
-        if self._now() != self._state and (is_enabled or torch.is_autocast_enabled(self.device_type)):
-            stack.enter_context(torch.autocast(self.device_type, dtype, is_enabled, caches))
+def _autocast(device_type: str) -> tuple[bool, torch.dtype, bool]:
+    """Whether it is on, to which dtype, and whether it caches, in the calling thread."""
+    is_enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    return is_enabled, dtype, torch.is_autocast_cache_enabled()
 
 
 class RandomState:

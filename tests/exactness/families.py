@@ -45,31 +45,30 @@ def _checkpointed(make: Callable[[], nn.Module]) -> Callable[[str], nn.Module]:
     return build
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _made(name: str, **options: Any) -> nn.Module:
+    import transformers
 
-    return LlamaForCausalLM(LlamaConfig(**_CAUSAL, tie_word_embeddings=False))
+    kind = getattr(transformers, name)
+    model: nn.Module = kind(kind.config_class(**options))
+    return model
+
+
+def llama() -> nn.Module:
+    return _made("LlamaForCausalLM", **_CAUSAL, tie_word_embeddings=False)
 
 
 def qwen2() -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**_CAUSAL, tie_word_embeddings=True, attn_implementation="eager"))
+    return _made("Qwen2ForCausalLM", **_CAUSAL, tie_word_embeddings=True, attn_implementation="eager")
 
 
 def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(**_CAUSAL, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
-    return MixtralForCausalLM(config)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    return _made("MixtralForCausalLM", **_CAUSAL, **experts)
 
 
 def mixtral_one_by_one() -> nn.Module:
     """Mixtral whose experts are modules in a ModuleList; an expert that no token goes to is not called."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(**_CAUSAL, num_local_experts=8, num_experts_per_tok=1)
-    model = MixtralForCausalLM(config)
+    model: Any = _made("MixtralForCausalLM", **_CAUSAL, num_local_experts=8, num_experts_per_tok=1)
     for layer in model.model.layers:
         layer.mlp.experts = _ExpertList(layer.mlp.experts)
     return model
@@ -100,74 +99,28 @@ class _ExpertList(nn.Module):
         return out
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 56, **_NO_DROPOUT}
 
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=32,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        # Dropout stays on: it draws from the global generator, in a recompute too.
-        resid_pdrop=0.1,
-        embd_pdrop=0.1,
-        attn_pdrop=0.1,
-        use_cache=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return GPT2LMHeadModel(config)
+
+def gpt2() -> nn.Module:
+    """Dropout stays on: it draws from the global generator, in a recompute too."""
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    return _made("GPT2LMHeadModel", **sizes, use_cache=False, bos_token_id=1, eos_token_id=2)
 
 
 def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=56,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 56, "num_layers": 2, "num_heads": 4}
+    rest = {"dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0}
+    return _made("T5ForConditionalGeneration", **sizes, **rest)
 
 
 def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=56,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForMaskedLM(config)
+    return _made("BertForMaskedLM", vocab_size=VOCABULARY, **_SMALL, max_position_embeddings=32)
 
 
 def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=56,
-        image_size=8,
-        patch_size=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=5,
-    )
-    return ViTForImageClassification(config)
+    return _made("ViTForImageClassification", **_SMALL, image_size=8, patch_size=4, num_labels=5)
 
 
 def _causal_batch(draw: Draw) -> Batch:

@@ -254,12 +254,7 @@ class SimulatedGpu(SeparateHostDevice):
             return fence
 
     def _enqueue(
-        self,
-        name: str,
-        stream: str,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        after: Event | None,
+        self, name: str, stream: str, target: torch.Tensor, source: torch.Tensor, after: Event | None
     ) -> Event:
         ends = [target, source]
         to, origin = (backend.on_host(end) if end.device.type == backend.NAME else end for end in ends)

@@ -18,12 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TESTS = (
-    "tests/simulated_gpu",
-    "tests/unit/tiers",
-    "tests/unit/updates",
-    "tests/unit/device",
-)
+TESTS = ("tests/simulated_gpu", "tests/unit/tiers", "tests/unit/updates", "tests/unit/device")
 _INSTEAD = {"mark": "None", "compute_waits_for": "None", "is_done": "True"}
 _ARGUMENT_ALONE = ("synchronize",)
 _READS_THE_CODE = "tests/unit/device/test_synchronisations.py"

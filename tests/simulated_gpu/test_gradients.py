@@ -13,8 +13,8 @@ from tests.internals import (
     Arrivals,
     ComputeDevice,
     FlatPool,
+    GradientStore,
     MainGradDtype,
-    ShownGradients,
     Slot,
     StepClock,
     Unit,
@@ -42,7 +42,7 @@ class _Store:
         self.units = [trainable_unit(index, _SHAPES, dtype) for index in range(3)]
         numel = sum(unit.layout.trainable_numel for unit in self.units)
         self.arrivals = Arrivals(self.device, ring_bytes)
-        self.grads = ShownGradients(
+        self.grads = GradientStore(
             self.units,
             self.device,
             StepClock(),
@@ -173,50 +173,6 @@ def test_a_norm_is_taken_again_where_somebody_has_looked(swapper: Swapper) -> No
     store.grads.note_change(unit)
     changed = store.grads.show(unit).view(slot).clone()
     assert torch.equal(store.grads.norms_of(unit)[slot.index].cpu(), gradient_norm(changed))
-    store.close()
-
-
-def test_a_gradient_that_is_set_is_what_it_was_then(swapper: Swapper) -> None:
-    store = _Store(swapper, 1 << 20)
-    unit = store.units[0]
-    slot, other = unit.layout.slots
-    came = store.draw(unit)
-    store.add(unit, came)
-    mine = torch.ones(slot.spec.shape, device=backend.NAME)
-    store.grads.set_gradient(unit, slot, mine)
-    mine.mul_(5)
-    assert torch.equal(store.grads.norms_of(unit)[slot.index].cpu(), gradient_norm(torch.ones(slot.spec.shape)))
-    _require_equal(store.values(unit), {slot: torch.ones(slot.spec.shape), other: came[other]})
-    store.close()
-
-
-@pytest.mark.parametrize("kept", [(), ((0, 0),)], ids=["all", "all_but_one"])
-def test_what_is_on_its_way_is_forgotten_with_the_rest(kept: tuple[tuple[int, int], ...], swapper: Swapper) -> None:
-    store = _Store(swapper, 1 << 20)
-    unit, other, _ = store.units
-    came = store.draw(unit)
-    store.add(unit, came)
-    store.add(other, store.draw(other))
-    store.grads.clear(kept)
-    assert not store.arrivals.coming
-    assert store.grads.slots_with_gradient(unit) == [slot for slot in unit.layout.slots if (0, slot.index) in kept]
-    assert not store.grads.slots_with_gradient(other)
-    _require_equal(store.values(unit), {slot: each for slot, each in came.items() if (0, slot.index) in kept})
-    after = store.draw(unit)
-    store.add(unit, after)  # into memory to which copies may still be on their way
-    _require_equal(store.values(unit), after)
-    store.close()
-
-
-def test_zeros_stand_for_what_was_on_its_way(swapper: Swapper) -> None:
-    store = _Store(swapper, 1 << 20)
-    unit = store.units[0]
-    store.add(unit, store.draw(unit))
-    store.grads.zero()
-    after = store.draw(unit)
-    slot, other = unit.layout.slots
-    store.add(unit, {slot: after[slot]})
-    _require_equal(store.values(unit), {slot: after[slot], other: torch.zeros(other.spec.shape)})
     store.close()
 
 

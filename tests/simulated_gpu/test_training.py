@@ -25,7 +25,7 @@ from tests.exactness.families import FAMILIES
 from tests.exactness.grid import WORKERS, Row
 from tests.exactness.on_device import give_least_device_memory, require_exact_training_on
 from tests.exactness.shapes import SHAPES
-from tests.internals import EngineResources, gradient_norm, main_grads, placement
+from tests.internals import EngineResources, gradient_norm, gradient_store, placement
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import COMPUTE, SimulatedGpu
 
@@ -245,7 +245,7 @@ def test_clipping_takes_norms_on_the_device(
         taken.extend(gradient.device.type for gradient in gradients)
         return [gradient_norm(gradient) for gradient in gradients]
 
-    monkeypatch.setattr(main_grads, "gradient_norms", norms_of)
+    monkeypatch.setattr(gradient_store, "gradient_norms", norms_of)
     with _engine(device, tmp_path, gradient_clipping=1.0) as engine:
         engine.backward(engine(torch.randn(2, 64, device=backend.NAME)).square().sum())
         engine.step()

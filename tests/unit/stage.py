@@ -12,7 +12,6 @@ from torch import nn
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.loop.backward import Backwards
-from infinity.loop.load_hooks import OpenLoads
 from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.pager import Pager
 from infinity.loop.parameter_handler import ParameterHandler
@@ -20,9 +19,8 @@ from infinity.loop.phase import PhaseGuard
 from infinity.loop.style import LoopStyle
 from infinity.metrics.clock import StepClock
 from infinity.paging.assigned import AssignedData
-from infinity.paging.interfaces import WeightWriter
 from infinity.paging.parameter_map import ParameterMap
-from infinity.paging.residency import Residency
+from infinity.paging.residency import Residency, WeightWriter
 from infinity.threads.engine_lock import EngineLock
 from infinity.tiers.user_copies import UserCopies
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
@@ -86,23 +84,21 @@ def make_pager(
     return Pager(residency, lock, backwards, nothing, UserCopies())
 
 
-class PlainGradients:
+class PlainHandler(ParameterHandler):
     """Gradients are autograd's."""
 
-    def get(self, parameter: nn.Parameter) -> torch.Tensor | None:
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         return plain_grad(parameter)
 
-    def set(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         set_plain_grad(parameter, gradient)
 
 
 def make_handler(parameter_map: ParameterMap, pager: Pager) -> tuple[ModuleHooks, ParameterHandler]:
     """Hooks and handler of a model that no engine has."""
-    loads = OpenLoads()
-    hooks = ModuleHooks(parameter_map, pager, loads)
-    gradients: Any = PlainGradients()
-    gatherer: Any = None
-    return hooks, ParameterHandler(parameter_map, hooks, pager, gradients, gatherer, AssignedData())
+    hooks = ModuleHooks(parameter_map, pager, {})
+    nobody: Any = None
+    return hooks, PlainHandler(parameter_map, hooks, pager, nobody, nobody, nobody, AssignedData())
 
 
 def frozen_unit(index: int, num_pages: int) -> Unit:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.config.schema.blocks import FlopsProfilerBlock
 from infinity.console import Console
 from infinity.errors import StepError
-from infinity.torch_internals.attention_flops import attention_formulas
+from infinity.torch_internals.names import attention_formulas
 from swapper.volumes.publish import make_directory, opener
 
 logger = logging.getLogger(__name__)

@@ -7,16 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.exactness.case import Case
-from tests.exactness.shapes.blocks import (
-    INNER,
-    WIDTH,
-    Block,
-    Net,
-    float_batch,
-    freeze,
-    squared_error,
-    token_batch,
-)
+from tests.exactness.shapes.blocks import INNER, WIDTH, Block, Net, float_batch, freeze, squared_error, token_batch
 
 
 class InputWithoutGrad(Net):

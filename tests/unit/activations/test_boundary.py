@@ -15,7 +15,7 @@ from infinity.activations.spill_space import SpillSpace
 from infinity.metrics.clock import StepClock
 from swapper import StallError, Swapper, SwapperConfig, TransferError
 from swapper.backends.memory import MemoryBackend
-from tests.unit.late_backend import LateBackend, await_hand_over, stall, waits
+from tests.unit.late_backend import LateBackend, stall, waits
 
 _NUMEL = 3 * 1024
 _BYTES = 3 * 4096
@@ -111,20 +111,6 @@ def test_what_comes_back_is_what_left_wherever_it_lay(
         assert torch.equal(loaded, tensor) and loaded.stride() == tensor.stride() and loaded.dtype == tensor.dtype
         boundary.release(one)
     assert swapper.backend.num_bounced == 0
-
-
-def test_what_is_dropped_while_it_is_being_written_is_counted_once(swapper: Swapper, backend: LateBackend) -> None:
-    backend.is_late = lambda request: True
-    boundary, _ = _make(swapper, 0)
-    one = boundary.keep(_tensor(0))
-    await_hand_over(swapper._scheduler)
-    assert len(backend.kept) == 1
-    with waits(lambda scheduler, operation: backend.answer_all()):
-        boundary.release(one)
-    assert boundary._held_bytes == 0
-    backend.is_late = lambda request: False
-    boundary.keep(_tensor(1))
-    boundary.close()
 
 
 def test_an_extent_under_a_request_that_hangs_is_not_used_again(swapper: Swapper, backend: LateBackend) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,16 +149,6 @@ def test_one_storage_is_kept_once(store: Store) -> None:
     assert torch.equal(x.grad, plain.grad)
 
 
-@pytest.mark.deep(but=1)
-def test_writes_afterwards_are_an_error_as_in_torch(store: Store) -> None:
-    with store.active():
-        y = _leaf() * 2
-        loss = y.square().sum() + _chain(_leaf(1))
-    y.detach().add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @pytest.mark.deep(but=2)
 def test_a_second_version_is_another_tensor(store: Store) -> None:
     x = _leaf()
@@ -189,22 +178,6 @@ def test_the_storage_of_data_counts_by_itself(store: Store) -> None:
 
 
 @pytest.mark.deep(but=1)
-def test_retained_graphs_and_double_backward(store: Store) -> None:
-    runs = []
-    for is_kept in (False, True):
-        x = _leaf()
-        with store.active() if is_kept else torch.enable_grad():
-            loss = _chain(x)
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        (second,) = torch.autograd.grad(gradient.square().sum(), x, retain_graph=True)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        runs.append((gradient.detach(), second, x.grad))
-        del gradient, loss
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
-
-
-@pytest.mark.deep(but=1)
 def test_dropped_graphs_and_errors_give_their_space_back(store: Store) -> None:
     for _ in range(3):
         with store.active():
@@ -231,59 +204,6 @@ def test_dropped_graphs_and_errors_give_their_space_back(store: Store) -> None:
         gc.collect()
         assert not store.needed()
     assert sum(swapper.capacity_bytes for swapper in store.swappers) <= 128 << 20
-
-
-@pytest.mark.deep(but=1)
-def test_checkpoints_and_hooks_of_others_inside_and_outside(store: Store) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        for index in range(6):
-            x = checkpoint(lambda t: torch.tanh(t * 3) * t, x, use_reentrant=index % 2 == 0)
-            with torch.autograd.graph.save_on_cpu():
-                x = torch.sin(x) * x
-        return x.sum()
-
-    plain, x = _leaf(), _leaf()
-    function(plain).backward()
-    with torch.autograd.graph.save_on_cpu(), store.active():
-        loss = function(x)
-    loss.backward()
-    assert torch.equal(x.grad, plain.grad)
-
-
-@pytest.mark.deep
-def test_threads(store: Store) -> None:
-    plain = _leaf()
-    _chain(plain).backward()
-    found: list[bool] = []
-
-    def run() -> None:
-        for _ in range(5):
-            x = _leaf()
-            with store.active():
-                loss = _chain(x)
-            loss.backward()
-            found.append(torch.equal(x.grad, plain.grad))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [True] * 20
-
-
-@pytest.mark.deep(but=1)
-def test_what_would_not_become_smaller_stays(store: Store) -> None:
-    large = torch.randn(1 << 20)
-    parameter = torch.nn.Parameter(torch.randn(256, 256))
-    with torch.no_grad():
-        assert store.saved.pack(large[:4096]) is None  # of a data set
-        assert store.saved.pack(torch.randn(8)) is None
-        assert store.saved.pack(parameter) is None
-        assert store.saved.pack(torch.randn(512, 512).to_sparse()) is None
-        assert store.saved.pack(torch.randn(256, 256, dtype=torch.complex64).conj()) is None
 
 
 def test_a_backward_after_the_end_is_an_error(tmp_path: Path) -> None:

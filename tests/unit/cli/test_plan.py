@@ -347,7 +347,7 @@ def test_a_plan_imports_neither_the_compiler_nor_what_it_brings(tmp_path: Path) 
 @pytest.mark.deep
 def test_the_compiler_comes_after_all_where_somebody_asks_for_it() -> None:
     code = (
-        "import torch; from infinity.torch_internals.modes import without_compiler\n"
+        "import torch; from infinity.torch_internals.names import without_compiler\n"
         "with without_compiler():\n"
         "    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]); optimizer.step()\n"
         "import torch._dynamo; torch._dynamo.graph_break(); optimizer.add_param_group({'params': [torch.ones(1)]})\n"

@@ -16,7 +16,7 @@ import infinity
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, InfinityError
-from infinity.gradients.main_grads import MainGradStore
+from infinity.gradients.store import GradientStore
 from infinity.updates.job import UpdateJob
 from infinity.updates.stream import UpdateStream
 from swapper import (
@@ -395,7 +395,7 @@ def test_a_wait_that_is_cut_off_anywhere_leaves_nothing_to_others(
         with waits(on_wait), pytest.MonkeyPatch.context() as patch:
             for owner, name in (
                 (FlatPool, "awaits_requests"),
-                (MainGradStore, "_await_loan"),
+                (GradientStore, "_await_loan"),
                 (UpdateJob, "wait"),
                 (UpdateStream, "drain"),
             ):

@@ -56,11 +56,6 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "float(group.get('lr', 0.0))": _NO_TENSOR,
     },
     "engine/train_batch.py": {"bool(taken)": _NO_TENSOR},
-    "gradients/averaged_grads.py": {
-        "int(norm.detach().cpu().float().view(torch.int32))": "once a step, where there are several ranks",
-        "norm.detach().cpu()": "likewise",
-        "torch.tensor(of_ranks, dtype=torch.int32, device='cpu').view(torch.float32).tolist()": _HOST,
-    },
     "gradients/collector.py": {"bool(self._fired)": _NO_TENSOR},
     "gradients/held_gradients.py": {
         "bool(num_owners(storage) > 2 or not storage.resizable())": _NO_TENSOR,
@@ -72,9 +67,14 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "int(state['num_finite'])": "of a checkpoint",
         "int(state.get('num_steps', 0))": "of a checkpoint",
     },
-    "gradients/owned_grads.py": {
+    "gradients/reducer.py": {
         "gradient_norm(buffer.view(slot)).detach().cpu()": _HOST,
         "int(norm.view(torch.int32))": _HOST,
+    },
+    "gradients/rank_checks.py": {
+        "int(norm.detach().cpu().float().view(torch.int32))": "once a step, where there are several ranks",
+        "norm.detach().cpu()": "likewise",
+        "torch.tensor(of_ranks, dtype=torch.int32, device='cpu').view(torch.float32).tolist()": _HOST,
     },
     "gradients/norms.py": {"float(each.norm)": "once a step, where processes have different parts of the model"},
     "gradients/sources.py": {
@@ -107,10 +107,9 @@ _ALLOWED: dict[str, dict[str, str]] = {
     "paging/compiled_forwards.py": {"bool(spanned)": _NO_TENSOR},
     "loop/pager.py": {"int(is_inside)": _NO_TENSOR},
     "loop/parameter_handler.py": {
-        "int(view.storage_offset())": _NO_TENSOR,
+        "int(value.storage_offset())": _NO_TENSOR,
         "int(values.storage_offset())": _NO_TENSOR,
     },
-    "loop/parameter_operations.py": {"int(value.storage_offset())": _NO_TENSOR},
     "paging/saved_tensors.py": {
         "int(self.offset)": _NO_TENSOR,
         "bool(pack == self._pack or (isinstance(pack, functools.partial) and "
@@ -121,12 +120,12 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "float(detached)": "on the CPU",
     },
     "metrics/timeline.py": {"of_row.tolist()": "of NumPy's, when the timeline is saved"},
-    "tiers/host_weights.py": {
-        "self._device.synchronize(self._fence)": f"before its memory is written to, {_BACKGROUND}"
-    },
     "tiers/state_store.py": {"memory.view(torch.uint8).numpy()": _HOST},
     "tiers/user_copies.py": {"values.view(torch.uint8).numpy()": _HOST},
-    "tiers/weight_store.py": {"self._device.synchronize(fence)": _BACKGROUND},
+    "tiers/weight_store.py": {
+        "self._device.synchronize(fence)": _BACKGROUND,
+        "self._device.synchronize(self._fence)": f"before its memory is written to, {_BACKGROUND}",
+    },
     "tiers/weight_exchange.py": {
         "self._device.synchronize(self._device.upload(flat[start:start + found.numel()], found, self._device.mark()))": (
             "where several ranks exchange weights"

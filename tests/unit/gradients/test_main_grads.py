@@ -10,10 +10,10 @@ import torch
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
 from infinity.gradients import sources as gradient_sources
-from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.norms import clip_coefficient, total_norm
-from infinity.gradients.shown_grads import ShownGradients
 from infinity.gradients.sources import GradientSource, in_slot_order
+from infinity.gradients.store import GradientStore
+from infinity.gradients.unit_grads import MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
@@ -40,7 +40,6 @@ def _bytes_of(units: Sequence[Unit]) -> int:
 
 
 _NARROW = MainGradDtype(torch.bfloat16)
-_ROUNDED = MainGradDtype(torch.bfloat16, rounds=True)
 
 
 def _store(
@@ -50,12 +49,12 @@ def _store(
     device: ComputeDevice | None = None,
     waiting: MainGradDtype | None = None,
     room: int | None = None,
-) -> ShownGradients:
+) -> GradientStore:
     # What the plan gives: the units that are kept, and scratch for one more.
     itemsize = _FP32_BYTES if waiting is None else waiting.dtype.itemsize
     kept = _bytes_of([units[index] for index in in_memory]) * itemsize // _FP32_BYTES
     pool = FlatPool(ComputeDevice(), room or kept + _bytes_of(units[:1]))
-    return ShownGradients(
+    return GradientStore(
         units,
         device or ComputeDevice(),
         StepClock(),
@@ -113,28 +112,6 @@ def _require_equal(found: dict[int, torch.Tensor], expected: dict[int, torch.Ten
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("in_memory", [(0, 1, 2), (), (1,)], ids=["all in memory", "all spilled", "some spilled"])
-def test_accumulated_gradients_are_those_of_plain_torch(
-    swapper: Swapper, dtype: torch.dtype, in_memory: Sequence[int]
-) -> None:
-    units = _units(dtype)
-    store = _store(units, swapper, in_memory)
-    for step in range(2):
-        parts = {unit.index: [_draw(unit, 10 * step + n, dtype, skip=[n]) for n in range(3)] for unit in units}
-        for number in range(3):
-            for unit in units:
-                store.add(unit, parts[unit.index][number])
-        for unit in units:
-            expected = _sum(parts[unit.index])
-            for slot in unit.layout.slots:
-                assert torch.equal(store.norms_of(unit)[slot.index], gradient_norm(expected[slot.index]))
-            assert store._of(unit).stays == (unit.index in in_memory)
-            _require_equal(_collect(store.source(unit), unit), expected)
-        assert not store.has_any
-    store.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("in_memory", [(0, 1, 2), (), (1,)], ids=["all in memory", "all spilled", "some spilled"])
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("device", [ComputeDevice, SeparateHostDevice])
 def test_gradients_handed_over_in_backward_are_the_same(
@@ -158,77 +135,6 @@ def test_gradients_handed_over_in_backward_are_the_same(
     store.close()
 
 
-def _rounded_sum(parts: Sequence[dict[Slot, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """main gradient = bf16(main gradient + gradient.float())."""
-    total: dict[int, torch.Tensor] = {}
-    for part in parts:
-        for slot, gradient in part.items():
-            value = gradient.float()
-            before = total.get(slot.index)
-            total[slot.index] = value if before is None else (before + value).bfloat16().float()
-    return total
-
-
-_IN_MEMORY = pytest.mark.parametrize(
-    "in_memory", [(0, 1, 2), (), (1,)], ids=["all in memory", "all spilled", "some spilled"]
-)
-
-
-@_IN_MEMORY
-@pytest.mark.parametrize("num_parts", [1, 3])
-@pytest.mark.parametrize("waiting", [_NARROW, _ROUNDED], ids=["narrow", "rounded"])
-def test_gradients_that_wait_as_bf16(
-    swapper: Swapper, in_memory: Sequence[int], num_parts: int, waiting: MainGradDtype
-) -> None:
-    """One gradient loses nothing; sums become fp32, or are rounded where that was asked for."""
-    units = _units(torch.bfloat16)
-    store = _store(units, swapper, in_memory, waiting=waiting)
-    add = _rounded_sum if waiting.rounds else _sum
-    for step in range(3):
-        parts = {unit.index: [_draw(unit, 10 * step + n, torch.bfloat16) for n in range(num_parts)] for unit in units}
-        written = swapper.statistics().write_bytes
-        for number in range(num_parts):
-            for unit in units:
-                store.add(unit, parts[unit.index][number])
-        if num_parts == 1:
-            spilled = [unit for unit in units if unit.index not in in_memory]
-            swapper.flush()
-            assert swapper.statistics().write_bytes - written == _bytes_of(spilled) // 2, "two bytes for each"
-        for unit in units:
-            expected = add(parts[unit.index])
-            for slot in unit.layout.slots:
-                assert torch.equal(store.norms_of(unit)[slot.index], gradient_norm(expected[slot.index]))
-            source = store.source(unit)
-            is_wide = num_parts > 1 and not waiting.rounds
-            assert source.dtype == (torch.float32 if is_wide else torch.bfloat16)
-            _require_equal(_collect(source, unit), expected)
-        assert not store.has_any
-    store.close()
-
-
-@_IN_MEMORY
-@pytest.mark.parametrize("num_before", [0, 2])
-@pytest.mark.parametrize("waiting", [_NARROW, _ROUNDED], ids=["narrow", "rounded"])
-def test_bf16_gradients_handed_over_in_backward(
-    swapper: Swapper, in_memory: Sequence[int], num_before: int, waiting: MainGradDtype
-) -> None:
-    units = _units(torch.bfloat16)
-    store = _store(units, swapper, in_memory, waiting=waiting)
-    add = _rounded_sum if waiting.rounds else _sum
-    for step in range(2):
-        for unit in reversed(units):
-            parts = [_draw(unit, 10 * step + n, torch.bfloat16, skip=[n]) for n in range(num_before + 1)]
-            for part in parts[:-1]:
-                store.add(unit, part)
-            norms: dict[tuple[int, int], torch.Tensor] = {}
-            source = store.hand_over(unit, parts[-1], norms)
-            expected = add(parts)
-            for slot, values in expected.items():
-                assert torch.equal(norms[unit.index, slot], gradient_norm(values))
-            _require_equal(_collect(source, unit), expected)
-    store.close()
-
-
 def test_what_becomes_wider_stays_in_ram_where_there_is_room(swapper: Swapper) -> None:
     units = _units(torch.bfloat16, 5)
     # All of them as bf16, scratch for one as fp32, and one that may become fp32.
@@ -244,57 +150,6 @@ def test_what_becomes_wider_stays_in_ram_where_there_is_room(swapper: Swapper) -
     store.close()
 
 
-def test_what_becomes_too_wide_as_it_is_handed_over_goes_all_the_same(swapper: Swapper) -> None:
-    units = _units(torch.bfloat16)
-    store = _store(units, swapper, (0, 1, 2), waiting=_NARROW)
-    for unit in units:
-        store.add(unit, _draw(unit, 0, torch.bfloat16))
-    for unit in units:
-        norms: dict[tuple[int, int], torch.Tensor] = {}
-        source = store.hand_over(unit, _draw(unit, 1, torch.bfloat16), norms)
-        expected = _sum([_draw(unit, number, torch.bfloat16) for number in range(2)])
-        for slot, values in expected.items():
-            assert torch.equal(norms[unit.index, slot], gradient_norm(values))
-        _require_equal(_collect(source, unit), expected)
-    store.close()
-
-
-def test_where_all_fits_as_fp32_nothing_is_exchanged(swapper: Swapper) -> None:
-    units = _units(torch.bfloat16)
-    store = _store(units, swapper, (0, 1, 2), waiting=_NARROW, room=_bytes_of(units))
-    for unit in units:
-        store.add(unit, _draw(unit, 0, torch.bfloat16))
-        assert store.widen(unit)
-        shown = store.show(unit).view(unit.layout.slots[0])
-        assert shown.dtype == torch.float32
-        del shown
-    for unit in units:
-        store.add(unit, _draw(unit, 1, torch.bfloat16))
-        assert store._of(unit).stays
-    store.close()
-
-
-def test_the_gradient_that_is_shown_becomes_fp32_first(swapper: Swapper) -> None:
-    """Whoever clips by hand must not be rounded."""
-    units = _units(torch.bfloat16, 5)
-    room = _bytes_of(units) // 2 + 2 * _bytes_of(units[:1])
-    store = _store(units, swapper, range(5), waiting=_NARROW, room=room)
-    drawn = _draw(units[0], 0, torch.bfloat16)
-    store.add(units[0], drawn)
-    assert store.widen(units[0])
-    for slot in units[0].layout.slots:
-        shown = store.show(units[0]).view(slot)
-        shown.mul_(1 / 3)
-        del shown
-    expected = {slot.index: gradient.float() * (1 / 3) for slot, gradient in drawn.items()}
-    _require_equal(_collect(store.source(units[0]), units[0]), expected)
-    store.add(units[1], _draw(units[1], 0, torch.bfloat16))
-    assert not store.widen(units[1]), "there is no room left, so it went to NVMe"
-    assert not store._of(units[1]).stays
-    _require_equal(_collect(store.source(units[1]), units[1]), _sum([_draw(units[1], 0, torch.bfloat16)]))
-    store.close()
-
-
 def test_a_gradient_of_another_dtype_makes_its_unit_wider(swapper: Swapper) -> None:
     (unit,) = _units(torch.bfloat16, 1)
     for in_memory in ((0,), ()):
@@ -302,21 +157,6 @@ def test_a_gradient_of_another_dtype_makes_its_unit_wider(swapper: Swapper) -> N
         odd = {slot: gradient / 3 for slot, gradient in _draw(unit, 1, torch.float32).items()}
         store.add(unit, odd)
         _require_equal(_collect(store.source(unit), unit), _sum([odd]))
-        store.close()
-
-
-def test_spilled_and_kept_gradients_have_equal_bits(swapper: Swapper) -> None:
-    units = _units(torch.bfloat16)
-    kept, spilled = _store(units, swapper, (0, 1, 2)), _store(units, swapper, ())
-    for number in range(4):
-        for unit in units:
-            for store in (kept, spilled):
-                store.add(unit, _draw(unit, number, torch.bfloat16, skip=[number % 2]))
-    for unit in units:
-        for slot in unit.layout.slots:
-            assert torch.equal(kept.norms_of(unit)[slot.index], spilled.norms_of(unit)[slot.index])
-        _require_equal(_collect(spilled.source(unit), unit), _collect(kept.source(unit), unit))
-    for store in (kept, spilled):
         store.close()
 
 
@@ -332,18 +172,6 @@ def test_adding_block_by_block_gives_the_same_bits(swapper: Swapper, monkeypatch
         store.close()
 
 
-def test_memory_is_bounded_while_spills_and_updates_are_under_way(swapper: Swapper) -> None:
-    """The pool has room for one unit more than it keeps; the store waits for memory and never asks for more."""
-    units = _units(torch.float32, 5)
-    store = _store(units, swapper, (2,))
-    for number in range(3):
-        for unit in units:
-            store.add(unit, _draw(unit, number, torch.float32))
-    for unit in units:
-        _collect(store.source(unit), unit)
-    store.close()
-
-
 def test_gradients_are_reordered_like_their_parameters() -> None:
     unit = trainable_unit(0, [(4, 6)])
     slot = unit.layout.slots[0]
@@ -356,38 +184,6 @@ def test_gradients_are_reordered_like_their_parameters() -> None:
         torch.tensor([[0, 2], [1, 3]]), torch.tensor([1.0, 2.0]), (4, 6), check_invariants=True
     )
     assert torch.equal(in_slot_order(sparse, slot), sparse.to_dense())
-
-
-def test_the_gradient_that_is_shown_is_live(swapper: Swapper) -> None:
-    (unit,) = _units(torch.bfloat16, 1)
-    store = _store([unit], swapper, (0,))
-    slot = unit.layout.slots[0]
-    store.add(unit, _draw(unit, 1, torch.bfloat16, skip=[1]))
-    shown = store.show(unit).view(slot)
-    assert shown.dtype == torch.float32
-    shown.mul_(0.5)
-    expected = {
-        index: values * 0.5 if index == 0 else values
-        for index, values in _sum([_draw(unit, 1, torch.bfloat16, skip=[1])]).items()
-    }
-    del shown
-    _require_equal(_collect(store.source(unit), unit), expected)
-    store.close()
-
-
-def test_gradients_can_be_replaced_and_dropped(swapper: Swapper) -> None:
-    (unit,) = _units(torch.float32, 1)
-    store = _store([unit], swapper, (0,))
-    store.add(unit, _draw(unit, 1, torch.float32))
-    store.set_gradient(unit, unit.layout.slots[1], torch.full((33,), 2.0))
-    store.set_gradient(unit, unit.layout.slots[0], None)
-    assert [slot.index for slot in store.slots_with_gradient(unit)] == [1, 2, 3]
-    found = store.show(unit).view(unit.layout.slots[1])
-    assert torch.equal(found, torch.full((33,), 2.0))
-    del found
-    store.clear()
-    assert not store.has_any
-    store.close()
 
 
 def test_the_total_norm_and_the_clipping_are_torchs(swapper: Swapper) -> None:
@@ -405,9 +201,3 @@ def test_the_total_norm_and_the_clipping_are_torchs(swapper: Swapper) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, gradient * coefficient)
-
-
-@pytest.mark.parametrize("numel", [1, 7, 1000, 70_000])
-def test_the_norm_of_a_bf16_gradient_is_that_of_its_fp32_copy(numel: int) -> None:
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
-    assert torch.equal(gradient_norm(gradient), torch.nn.utils.get_total_norm([gradient.float()]))

@@ -10,7 +10,7 @@ import torch
 
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.main_grads import MainGradStore
+from infinity.gradients.store import GradientStore
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
@@ -29,10 +29,10 @@ def swapper() -> Iterator[Swapper]:
 
 def _make(
     swapper: Swapper, room_for: int, in_memory: tuple[int, ...] = ()
-) -> tuple[MainGradStore, list[Unit], FlatPool]:
+) -> tuple[GradientStore, list[Unit], FlatPool]:
     units = [trainable_unit(index, _SHAPES) for index in range(4)]
     pool = FlatPool(ComputeDevice(), room_for * units[0].layout.trainable_numel * _FP32_BYTES)
-    store = MainGradStore(
+    store = GradientStore(
         units, ComputeDevice(), StepClock(), in_memory=in_memory, open_swapper=lambda: swapper, pool=pool
     )
     return store, units, pool
@@ -53,14 +53,6 @@ def test_room_comes_from_the_loan_that_ends_first(swapper: Swapper, ended: int) 
     timer.join()
     sources[1 - ended].release()
     third.release()
-    store.close()
-
-
-def test_a_loan_that_ended_before_costs_no_waiting(swapper: Swapper) -> None:
-    store, units, _ = _make(swapper, room_for=1)
-    for unit in units:
-        store.hand_over(unit, _ones(unit), {}).release()
-    assert store._clock.waited_seconds["gradients"] == 0
     store.close()
 
 
@@ -96,11 +88,11 @@ def test_a_failed_update_gives_its_memory_back(swapper: Swapper) -> None:
 _HUGE_PAGE = 2 << 20
 
 
-def _large(swapper: Swapper, room_bytes: int) -> tuple[MainGradStore, list[Unit], FlatPool]:
+def _large(swapper: Swapper, room_bytes: int) -> tuple[GradientStore, list[Unit], FlatPool]:
     """Units whose gradients take 4, 4 and 6 huge pages."""
     units = [trainable_unit(index, [(pages << 9, 1 << 10)]) for index, pages in enumerate((4, 4, 6))]
     pool = FlatPool(ComputeDevice(), room_bytes)
-    store = MainGradStore(units, ComputeDevice(), StepClock(), in_memory=(), open_swapper=lambda: swapper, pool=pool)
+    store = GradientStore(units, ComputeDevice(), StepClock(), in_memory=(), open_swapper=lambda: swapper, pool=pool)
     return store, units, pool
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.main_grad_dtype import MainGradDtype
-from infinity.gradients.shown_grads import ShownGradients
-from infinity.gradients.sources import FP32_BYTES, GradientBuffer, GradientSource
-from infinity.gradients.unit_grads import GRAD_MOVES, GradState, UnitGrads
+from infinity.gradients.sources import FP32_BYTES, GradientSource
+from infinity.gradients.store import GradientStore
+from infinity.gradients.unit_grads import MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
@@ -24,60 +20,25 @@ from tests.unit.stage import trainable_unit
 _SHAPES = [(30, 40), (33,), (5, 7)]
 
 
-def _buffer(unit: Unit) -> GradientBuffer:
-    return GradientBuffer(unit, ComputeDevice().allocate_flat(unit.layout.trainable_numel * FP32_BYTES))
-
-
-_METHODS: dict[str, Callable[[UnitGrads], object]] = {
-    "keep": lambda grads: grads.keep(_buffer(grads.unit)),
-    "sum_in": lambda grads: grads.sum_in(_buffer(grads.unit), 0),
-    "show_in": lambda grads: grads.show_in(_buffer(grads.unit), 0),
-    "note_change": lambda grads: grads.note_change(),
-    "take": lambda grads: grads.take(),
-    "leave": lambda grads: grads.leave(),
-}
-
-
-@given(st.lists(st.sampled_from(sorted(GRAD_MOVES)), max_size=30), st.booleans())
-def test_gradients_move_as_the_table_says_or_stay_as_they_were(names: list[str], stays: bool) -> None:
-    grads = UnitGrads(trainable_unit(0, [(7,)]), stays=stays)
-    for name in names:
-        if (name == "keep") != grads.stays and name in ("keep", "sum_in", "show_in"):
-            continue  # the plan's, and refused only after it has happened: see below
-        before, fields = grads.state, (grads.stays, grads.buffer, grads.is_unchanged)
-        if before in GRAD_MOVES[name]:
-            _METHODS[name](grads)
-            assert grads.state is GRAD_MOVES[name][before]
-        else:
-            with pytest.raises(RuntimeError, match=rf"UnitGrads\.{name} of .* is {before.name}"):
-                _METHODS[name](grads)
-            assert (grads.stays, grads.buffer, grads.is_unchanged) == fields
-        assert (grads.buffer is None) == (grads.state is GradState.AT_REST)
-
-
-@pytest.mark.parametrize(("name", "stays"), [("keep", False), ("sum_in", True), ("show_in", True)])
-def test_memory_for_good_is_for_those_that_stay(name: str, stays: bool) -> None:
-    with pytest.raises(RuntimeError, match=f"{name} led"):
-        _METHODS[name](UnitGrads(trainable_unit(0, [(7,)]), stays=stays))
-
-
 class _Twin:
     """A store, and what a loop in plain torch has in ``p.grad.float()``, by unit and slot."""
 
-    def __init__(self, swapper: Swapper, dtype: torch.dtype, num_kept: int, num_spare: int) -> None:
+    def __init__(self, swapper: Swapper, waiting: MainGradDtype, num_kept: int, num_spare: int) -> None:
+        dtype = waiting.dtype
+        self.rounds = waiting.rounds
         self.units = [trainable_unit(index, _SHAPES, dtype) for index in range(3)]
         self.dtype = dtype
         num_bytes = self.units[0].layout.trainable_numel * FP32_BYTES
         kept_bytes = num_kept * num_bytes * dtype.itemsize // FP32_BYTES
         self.pool = FlatPool(ComputeDevice(), kept_bytes + (1 + num_spare) * num_bytes)
-        self.store = ShownGradients(
+        self.store = GradientStore(
             self.units,
             ComputeDevice(),
             StepClock(),
             in_memory=range(num_kept),
             open_swapper=lambda: swapper,
             pool=self.pool,
-            waiting=MainGradDtype(dtype),
+            waiting=waiting,
         )
         self.expected: dict[tuple[int, int], torch.Tensor] = {}
         self._seed = 0
@@ -89,7 +50,8 @@ class _Twin:
     def add_up(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         for slot, gradient in gradients.items():
             known = self.expected.get((unit.index, slot.index))
-            self.expected[unit.index, slot.index] = gradient.float() + (0 if known is None else known)
+            total = gradient.float() + (0 if known is None else known)
+            self.expected[unit.index, slot.index] = total.bfloat16().float() if self.rounds else total
 
     def of(self, unit: Unit) -> dict[int, torch.Tensor]:
         return {slot: values for (index, slot), values in self.expected.items() if index == unit.index}
@@ -162,9 +124,9 @@ class _Twin:
         for unit in self.units:
             assert [slot.index for slot in self.store.slots_with_gradient(unit)] == sorted(self.of(unit))
             grads = self.store._of(unit)
-            is_spilled = bool(grads.present) and not grads.stays and grads.state is not GradState.SUMMED
-            assert (grads.spilled_dtype is not None) or not is_spilled
-            assert grads.state is not GradState.AT_REST or not grads.stays or not grads.present
+            is_summed = grads.buffer is not None and not grads.is_unchanged
+            assert grads.spilled_dtype is not None or grads.stays or is_summed or not grads.present
+            assert grads.buffer is not None or not grads.stays or not grads.present
         assert self.pool.used_bytes <= self.pool.capacity_bytes
 
 
@@ -188,17 +150,19 @@ _ACTIONS = [
 
 @given(
     st.lists(st.tuples(st.sampled_from(_ACTIONS), st.integers(0, 2), st.integers(0, 2)), max_size=25),
-    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([MainGradDtype(), MainGradDtype(torch.bfloat16), MainGradDtype(torch.bfloat16, rounds=True)]),
     st.integers(0, 3),
     st.integers(0, 1),
 )
-@example([("add", 0, 0), ("add", 0, 0)], torch.bfloat16, 1, 0)  # in memory, then on NVMe for want of room
+@example(
+    [("add", 0, 0), ("add", 0, 0)], MainGradDtype(torch.bfloat16), 1, 0
+)  # in memory, then on NVMe for want of room
 @settings(max_examples=60, deadline=None)
 def test_gradients_are_those_of_plain_torch_whatever_happens(
-    actions: list[tuple[str, int, int]], dtype: torch.dtype, num_kept: int, num_spare: int
+    actions: list[tuple[str, int, int]], waiting: MainGradDtype, num_kept: int, num_spare: int
 ) -> None:
     with Swapper.in_memory(1 << 20) as swapper:
-        twin = _Twin(swapper, dtype, num_kept, num_spare)
+        twin = _Twin(swapper, waiting, num_kept, num_spare)
         for action, index, slot in actions:
             unit = twin.units[index]
             twin.act(action, unit, unit.layout.slots[slot])

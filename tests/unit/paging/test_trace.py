@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.device.compute import Fence, FlatBuffer
-from infinity.paging.trace import Trace, simulate, wanted
+from infinity.paging.trace import Trace, simulate
 from tests.unit.stage import TensorSource, frozen_unit, make_pager
 
 
@@ -54,13 +54,6 @@ def test_a_unit_in_use_is_recorded_once_but_again_when_backward_begins() -> None
     assert trace.backward_start == 2
 
 
-def test_an_empty_record_leaves_the_forecast() -> None:
-    trace = Trace([3, 4])
-    trace.begin()
-    trace.commit()
-    assert trace.order == (3, 4) and trace.backward_start == 0
-
-
 def test_skipped_units_move_the_forecast_on() -> None:
     trace = Trace([0, 1, 2, 3, 4])
     trace.begin()
@@ -99,13 +92,6 @@ def test_backward_continues_where_the_recorded_one_began() -> None:
     assert _upcoming(trace) == [3, 2, 1, 0]
 
 
-def test_a_trace_without_any_forecast_gives_none() -> None:
-    trace = Trace([])
-    trace.begin()
-    assert trace.touch(5)
-    assert _upcoming(trace) == []
-
-
 def _upcoming(trace: Trace, *, is_around: bool = True) -> list[int]:
     """All units in the order of need."""
     return trace.wanted([0] * 256, 0, is_around=is_around)
@@ -123,30 +109,6 @@ def test_the_next_use_of_a_unit_is_counted_from_the_one_in_use(order: list[int],
 
 
 _orders = st.lists(st.integers(0, 5), min_size=1, max_size=14)
-
-
-@given(_orders, st.integers(0, 40))
-@settings(max_examples=80, deadline=None)
-def test_each_unit_is_wanted_at_its_next_need(order: list[int], position: int) -> None:
-    found = wanted(order, position, [0] * 6, 0)
-    assert sorted(found) == sorted(set(order))
-    next_need = {unit: _distance(order, position, unit) for unit in found}
-    assert found == sorted(found, key=next_need.__getitem__)
-
-
-@given(_orders, st.lists(st.integers(1, 4), min_size=6, max_size=6), st.integers(1, 24), st.integers(0, 13))
-@settings(max_examples=80, deadline=None)
-def test_wanted_is_the_longest_prefix_that_fits(order: list[int], sizes: list[int], room: int, position: int) -> None:
-    found = wanted(order, position, sizes, room)
-    upcoming = wanted(order, position, [0] * 6, 0)
-    assert found == upcoming[: len(found)]
-    assert sum(sizes[unit] for unit in found) <= room
-    if len(found) < len(upcoming):
-        assert sum(sizes[unit] for unit in upcoming[: len(found) + 1]) > room
-
-
-def _distance(order: Sequence[int], position: int, unit: int) -> int:
-    return next(step for step in range(len(order)) if order[(position + step) % len(order)] == unit)
 
 
 def _brute_force(
@@ -223,25 +185,6 @@ def test_simulated_fetches_are_those_of_the_pager(scan: tuple[list[int], list[in
     pager.residency.close()
     simulated = simulate(order, [u.num_bytes for u in units], room * 4096, prefetches=prefetches, num_cycles=3).fetches
     assert [fetch for fetch in fetches if 0 <= fetch[0] < 3 * len(order)] == simulated
-
-
-def test_everything_that_fits_is_fetched_once_and_for_all() -> None:
-    assert simulate([0, 1, 2, 1], [5, 5, 5], 15, prefetches=True).fetches == []
-    assert simulate([0, 1, 2, 1], [5, 5, 5], 15, prefetches=False).fetches == []
-
-
-def test_a_scan_larger_than_memory_keeps_some_of_it() -> None:
-    """The least recently used unit would be the one needed next, every time: 24 fetches."""
-    assert len(simulate([0, 1, 2, 3], [1] * 4, 2, prefetches=False, num_cycles=6).fetches) < 18
-
-
-def test_what_is_in_memory_between_cycles() -> None:
-    order = [0, 1, 2, 3, 2, 1, 0]
-    sizes = [1, 1, 1, 1]
-    for room in (1, 2, 3, 4):
-        assert simulate(order, sizes, room, prefetches=True).held == set(range(room))
-    assert simulate(order, sizes, 2, prefetches=False).held == {0, 1}
-    assert simulate(order, sizes, 2, prefetches=True, staying=[3]).held == {0, 1, 3}
 
 
 def test_what_is_about_to_be_updated_makes_room_only_on_demand() -> None:

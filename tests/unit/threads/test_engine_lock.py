@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.errors import EngineBusyError, EngineClosedError
+from infinity.errors import EngineBusyError
 from infinity.threads.engine_lock import EngineLock, is_inside
-from tests.forked import require_in_child
 
 
 @pytest.fixture
@@ -51,27 +49,6 @@ def test_any_thread_may_come_between_calls_and_is_counted(other: Any) -> None:
         assert _use(lock)
     assert lock.num_handovers == 1
     assert other(lambda: _use(lock)) and lock.num_handovers == 2
-
-
-def test_threads_that_join_work_for_the_call(other: Any) -> None:
-    lock = EngineLock()
-
-    def work() -> bool:
-        with lock.joined():
-            lock.check("forward")
-            return _use(lock)
-
-    with lock.held("train_batch"):
-        assert other(work)
-        assert not other(lambda: lock.is_mine or is_inside())
-
-
-def test_who_is_inside_two_engines_is_inside_until_both_calls_end() -> None:
-    one, another = EngineLock(), EngineLock()
-    with one.held("forward"):
-        assert _use(another)
-        assert is_inside()
-    assert not is_inside()
 
 
 def test_a_call_that_was_cut_off_ends_by_its_thread_or_is_broken_off(other: Any) -> None:
@@ -131,20 +108,6 @@ def test_a_lock_that_is_dropped_while_it_is_held_leaves_its_thread_outside() -> 
     assert not is_inside()
 
 
-def test_a_child_belongs_to_no_call() -> None:
-    lock = EngineLock()
-
-    def is_refused() -> bool:
-        try:
-            lock.acquire("forward")
-        except EngineClosedError:
-            return not is_inside()
-        return False
-
-    with lock.held("gathering"):
-        require_in_child(is_refused)
-
-
 class _Watched(torch.autograd.Function):
     """Calls a function in backward."""
 
@@ -166,26 +129,6 @@ def _deep_backward(function: Callable[[], None], depth: int) -> None:
         _Watched.apply(x, function if not depth else lambda: _deep_backward(function, depth - 1)).sum().backward()
 
 
-def _pool_belongs_to_the_backward() -> bool:
-    lock = EngineLock()
-    seen: list[bool] = []
-    threads: list[int] = []
-
-    def look() -> None:
-        threads.append(threading.get_ident())
-        seen.append(_in_lock(lock))
-
-    with lock.held("backward"):
-        _deep_backward(look, 70)
-    return seen == [True] and threads != [threading.get_ident()] and not lock.is_mine
-
-
-def _in_lock(lock: EngineLock) -> bool:
-    lock.acquire("a recomputation")
-    lock.release()
-    return lock.is_mine
-
-
 def test_another_threads_backward_is_none_of_the_call(other: Any) -> None:
     lock = EngineLock()
     with lock.held("backward"), pytest.raises(EngineBusyError):
@@ -197,16 +140,3 @@ def test_autograds_pool_for_deep_backwards_belongs_to_the_backward() -> None:
     """In a process of its own: one that has that pool can start no rank by a fork."""
     script = f"import {__name__} as test; assert test._pool_belongs_to_the_backward() and test._pool_holds_the_lock()"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
-
-
-def _pool_holds_the_lock() -> bool:
-    """As on a GPU, whose thread runs the backward of a plain ``loss.backward()``."""
-    lock = EngineLock()
-    states: list[bool] = []
-
-    def hold() -> None:
-        lock.acquire("backward")
-        states.append(lock.is_mine)
-
-    _deep_backward(hold, 70)  # and nothing releases it: an exception has cut it off
-    return states == [True] and lock.owner is not None

@@ -66,51 +66,6 @@ def test_workers_are_released_and_come_back() -> None:
     in_a_thread(work)
 
 
-def test_other_threads_keep_their_workers() -> None:
-    def work() -> None:
-        before = threads()
-        compute()
-        workers = threads() - before
-        assert len(workers) == _NUM_THREADS - 1
-
-        def work_too() -> None:
-            compute()
-            openmp.release_workers()
-
-        in_a_thread(work_too)
-        wait_until(lambda: threads() <= before | workers)
-        compute()
-        assert threads() - before == workers
-
-    in_a_thread(work)
-
-
-def test_one_thread_does_without_workers() -> None:
-    def work() -> None:
-        openmp.use_threads(1)
-        before = threads()
-        assert torch.get_num_threads() == 1
-        compute()
-        assert threads() <= before
-
-    in_a_thread(work)
-    assert torch.get_num_threads() == _NUM_THREADS
-    in_a_thread(lambda: torch.get_num_threads() == _NUM_THREADS or pytest.fail("a new thread got another number"))
-
-
-def test_a_thread_has_its_workers_again_after_a_block_on_one_thread() -> None:
-    def work() -> None:
-        with pytest.raises(KeyError), openmp.one_thread():
-            before = threads()
-            assert torch.get_num_threads() == 1
-            compute()
-            assert threads() <= before
-            raise KeyError
-        assert torch.get_num_threads() == _NUM_THREADS
-
-    in_a_thread(work)
-
-
 def test_a_paused_thread_has_no_workers() -> None:
     counts: list[int] = []
 

@@ -119,39 +119,6 @@ def test_it_is_what_was_stored_last(store: _Store) -> None:
     assert store.read_ahead(chunk), "nobody has changed it"
 
 
-def test_it_is_not_used_where_nothing_of_it_is_needed(store: _Store) -> None:
-    chunk = store.chunks[2]
-    assert store.read_ahead(chunk)
-    assert store.value(chunk, reads=False) == {0.0}
-    assert store.value(chunk) == {3.0}
-
-
-def test_other_records_are_not_those_that_were_read(store: _Store) -> None:
-    valid_bytes = store.records.valid_bytes()
-    assert store.read_ahead(store.chunks[0])
-    store.records.set_valid_bytes({0: [0] * _NUM_CHUNKS})
-    store.await_pages()
-    assert store.value(store.chunks[0]) == {0.0}
-    assert store.read_ahead(store.chunks[0]), "what was never stored is zeros, and nothing to be read"
-    assert store.num_leased == 0
-    store.records.set_valid_bytes(valid_bytes)
-
-
-def test_what_is_forgotten_is_read_again(store: _Store) -> None:
-    assert store.read_ahead(store.chunks[3])
-    store.records.forget_ahead()
-    store.await_pages()
-    assert store.value(store.chunks[3]) == {4.0}
-
-
-def test_records_in_memory_take_no_page() -> None:
-    with _opened(_FORMATS["bf16"], num_pages=6) as store:
-        store.records.allocate(store.unit, store.chunks, ("a",), numel_in_memory=2 * CHUNK_GRANULE)
-        for chunk in store.chunks[:2]:
-            assert store.read_ahead(chunk)
-        assert store.num_leased == 0
-
-
 def test_three_pages_are_left_for_others() -> None:
     with _opened(_FORMATS["bf16"], num_pages=5) as store:
         assert [store.read_ahead(chunk) for chunk in store.chunks] == [True, True, False, False]

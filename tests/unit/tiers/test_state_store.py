@@ -85,56 +85,6 @@ def test_the_working_memory_has_no_overlaps(form: ChunkFormat, num_states: int) 
 
 
 @pytest.mark.parametrize("form", _FORMATS)
-def test_the_record_is_the_state_and_not_the_scratch(form: ChunkFormat) -> None:
-    memory = torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 2), dtype=torch.uint8)
-    workspace = form.lay_out(memory, CHUNK_GRANULE, _NAMES)
-    workspace.record.fill_(1)
-    assert not workspace.gradient.view(torch.uint8).any()
-    assert all(bool((state.view(torch.uint8) == 1).all()) for state in workspace.states.values())
-    # Where the model weight is a part of the main weight, it is stored with the weights.
-    assert not workspace.weight.view(torch.uint8).any()
-    for part in (workspace.main, workspace.remainder):
-        if part is not None and part is not workspace.weight:
-            assert bool((part.view(torch.uint8) == 1).all())
-
-
-@pytest.mark.parametrize("form", _FORMATS)
-def test_main_weights_are_read_as_written(form: ChunkFormat) -> None:
-    workspace = form.lay_out(
-        torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 1), dtype=torch.uint8), CHUNK_GRANULE, ["a"]
-    )
-    values = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    workspace.write_main(slice(64, 164), values)
-    found = torch.empty(100)
-    workspace.read_main(slice(64, 164), found)
-    assert torch.equal(found, values)
-    workspace.read_main(slice(0, 100), found)
-    assert not found[:64].any()
-    workspace.cast_main()
-    expected = values.to(form.weight_dtype)
-    assert torch.equal(workspace.weight[64:164], expected), "none of these is a tie"
-
-
-@pytest.mark.parametrize(
-    ("form", "dtype"),
-    [
-        (_FP32, torch.float32),
-        *((form, dtype) for form in (_BF16, _HALVES) for dtype in (torch.float32, torch.bfloat16)),
-    ],
-)
-def test_gradients_land_where_nothing_else_is(form: ChunkFormat, dtype: torch.dtype) -> None:
-    workspace = form.lay_out(
-        torch.zeros(form.workspace_bytes(CHUNK_GRANULE, 2), dtype=torch.uint8), CHUNK_GRANULE, _NAMES
-    )
-    landing = workspace.landing(dtype)
-    assert (landing.dtype, landing.shape) == (dtype, (CHUNK_GRANULE,))
-    landing.view(torch.uint8).fill_(1)
-    assert not workspace.record.any()
-    if workspace.needs_weight:
-        assert not workspace.weight.view(torch.uint8).any()
-
-
-@pytest.mark.parametrize("form", _FORMATS)
 @pytest.mark.parametrize("kind", ["paged", "resident"])
 def test_what_was_written_back_comes_again(swapper: Swapper, form: ChunkFormat, kind: str) -> None:
     unit, chunks = _unit(form.weight_dtype)
@@ -185,22 +135,6 @@ def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper, form: Chu
     assert swapper.statistics().read_bytes - before == num_bytes * CHUNK_GRANULE, "zeros are not read"
 
 
-@pytest.mark.parametrize("form", _FORMATS)
-@pytest.mark.parametrize("num_states", [0, 1, 2])
-def test_records_on_a_drive_fill_blocks(form: ChunkFormat, num_states: int) -> None:
-    for num_granules in (1, 2, 31, 500):
-        numel = num_granules * CHUNK_GRANULE
-        in_memory, stored = form.record_bytes(numel, num_states), form.stored_bytes(numel, num_states)
-        assert stored % 4096 == 0
-        assert 0 <= stored - in_memory < (4096 if form.states is StateFormat.INT8 and num_states else 1)
-        chunks = [min(7 * CHUNK_GRANULE, numel - start) for start in range(0, numel, 7 * CHUNK_GRANULE)]
-        one_by_one = sum(form.stored_bytes(chunk, num_states) for chunk in chunks)
-        assert form.stored_bytes(numel, num_states, 7 * CHUNK_GRANULE) == one_by_one
-        room = form.workspace_bytes(numel, num_states)
-        assert form.numel_in(room, num_states, CHUNK_GRANULE) == numel
-        assert form.numel_in(room - 1, num_states, CHUNK_GRANULE) == numel - CHUNK_GRANULE
-
-
 def test_no_page_is_said_and_not_waited_for(swapper: Swapper) -> None:
     unit, chunks = _unit(torch.bfloat16)
     arena = _arena(1, _BF16)
@@ -232,17 +166,6 @@ def test_a_page_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> No
         weights = page.tensor[: 2 * CHUNK_GRANULE].view(torch.bfloat16)
         swapper.read(extent, weights).wait()
         assert torch.equal(weights, torch.full_like(weights, 2))
-
-
-def test_a_unit_without_states_in_fp32_has_nothing_to_store(swapper: Swapper) -> None:
-    unit, chunks = _unit(torch.float32)
-    records = PagedStateStore(swapper, _arena(1, _FP32, 0), _FP32)
-    free = swapper.free_bytes
-    records.allocate(unit, chunks, ())
-    assert swapper.free_bytes == free
-    lease = _open(records, unit, chunks[0])
-    lease.write_back([])
-    _open(records, unit, chunks[1]).discard()
 
 
 @pytest.mark.parametrize("form", _FORMATS)
@@ -277,23 +200,3 @@ def test_records_in_memory_are_worked_on_in_place(swapper: Swapper, form: ChunkF
     lease.write_back([])
     swapper.flush()
     assert swapper.statistics().write_bytes - before.write_bytes == num_bytes
-
-
-def test_a_page_with_scratch_for_memory_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> None:
-    unit, chunks = _unit(torch.bfloat16)
-    arena = _arena(1, _HALVES)
-    records = PagedStateStore(None, arena, _HALVES)
-    records.allocate(unit, chunks, _NAMES, numel_in_memory=unit.layout.trainable_numel)
-    extent = swapper.allocate(2 * CHUNK_GRANULE, "weights")
-    lease = _open(records, unit, chunks[0])
-    lease.write_back([swapper.write(extent, lease.workspace.weight)])
-    swapper.flush()
-    wait_until(lambda: not arena.statistics().num_leased)
-    assert arena.statistics().num_leased == 0
-
-
-def test_records_that_rest_nowhere_are_refused() -> None:
-    unit, chunks = _unit(torch.bfloat16)
-    records = PagedStateStore(None, _arena(1, _HALVES), _HALVES)
-    with pytest.raises(RuntimeError, match="rest nowhere"):
-        records.allocate(unit, chunks, _NAMES, numel_in_memory=CHUNK_GRANULE)

@@ -10,7 +10,6 @@ import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer
 from infinity.tiers.weight_store import WeightStore
-from infinity.units.layout import CHUNK_GRANULE
 from infinity.units.unit import Unit
 from swapper import StagingArena, Swapper, SwapperConfig, SwapperError
 from swapper.backend import Direction
@@ -18,7 +17,7 @@ from swapper.backends.memory import MemoryBackend
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.lazy_device import LazyDevice
 from tests.separate_host import SeparateHostDevice
-from tests.unit.stage import frozen_unit, trainable_unit
+from tests.unit.stage import frozen_unit
 
 _PAGE = 4096
 _WAIT_SECONDS = 20
@@ -87,13 +86,6 @@ def test_units_arrive_whole(bench: _Bench) -> None:
             unit.flat.tensor().zero_()
 
 
-def test_nobody_holds_the_buffer_after_the_arrival(bench: _Bench) -> None:
-    unit = bench.units[0]
-    bench.store.fetch(unit, is_demand=True).wait()
-    assert unit.flat is not None
-    assert not unit.flat.has_views
-
-
 @pytest.mark.parametrize("page", [1, 2, 5])
 def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, page: int) -> None:
     bench.fail_reads(page)
@@ -113,23 +105,6 @@ def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, page: in
     for unit in bench.units:
         bench.store.fetch(unit, is_demand=True).wait()
         bench.require_there(unit)
-
-
-def test_all_reads_failing_end_all_waits(bench: _Bench) -> None:
-    bench.fail_reads()
-    for arrival in [bench.store.fetch(unit, is_demand=False) for unit in bench.units]:
-        with pytest.raises(SwapperError):
-            arrival.wait()
-
-
-def test_a_unit_that_was_never_written_is_an_error_and_no_garbage(bench: _Bench) -> None:
-    unit = frozen_unit(3, 2)
-    bench.store.allocate(unit)
-    unit.adopt(bench.flat(unit))
-    with pytest.raises(SwapperError):
-        bench.store.fetch(unit, is_demand=True).wait()
-    bench.store.fetch(bench.units[1], is_demand=True).wait()
-    bench.require_there(bench.units[1])
 
 
 def test_what_was_requested_is_finished_when_the_store_is_closed() -> None:
@@ -200,37 +175,3 @@ def test_a_page_is_not_used_again_before_its_copy_has_run(num_pages: int) -> Non
             assert unit.flat is not None
             unit.flat.tensor().zero_()
     bench.close()
-
-
-def test_without_pages_weights_are_read_straight_into_the_buffer() -> None:
-    with Swapper.in_memory(1 << 20) as swapper:
-        store = WeightStore(swapper, ComputeDevice())
-        unit = frozen_unit(0, 3)
-        store.allocate(unit)
-        unit.adopt(ComputeDevice().allocate_flat(unit.num_bytes))
-        values = torch.arange(unit.num_bytes, dtype=torch.int32).to(torch.uint8)
-        store.write_all(unit, values).wait()
-        arrival = store.fetch(unit, is_demand=False)
-        arrival.promote()
-        arrival.wait()
-        assert arrival.done()
-        assert torch.equal(unit.flat.tensor(), values)
-        store.close()
-
-
-def test_chunks_are_written_where_whole_units_are_read() -> None:
-    with Swapper.in_memory(1 << 20) as swapper:
-        store = WeightStore(swapper, ComputeDevice())
-        unit = trainable_unit(0, [(5000,), (40,)], torch.bfloat16)
-        store.allocate(unit)
-        for chunk in unit.layout.chunks(CHUNK_GRANULE):
-            store.write_chunk(unit, chunk, torch.full((chunk.numel,), float(chunk.index), dtype=torch.bfloat16)).wait()
-        unit.adopt(ComputeDevice().allocate_flat(unit.num_bytes))
-        store.fetch(unit, is_demand=True).wait()
-        weights = unit.trainable_view(unit.flat.tensor())
-        for chunk in unit.layout.chunks(CHUNK_GRANULE):
-            target = torch.empty(chunk.numel, dtype=torch.bfloat16)
-            store.read_chunk(unit, chunk, target).wait()
-            assert torch.equal(target, torch.full_like(target, float(chunk.index)))
-            assert torch.equal(weights[chunk.start : chunk.stop], target)
-        store.close()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.units.layout import CHUNK_GRANULE, SLOT_GRANULE, ParameterSpec, UnitLayout, round_up
+from infinity.units.layout import CHUNK_GRANULE, SLOT_GRANULE, ParameterSpec, UnitLayout
 
 _PAGE = 4096
 
@@ -95,38 +94,6 @@ def test_the_trainable_segment_comes_first_and_frozen_ones_by_dtype() -> None:
     ]
     assert [slot.index for slot in layout.segments[2].slots] == [0, 3]
     assert layout.trainable is layout.segments[0]
-
-
-def test_a_frozen_unit_has_no_chunks() -> None:
-    layout = UnitLayout([_spec(0, (5000,), torch.float32, False)])
-    assert layout.trainable is None
-    assert layout.trainable_numel == 0
-    assert layout.chunks(CHUNK_GRANULE) == ()
-
-
-def test_trainable_parameters_of_two_dtypes_are_refused() -> None:
-    specs = [_spec(0, (5,), torch.float32, True), _spec(1, (5,), torch.bfloat16, True)]
-    with pytest.raises(ValueError, match="share a dtype"):
-        UnitLayout(specs)
-
-
-@pytest.mark.parametrize("chunk_numel", [0, -CHUNK_GRANULE, CHUNK_GRANULE - 1, CHUNK_GRANULE + 64])
-def test_a_chunk_that_o_direct_cannot_address_is_refused(chunk_numel: int) -> None:
-    layout = UnitLayout([_spec(0, (5000,), torch.float32, True)])
-    with pytest.raises(ValueError, match="multiple of 2048"):
-        layout.chunks(chunk_numel)
-
-
-@given(st.integers(0, 10**12), st.integers(1, 10**6))
-@settings(max_examples=60, deadline=None)
-def test_round_up_gives_the_next_multiple(value: int, granule: int) -> None:
-    result = round_up(value, granule)
-    assert result % granule == 0
-    assert value <= result < value + granule
-
-
-def test_numel_of_a_scalar_is_one() -> None:
-    assert _spec(0, (), torch.float32, True).numel == math.prod(()) == 1
 
 
 def test_no_chunk_lies_across_a_border() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from infinity.errors import ConfigError
@@ -61,14 +60,6 @@ def test_blocks_of_real_models_find_themselves(make: Callable[[], nn.Module], bl
             assert not any(fqn.startswith(f"{block}.") for fqn in unit.fqns for block in blocks)
 
 
-def test_vit_has_its_layers_as_blocks() -> None:
-    """Where the list of layers lies differs between versions of transformers."""
-    model = families.vit()
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == 2]
-    assert find_blocks(model) == _layers(lists[0])
-    _require_partition(model, partition(model, 4), 4)
-
-
 def test_tied_weights_are_in_the_unit_of_their_first_name() -> None:
     model = families.gpt2()
     units = partition(model, 2)
@@ -88,21 +79,10 @@ def test_a_blocks_weight_that_others_use_too_is_a_leftover() -> None:
     assert ["blocks.1.weight"] in [unit.fqns for unit in units], "no block has to stay for it"
 
 
-def test_a_weight_shared_inside_one_block_stays_there() -> None:
-    block = _Block()
-    block.inner[1].weight = block.inner[0].weight
-    model = nn.Sequential(block, _Block())
-    assert [unit.name for unit in partition(model, 4)] == ["0", "1"]
-
-
 def test_only_the_outermost_lists_count() -> None:
     model = nn.Module()
     model.stages = nn.ModuleList([_Block(), _Block()])
     assert find_blocks(model) == ["stages.0", "stages.1"]
-
-
-def test_the_model_itself_may_be_the_list() -> None:
-    assert find_blocks(nn.Sequential(_Block(), nn.ReLU(), _Block())) == ["0", "2"]
 
 
 def test_a_list_of_different_modules_is_no_list_of_blocks() -> None:
@@ -159,12 +139,3 @@ def test_leftovers_are_cut_between_modules_at_the_size_of_a_block() -> None:
         ["blocks.1.weight"],
         ["tail.weight", "tail.bias"],
     ]
-
-
-def test_parameters_of_the_root_have_a_unit() -> None:
-    model = nn.Module()
-    model.scale = nn.Parameter(torch.ones(3))
-    model.blocks = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    units = partition(model, 4)
-    _require_partition(model, units, 4)
-    assert units[0].fqns == ["scale"]

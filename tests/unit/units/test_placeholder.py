@@ -116,7 +116,3 @@ def test_transforms_over_weights_see_no_values(model: nn.Module) -> None:
     with torch.no_grad(), infinity.GatheredParameters(weights.values()):
         found = torch.func.grad(loss)(weights)
     assert torch.equal(found["weight"], torch.full((4, 4), 2.0))
-
-
-def test_a_parameter_without_elements_lacks_nothing(model: nn.Module, scripted: Any) -> None:
-    assert scripted(torch.ones(2, 0), model.get_parameter("empty")).tolist() == [[0.0] * 4] * 2

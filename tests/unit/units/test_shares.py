@@ -52,14 +52,6 @@ def test_chunks_of_all_shares_are_the_whole(num: int) -> None:
         assert not any(chunk.start < border < chunk.stop for chunk in found)
 
 
-def test_what_cannot_be_divided_goes_around() -> None:
-    owners = [
-        [rank for rank, (start, stop) in enumerate(Shares(0, 3).spans(_unit(index, [100]))) if start < stop]
-        for index in range(6)
-    ]
-    assert sorted(rank for (rank,) in owners) == [0, 0, 1, 1, 2, 2]
-
-
 @given(
     num_groups=st.integers(1, 4),
     among=st.integers(1, 9),

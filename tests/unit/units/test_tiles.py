@@ -38,19 +38,6 @@ def test_forward_and_gradients_of_weights_are_those_of_the_whole_layer(dtype: to
             torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-4)
 
 
-def test_the_gradient_of_an_embedding_is_that_of_the_whole_one() -> None:
-    found = []
-    for above in (None, 16 << 10):
-        torch.manual_seed(0)
-        model = nn.Embedding(_VOCABULARY, _WIDTH, padding_idx=-2, scale_grad_by_freq=True)
-        tiling = Tiling(model, above, 4, [])
-        tiling.show()
-        (model(_tokens(0)) * torch.randn(4, 16, _WIDTH, generator=torch.Generator().manual_seed(1))).sum().backward()
-        tiling.undo()
-        found.append(model.weight.grad)
-    assert torch.equal(*found)
-
-
 def test_the_gradient_of_the_input_is_summed_tile_by_tile_the_last_first() -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(_WIDTH, 300, bias=False), torch.randn(8, _WIDTH, requires_grad=True)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
 from infinity.units.parameter import PagedParameter, ResidentParameter, placeholder, unbind
-from infinity.units.unit import Unit
-from infinity.units.unit_state import UNIT_MOVES, UnitState
+from infinity.units.unit import UNIT_MOVES, Unit, UnitState
 from tests.unit.stage import trainable_unit
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import gc
-import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from infinity.activations.refusal import Refusal
 from infinity.vertical.arguments import Tree, is_same
 
 
@@ -71,34 +67,6 @@ def test_a_value_is_put_together_as_it_was_with_other_tensors_in_their_places(ma
     assert _same(value, make(*old)), "and the value itself is not touched"
 
 
-def test_each_tensor_is_in_the_list_once_and_at_each_of_its_places() -> None:
-    a, b = _tensors(2)
-    tree = Tree(([a, b], {"again": a}, b.view(2)))
-    assert len(tree.tensors) == 3, "a view is a tensor of its own"
-    built = tree.build(["a", "b", "view of b"])
-    assert built == (["a", "b"], {"again": "a"}, "view of b")
-
-
-def test_containers_are_fresh_each_time() -> None:
-    tree = Tree([[torch.ones(1)], {"x": {}}])
-    one, other = tree.build(tree.tensors), tree.build(tree.tensors)
-    one[0].append(1)
-    one[1]["x"]["y"] = 2
-    assert len(other[0]) == 1 and other[1] == {"x": {}}
-    assert tree.build(tree.tensors)[1] == {"x": {}}
-
-
-def test_the_form_holds_no_tensors() -> None:
-    """They are to leave memory while the form is kept."""
-    tensor = torch.ones(1)
-    tree = Tree((tensor, [tensor], {"x": tensor}, _Pair(tensor, 1), _Frozen([_Frozen(tensor)])))
-    alive = weakref.ref(tensor)
-    del tensor
-    tree.forget()
-    gc.collect()
-    assert alive() is None
-
-
 def test_a_container_that_is_changed_is_seen() -> None:
     tensor = torch.ones(2)
     value: Any = ([tensor], {"x": 1000, "in": ([3],)})
@@ -109,31 +77,3 @@ def test_a_container_that_is_changed_is_seen() -> None:
     assert not is_same(before, tree_leaves(value))
     value[0][:] = [torch.ones(2)]
     assert not is_same(before, tree_leaves(value))
-
-
-def test_an_object_is_passed_as_it_is() -> None:
-    holder = SimpleNamespace(mask=torch.ones(2), count=0)
-    tree = Tree((holder, torch.zeros(1)))
-    assert len(tree.tensors) == 1
-    assert tree.build(tree.tensors)[0] is holder
-
-
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: [{"x": t}], lambda t: SimpleNamespace(inner=(t,))])
-def test_a_plain_object_with_gradients_inside_is_refused(wrap: Callable[[torch.Tensor], Any]) -> None:
-    Tree(SimpleNamespace(inside=wrap(torch.ones(1))))
-    with pytest.raises(Refusal, match="SimpleNamespace that carries gradients"):
-        Tree(SimpleNamespace(inside=wrap(torch.ones(1, requires_grad=True))))
-
-
-def test_functions_are_passed_and_not_looked_into() -> None:
-    def function() -> None: ...
-
-    function.tensor = torch.ones(1, requires_grad=True)  # type: ignore[attr-defined]
-    tree = Tree([function])
-    assert tree.tensors == [] and tree.build([])[0] is function
-
-
-def test_an_object_that_contains_itself_ends() -> None:
-    value = SimpleNamespace(items=[torch.ones(1)])
-    value.me = value
-    assert Tree(value).build([]) is value

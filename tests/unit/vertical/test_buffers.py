@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.vertical import buffers
-from infinity.vertical.buffers import BlockBuffers, StepStart
+from infinity.vertical.buffers import StepStart
 
 _CPU = torch.device("cpu")
 
@@ -64,35 +64,6 @@ def test_a_changed_buffer_is_seen_and_put_back(change: Any) -> None:
     assert start.changed_buffer(()) is None
 
 
-def test_batch_norms_may_write_and_are_put_back() -> None:
-    """Though their kernels write past the version."""
-    model = _Table()
-    start = StepStart(model, _CPU)
-    model.norm(torch.randn(4, 3))
-    assert start.changed_buffer(()) is None
-    later = StepStart(model, _CPU, start)
-    mean = model.norm.running_mean
-    assert mean is not None
-    before = mean.clone()
-    model.norm(torch.randn(4, 3))
-    later.restore()
-    assert torch.equal(mean, before)
-    start.restore()
-    assert torch.equal(mean, torch.zeros(3))
-
-
-def test_copies_of_what_has_not_changed_are_taken_over() -> None:
-    model = _Table()
-    first = StepStart(model, _CPU)
-    second = StepStart(model, _CPU, first)
-    assert second._kept[id(model.table)] is first._kept[id(model.table)]
-    model.table.add_(1)
-    third = StepStart(model, _CPU, second)
-    model.table.add_(1)
-    third.restore()
-    assert torch.equal(model.table, torch.full((2,), 2.0))
-
-
 def test_new_attributes_go_and_random_numbers_come_again() -> None:
     model: Any = _Table()
     start = StepStart(model, _CPU)
@@ -111,14 +82,3 @@ def test_what_is_too_large_to_be_copied_is_an_error_that_says_what_to_do(monkeyp
     model.table.add_(1)
     with pytest.raises(ModelError, match=r"_Table\.table.*infinity\.schedule.*ordinary"):
         start.restore()
-
-
-def test_buffers_of_a_block_are_the_same_tensors_with_the_same_values_again() -> None:
-    model = _Table()
-    found, table = BlockBuffers(model), model.table
-    marks, values = BlockBuffers(nn.Linear(1, 1)).marks(), found.capture()
-    assert marks == []
-    model(4)
-    table.mul_(3)
-    values.restore()
-    assert model.table is table and torch.equal(table, torch.ones(2))

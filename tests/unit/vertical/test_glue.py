@@ -185,18 +185,6 @@ def test_a_call_without_gradient_has_its_place_too() -> None:
     assert all(map(_same, expected.gradients(), weights.gradients()))
 
 
-def test_two_micro_batches_go_side_by_side() -> None:
-    """Call by call, the first one's before the second one's: as with two backwards where a weight is used once."""
-    weights, batches = _Weights(), [_Batch(0), _Batch(1)]
-    losses = [_chain(weights, batch) for batch in batches]
-    for batch, loss in zip(batches, losses, strict=True):
-        batch.backward(loss)
-    expected = _Weights()
-    for _ in range(2):
-        _chain(expected, _Plain()).backward()
-    assert all(map(_same, expected.gradients(), weights.gradients()))
-
-
 class _Counted(torch.autograd.Function):
     """Of a user's own: counts what comes."""
 
@@ -306,12 +294,3 @@ def test_micro_batches_that_use_each_others_results_are_refused() -> None:
     loss = other.call(weights.unit(weights.b), result * 2).sum()
     with pytest.raises(Refusal, match="use each other's results"):
         other.backward(loss)
-
-
-def test_what_is_cleared_holds_nothing() -> None:
-    weights, batch = _Weights(), _Batch()
-    loss = _skips(weights, batch)
-    batch.glue.note_hook(loss)
-    batch.glue.seal(loss) if not batch.glue._hooked else batch.glue._hooked.clear()
-    batch.glue.clear()
-    assert not any(vars(batch.glue).values())

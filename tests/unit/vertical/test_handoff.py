@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from infinity.vertical.handoff import Abandoned, MicroBatchThread
-from tests.waiting import wait_until
 
 _SETTING: contextvars.ContextVar[int] = contextvars.ContextVar("setting", default=0)
 
@@ -43,17 +42,6 @@ def test_functions_run_in_turns_one_after_the_other(thread: MicroBatchThread) ->
         thread.resume()
         assert seen.pop() == 2 and thread.is_over
         seen.clear()
-
-
-def test_what_is_raised_comes_out_of_resume(thread: MicroBatchThread) -> None:
-    def function() -> None:
-        raise ValueError("its own")
-
-    for _ in range(2):
-        thread.begin(function)
-        with pytest.raises(ValueError, match="its own"):
-            thread.resume()
-        assert thread.is_over
 
 
 @pytest.mark.parametrize("num_resumed", [0, 1])
@@ -94,24 +82,3 @@ def test_a_function_that_nobody_waits_for_any_more_is_interrupted(thread: MicroB
     thread.abandon()
     waiting.join()
     assert not thread._thread.is_alive()
-
-
-def test_what_is_forbidden_ends_at_its_next_pause(thread: MicroBatchThread) -> None:
-    def function() -> None:
-        thread.forbid()
-        thread.pause()
-
-    thread.begin(function)
-    with pytest.raises(Abandoned):
-        thread.resume()
-    wait_until(lambda: not thread._thread.is_alive())
-
-
-def test_an_idle_thread_ends_without_waiting() -> None:
-    thread = MicroBatchThread(0)
-    thread.end()  # not started yet
-    other = MicroBatchThread(1)
-    other.begin(lambda: None)
-    other.resume()
-    other.end()
-    wait_until(lambda: not other._thread.is_alive())

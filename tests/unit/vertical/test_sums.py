@@ -12,8 +12,8 @@ import torch
 from infinity.device.compute import ComputeDevice, gradient_norm
 from infinity.device.flat_pool import FlatPool
 from infinity.distributed.collectives import Ranks
-from infinity.gradients.averaged_grads import AveragedGradients
-from infinity.gradients.main_grad_dtype import MainGradDtype
+from infinity.gradients.reducer import ReducedGradients
+from infinity.gradients.unit_grads import MainGradDtype
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import CHUNK_GRANULE, Slot
 from infinity.units.unit import Unit
@@ -33,9 +33,9 @@ def swapper() -> Iterator[Swapper]:
         yield opened
 
 
-def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype | None = None) -> AveragedGradients:
+def _spilling(unit: Unit, swapper: Swapper, waiting: MainGradDtype | None = None) -> ReducedGradients:
     pool = FlatPool(ComputeDevice(), unit.layout.trainable_numel * 4)
-    return AveragedGradients(
+    return ReducedGradients(
         [unit],
         ComputeDevice(),
         StepClock(),

@@ -1,25 +1,25 @@
-"""Main gradients of which each rank needs the mean of its share alone: of the part that it updates.
+"""Main gradients that several ranks average: on all of them, or each rank the mean of the share that it updates.
 
-Knows units, gradients and ranks; must not know when a backward has ended.
+See [Note: ranks] in ``infinity.distributed.collectives``.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from infinity.device.compute import gradient_norm
-from infinity.distributed.meshes import Division
-from infinity.distributed.world import Numbered
+from infinity.distributed.collectives import Ranks
+from infinity.distributed.comm_hooks import GradientBucket, MeanHook
 from infinity.errors import AccessError
-from infinity.gradients.averaged_grads import AveragedGradients
-from infinity.gradients.gradient_exchange import GradientExchange, UnitExchange
-from infinity.gradients.share_updates import ShareUpdates
+from infinity.gradients.gradient_exchange import IS_NEW, IS_UNSCALED, GradientExchange, ShareUpdates, UnitExchange
 from infinity.gradients.sources import FP32_BYTES, GradientBuffer
+from infinity.gradients.store import GradientStore
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
 from infinity.units.layout import Slot
@@ -35,8 +35,29 @@ Key = tuple[int, int]
 """Unit index, slot index."""
 
 
-class OwnedGradients(AveragedGradients):
-    """`AveragedGradients` where states are divided.
+@dataclass(frozen=True)
+class NewGradients:
+    """Gradients of a unit that came on any rank since they were last averaged.
+
+    Attributes:
+        unit: whose.
+        slots: of which parameters, in the order of the layout.
+        is_unscaled: whether any rank has taken the loss scale out.
+    """
+
+    unit: Unit
+    slots: list[Slot]
+    is_unscaled: bool
+
+
+class ReducedGradients(GradientStore):
+    """A `GradientStore` that knows which gradients are this rank's alone.
+
+    As with DDP, what is averaged is all that a parameter has accumulated, so a mean of an earlier backward stays what it is.
+    A parameter that got a gradient on some ranks has one on all of them afterwards, to which the others gave zeros.
+
+    Where `holds_back` says so, no mean is computed before the step either: that begins with `new_of_all`, and goes on with
+    `average_these`, or `replace`.
 
     [Note: means for owners] Where each rank updates its share of a unit, it needs the mean of that alone, which takes half of
     the exchange, and the other half is then free for the new weights. The mean must be of all that the step has accumulated,
@@ -60,22 +81,41 @@ class OwnedGradients(AveragedGradients):
     """
 
     def __init__(
-        self, *args: Any, division: Division, apart: Division, numbered: Numbered, shares: Shares, **kwargs: Any
+        self,
+        *args: Any,
+        ranks: Ranks,
+        holds_back: Callable[[], bool],
+        wire: torch.dtype,
+        sharers: Ranks | None = None,
+        exchange: GradientExchange | None = None,
+        **kwargs: Any,
     ) -> None:
-        """As `AveragedGradients` of the ``ranks`` of ``division``.
-
-        Args:
-            args, kwargs: for `AveragedGradients`.
-            division: who divides states.
-            apart: the same, in process groups that nobody else uses.
-            numbered: names those groups.
-            shares: which of them has what.
         """
-        super().__init__(*args, ranks=division.ranks, **kwargs)
-        self._sharers = division.sharers
-        self._shares = shares
-        self._exchange = GradientExchange(apart, numbered, shares, self._wire, self._device)
-        when_gone(self, self._exchange.stop)
+        Args:
+            args, kwargs: for `GradientStore`.
+            ranks: all that have the same part of the model.
+            holds_back: whether no mean is computed before the step.
+            wire: see `Ranks.reduce`.
+            sharers: who divides states; None: nobody does, and each rank needs all means.
+            exchange: of those.
+        """
+        super().__init__(*args, **kwargs)
+        self._ranks = ranks
+        self._holds_back = holds_back
+        self._wire = wire
+        self._sharers = sharers or Ranks()
+        self._exchange = exchange
+        if exchange is not None:
+            when_gone(self, exchange.stop)
+        self._shares = Shares() if exchange is None else exchange.shares
+        self._hook: MeanHook | None = None
+        self._is_held_back = False
+        """Whether a mean that would have been computed was not: from then until the step."""
+        self._new: set[tuple[int, int]] = set()
+        """(unit index, slot index) of what was added since the last `average`."""
+        self.agreed_norms: dict[tuple[int, int], torch.Tensor] = {}
+        """(unit index, slot index) -> 2-norm of a mean that may be here in part only, or have gone into an update: from
+        `average_for_update` until the next step's, or `clear`."""
         self._step: int | None = None
         """The step whose means are being computed: from `begin_means`, or `average_last`, until all ranks have them."""
         self._is_last_over = False
@@ -98,12 +138,21 @@ class OwnedGradients(AveragedGradients):
         self._late: list[tuple[Unit, Mapping[Slot, torch.Tensor]]] = []
         """What came in backward for units that are being exchanged: until those are taken back."""
 
-    # ------------------------------------------------------------------------------------------------- beside a backward
+    # ------------------------------------------------------------------------------------------- beside a backward
+
+    @property
+    def _gives_shares(self) -> bool:
+        """Whether a mean is that of this rank's share alone: a hook averages whole gradients."""
+        return self._exchange is not None and self._hook is None
 
     def begin_means(self, step: int, updates: ShareUpdates | None = None) -> bool:
+        """The last ``engine.backward`` of a step begins: `offer` tells of units that have all of its gradients.
+
+        Returns whether ``updates`` will hear of means before the step.
+        """
         self.average_postponed()
         self._end_dropped()
-        if self._hook is not None:
+        if not self._gives_shares:
             return False
         self._step, self._is_last_over, self._patience_seconds = step, False, _PATIENCE_SECONDS
         self._updates = updates
@@ -111,6 +160,7 @@ class OwnedGradients(AveragedGradients):
         return updates is not None
 
     def expect_whole(self, unit: Unit) -> None:
+        """The next `add` for the unit makes it whole."""
         if self._step is not None:
             self.open_sum(unit)
 
@@ -125,13 +175,15 @@ class OwnedGradients(AveragedGradients):
         super().open_sum(unit)
 
     def offer(self, unit: Unit) -> bool:
+        """The unit has all gradients of the step. Returns whether that is of use: then it may stay where `open_sum` has it."""
         if self._step is not None:
             self._whole.add(unit.index)
             self._go_on()
         return self._step is not None
 
     def average_last(self, step: int) -> None:
-        if self._hook is not None:
+        """The last ``engine.backward`` of a step has ended: as `average`, at once or by the time the step needs it."""
+        if not self._gives_shares:
             self.average(step)
             return
         if self._step is None:
@@ -142,13 +194,15 @@ class OwnedGradients(AveragedGradients):
 
     @property
     def is_in_parts(self) -> bool:
+        """Whether a gradient that is not here may be on other ranks, of which this one has a part of the mean, or will have."""
         return self._step is not None and self._is_last_over
 
     def _go_on(self, *, is_in_time: bool = True) -> None:
         """Begin to exchange what may be, and take back what has been. ``is_in_time``: only if nobody has to wait."""
         while self._under_way and self._under_way[0].done.is_set():
             self._take_back(self._under_way.popleft())
-        while self._due and self._due[0].unit.index in self._whole and self._exchange.error is None:
+        exchange = self._exchange
+        while exchange and self._due and self._due[0].unit.index in self._whole and exchange.error is None:
             grads = self._due[0]
             if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
                 return
@@ -157,7 +211,7 @@ class OwnedGradients(AveragedGradients):
                 return
             buffer, slots = self.open(grads.unit), grads.unit.layout.slots
             new = frozenset(slot.index for slot in slots if (grads.unit.index, slot.index) in self._new)
-            exchange = UnitExchange(
+            given = UnitExchange(
                 self._what(),
                 grads,
                 buffer,
@@ -168,13 +222,13 @@ class OwnedGradients(AveragedGradients):
                 flushes_denormals=flushes_denormals(),
                 word=updates.word(grads.unit, new) if updates is not None and new == grads.present else 0,
             )
-            self._hand_over(exchange)
+            self._hand_over(exchange, given)
 
-    def _hand_over(self, exchange: UnitExchange) -> None:
+    def _hand_over(self, exchange: GradientExchange, given: UnitExchange) -> None:
         with uninterrupted():  # other ranks wait for it, too
-            self._under_way.append(exchange)
+            self._under_way.append(given)
             self._due.popleft()
-            self._exchange.begin(exchange)
+            exchange.begin(given)
 
     def _has_room_beside(self, grads: UnitGrads) -> bool:
         """Whether the exchange may have the unit's memory for as long as it likes."""
@@ -205,6 +259,7 @@ class OwnedGradients(AveragedGradients):
         self._late = [each for each in self._late if each[0] is not exchange.grads.unit]
         for gradients in late:
             super().add(exchange.grads.unit, gradients)
+            self._new.update((exchange.grads.unit.index, slot.index) for slot in gradients)
 
     def _keep_mean(self, exchange: UnitExchange, buffer: GradientBuffer) -> None:
         grads = exchange.grads
@@ -260,7 +315,7 @@ class OwnedGradients(AveragedGradients):
         while self._due or self._under_way:
             self._go_on(is_in_time=False)
             self._await_holder()
-            if self._exchange.error is not None:
+            if self._exchange is not None and self._exchange.error is not None:
                 raise self._exchange.error
         self._whole.clear()
 
@@ -283,11 +338,11 @@ class OwnedGradients(AveragedGradients):
         step = self._step if self._dropped_step is None else self._dropped_step
         return f"averaging gradients for the owners in step {step}"
 
-    # --------------------------------------------------------------------------------------------------- before the step
+    # --------------------------------------------------------------------------------------------- before the step
 
     def average_for_update(self, step: int) -> None:
-        """See `AveragedGradients.average_for_update`. Each rank gets the mean of its share, and all get the norms."""
-        if self._hook is not None:
+        """As `average`; an update of all comes next. Where shares are updated, all get the norms."""
+        if not self._gives_shares:
             self.average(step)
             return
         self.agreed_norms.clear()
@@ -311,7 +366,16 @@ class OwnedGradients(AveragedGradients):
         self._owned.clear()
 
     def average(self, step: int) -> None:
-        """See `AveragedGradients.average`. What is owned in parts becomes whole."""
+        """What came on any rank since the last time becomes the mean over all ranks, on all of them, and whole.
+
+        All ranks call it at the same point of their scripts.
+
+        Args:
+            step: the number of the present step.
+
+        Raises:
+            RankError: another rank has ended, does not come, or is elsewhere.
+        """
         self.agreed_norms.clear()
         self._end_dropped()
         if self._step is not None:
@@ -325,7 +389,10 @@ class OwnedGradients(AveragedGradients):
                     self._put_together(what, grads, [slot for other, slot, _ in here.values() if other is grads])
             for key in here:
                 del self._owned[key]
-        super().average(step)
+        if self._holds_back():
+            self._is_held_back = True
+        else:
+            self.average_these(self.new_of_all(step), step)
 
     def _put_together(self, what: str, grads: UnitGrads, slots: Sequence[Slot]) -> None:
         buffer = self.open(grads.unit)
@@ -338,6 +405,7 @@ class OwnedGradients(AveragedGradients):
         self.close_sum(grads.unit)
 
     def average_postponed(self) -> None:
+        """Another backward comes before the step: the mean of what was there before it is computed, if it has not been."""
         if self._step is not None and self.is_in_parts:
             self.average(self._step)
 
@@ -349,35 +417,101 @@ class OwnedGradients(AveragedGradients):
             self._dropped_step = None
 
     def end_updates(self) -> None:
-        if self._step is None:
+        """A step is given up whose last backward has begun. All ranks come here: what all have left to `ShareUpdates` has been
+        updated on all of them when this returns, and nothing else."""
+        if self._step is None or self._exchange is None:
             return
         self._ranks.meet(f"giving up step {self._step}")
         nothing: frozenset[int] = frozenset()
         while self._due:
             grads = self._due[0]
-            exchange = UnitExchange(
+            given = UnitExchange(
                 self._what(), grads, None, nothing, nothing, is_unscaled=False, unscaling=1.0, flushes_denormals=False
             )
-            self._hand_over(exchange)
+            self._hand_over(self._exchange, given)
         self._finish()
         self._step = self._updates = None
 
-    # ------------------------------------------------------------------------------------------------- what others touch
+    def new_of_all(self, step: int, what: str = "averaging gradients") -> list[NewGradients]:
+        """What came on any rank since the last time, which the caller goes on with: unit by unit. See `average`."""
+        self._is_held_back = False
+        if self._ranks.num == 1:
+            return []
+        self._land()
+        flags: list[int] = []
+        for grads in self._grads:
+            flags += [(grads.unit.index, slot.index) in self._new for slot in grads.unit.layout.slots]
+            flags.append(grads.is_unscaled * IS_UNSCALED)
+        merged = [max(of_ranks) for of_ranks in zip(*self._ranks.meet(f"{what} in step {step}", flags), strict=True)]
+        self._new.clear()
+        position = 0
+        found: list[NewGradients] = []
+        for grads in self._grads:
+            slots = grads.unit.layout.slots
+            of_unit = merged[position : position + len(slots) + 1]
+            position += len(of_unit)
+            new = [slot for slot, flag in zip(slots, of_unit, strict=False) if flag == IS_NEW]
+            if new:
+                found.append(NewGradients(grads.unit, new, of_unit[-1] == IS_UNSCALED))
+        return found
+
+    def average_these(self, found: Sequence[NewGradients], step: int) -> None:
+        """As `average`, of these."""
+        what = f"averaging gradients in step {step}"
+        for new in found:
+            with self._clock.waiting("ranks"):
+                buffer, runs = self._prepare(new)
+                if self._hook is not None:
+                    self._hook.average(what, _bucket(buffer, new, is_last=new is found[-1]))
+                else:
+                    for start, stop in runs:
+                        self._ranks.average(what, buffer.values[start:stop], self._wire)
+                self.close_sum(new.unit)
+
+    def take_hook(self, hook: MeanHook | None) -> None:
+        """From now on ``hook`` averages, of whole gradients; None: nothing but this does."""
+        self._hook = hook
+
+    def replace(self, new: NewGradients, write: Callable[[GradientBuffer, float], None]) -> None:
+        """``write`` gets the unit's gradients in memory and the loss scale they have, and puts what has none in their place."""
+        with self._clock.waiting("ranks"):
+            buffer, _ = self._prepare(new)
+            write(buffer, self.scale_of(new.unit))
+            self._grads[new.unit.index].is_unscaled = True
+            self.close_sum(new.unit)
+
+    def _prepare(self, new: NewGradients) -> tuple[GradientBuffer, list[tuple[int, int]]]:
+        """The unit's gradients in memory, zeros where there are none, and the elements in which the new ones lie."""
+        grads = self._grads[new.unit.index]
+        buffer = self.show(grads.unit) if new.is_unscaled else self.open(grads.unit)
+        grads.note_change()
+        for slot in new.slots:
+            if slot.index not in grads.present:
+                buffer.view(slot).zero_()
+                grads.present.add(slot.index)
+        return buffer, runs_of(new.slots)
+
+    # ------------------------------------------------------------------------------------------- what others touch
 
     def add(self, unit: Unit, gradients: Mapping[Slot, torch.Tensor]) -> None:
-        self.average_postponed()
-        self._end_dropped()
-        if self._is_held(self._grads[unit.index]):  # till others come there, who may wait for the end of this backward
-            self._late.append((unit, gradients))
-        else:
-            super().add(unit, gradients)
+        if self._exchange is not None:
+            self.average_postponed()
+            self._end_dropped()
+            if self._is_held(self._grads[unit.index]):  # until others come there, who may wait for this backward's end
+                self._late.append((unit, gradients))
+                return
+        super().add(unit, gradients)
+        for slot in gradients:
+            self._new.add((unit.index, slot.index))
 
     def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """See `GradientStore.set_gradient`. It is taken as it is: whoever sets one does so on all ranks."""
         self.average_postponed()
         self._end_dropped()
         while self._is_held(self._grads[unit.index]):
             self._await_holder()
         super().set_gradient(unit, slot, gradient)
+        self._new.discard((unit.index, slot.index))
         self._owned.pop((unit.index, slot.index), None)
 
     def clear(self, kept: Collection[Key] = ()) -> None:
@@ -388,16 +522,20 @@ class OwnedGradients(AveragedGradients):
         self._owned.clear()
         self._late.clear()
         super().clear(kept)
+        self._new.intersection_update(kept)
+        self._is_held_back = False
         self.agreed_norms.clear()
 
     def close(self) -> None:
-        if not self._exchange.close():
+        if self._exchange is not None and not self._exchange.close():
             for exchange in self._under_way:
                 if exchange.buffer is not None and exchange.grads.buffer is exchange.buffer:
                     exchange.grads.take()  # the thread's, for good
         super().close()
 
     def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
+        if not self.agreed_norms:
+            return super().norms_of(unit)
         slots = self._grads[unit.index].unit.layout.slots
         agreed = {
             slot.index: self.agreed_norms[unit.index, slot.index]
@@ -408,8 +546,19 @@ class OwnedGradients(AveragedGradients):
         return agreed if is_all else {**super().norms_of(unit), **agreed}
 
     def check_averaged(self, unit: Unit, slot: Slot) -> None:
-        super().check_averaged(unit, slot)
+        """See that the gradient is not one of which only parts of the mean will ever be here.
+
+        Raises:
+            AccessError: it is.
+        """
         key = unit.index, slot.index
+        if self._is_held_back and key in self._new:
+            raise AccessError.of_gradient(
+                slot.spec.fqn,
+                reason="OneBitAdam's warm-up is over: each process has its own gradients, and in the step their momenta are "
+                "exchanged",
+                cure='Clip by "gradient_clipping" in the config; to look at gradients, train with Adam',
+            )
         is_new = self._is_last_over and key in self._new
         if self._step is not None and (is_new or key in self._owned or self._is_held(self._grads[unit.index])):
             raise AccessError.of_gradient(
@@ -418,3 +567,10 @@ class OwnedGradients(AveragedGradients):
                 cure="Set zero_optimization.stage to 0 to look at gradients before engine.step(), or call loss.backward() and "
                 "optimizer.step()",
             )
+
+
+def _bucket(buffer: GradientBuffer, new: NewGradients, *, is_last: bool) -> GradientBucket:
+    slots = new.unit.layout.slots
+    parameters = [new.unit.parameters[slot.index] for slot in slots]
+    views, are_new = [buffer.view(slot) for slot in slots], [slot in new.slots for slot in slots]
+    return GradientBucket(new.unit.index, parameters, views, are_new, is_last=is_last)

@@ -1,7 +1,4 @@
-"""Main gradients: what autograd delivers, kept until the update.
-
-Knows units and gradients; must not know when a unit is complete (`infinity.gradients.collector`) or how it is updated.
-"""
+"""Main gradients: what autograd delivers, kept until the update, and shown to whoever looks."""
 
 from __future__ import annotations
 
@@ -14,10 +11,8 @@ import torch
 
 from infinity.device.compute import ComputeDevice, FlatBuffer, gradient_norms
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.arrivals import Arrivals
 from infinity.gradients.held_gradients import HeldGradients
 from infinity.gradients.loss_scaler import LossScaler
-from infinity.gradients.main_grad_dtype import MainGradDtype
 from infinity.gradients.sources import (
     FP32_BYTES,
     DeviceGradients,
@@ -29,7 +24,7 @@ from infinity.gradients.sources import (
     SpillingWrite,
     in_slot_order,
 )
-from infinity.gradients.unit_grads import UnitGrads
+from infinity.gradients.unit_grads import Arrivals, MainGradDtype, UnitGrads
 from infinity.metrics.clock import StepClock
 from infinity.tiers.extent_labels import gradient_contents
 from infinity.units.layout import Slot
@@ -41,7 +36,7 @@ _MOST_UNITS_ON_DEVICE = 2
 """Units whose gradients may wait in a GPU's memory for their update."""
 
 
-class MainGradStore:
+class GradientStore:
     """The main gradients of all units, in one pool of memory: the host's, or a device's that updates there.
 
     Kept until the step (`add`): in RAM for the units that the plan names, spilled to NVMe for the others.
@@ -240,14 +235,8 @@ class MainGradStore:
             self._write(grads, buffer, gradients)
         grads.present |= added
 
-    def widen(self, unit: Unit) -> bool:
-        """Keep the unit's gradients in RAM as what may be changed at will: fp32, unless sums are to be rounded.
-
-        Returns False if they are on NVMe, or have to go there for want of room.
-        """
-        return self._widen(self._of(unit))
-
     def _widen(self, grads: UnitGrads) -> bool:
+        """Keep them in RAM as fp32, unless sums are to be rounded. Returns False if they are on NVMe, or had to go there."""
         if not grads.stays:
             return False
         narrow = self._memory_of(grads)
@@ -257,12 +246,12 @@ class MainGradStore:
         if self._committed_bytes() + num_bytes <= self._pool.capacity_bytes:
             wide = GradientBuffer(grads.unit, self._take(num_bytes))
             wide.values.copy_(narrow.values)
-            grads.keep(wide)
+            grads.buffer = wide
             self._pool.give_back(narrow.flat)
             return True
         grads.norms.clear()
         self._write(grads, narrow, grads.slots())
-        grads.leave()
+        grads.stays, grads.buffer = False, None
         return False
 
     def _committed_bytes(self) -> int:
@@ -281,8 +270,7 @@ class MainGradStore:
     ) -> GradientSource:
         """Main gradients += ``gradients``, and all of the unit's go to an update that runs next.
 
-        The 2-norm of each parameter's gradient is put into ``norms``, by (unit index, slot index).
-        """
+        The 2-norm of each is put into ``norms``, by (unit index, slot index)."""
         grads = self._of(unit)
         self._write_zeros(grads, gradients)
         self._tell_of_end(grads)
@@ -338,13 +326,10 @@ class MainGradStore:
         grads = self._grads[unit.index]
         if not grads.stays and grads.buffer is None:
             is_wide = not self._waiting.rounds  # several gradients will be added
-            grads.sum_in(self._sum(grads, {}, is_wide=is_wide), next(self._numbers))
+            self._keep_for_now(grads, self._sum(grads, {}, is_wide=is_wide))
 
     def close_sum(self, unit: Unit, span: tuple[int, int] | None = None) -> None:
-        """Spill what `open_sum` kept in memory, if it did.
-
-        ``span``: these elements of the trainable segment alone, as nobody needs the others, nor norms; None: all.
-        """
+        """Spill what `open_sum` kept in memory; of it ``span`` alone, elements of the trainable segment, and no norms."""
         grads = self._grads[unit.index]
         if grads.stays or grads.buffer is None:
             return
@@ -400,21 +385,17 @@ class MainGradStore:
         buffer = grads.buffer
         if buffer is None:
             flat = self._take(grads.unit.layout.trainable_numel * self._kept_dtype.itemsize)
-            buffer = GradientBuffer(grads.unit, flat, self._kept_dtype)
-            grads.keep(buffer)
+            buffer = grads.buffer = GradientBuffer(grads.unit, flat, self._kept_dtype)
         return buffer
 
-    def _write(
-        self,
-        grads: UnitGrads,
-        buffer: GradientBuffer,
-        changed: Iterable[Slot],
-        span: tuple[int, int] | None = None,
-    ) -> None:
-        """Spill ``buffer``, of which the gradients in ``changed`` are other ones than were spilled before.
+    def _keep_for_now(self, grads: UnitGrads, buffer: GradientBuffer, *, is_unchanged: bool = False) -> None:
+        """Gradients that do not stay are in ``buffer`` until room gets scarce; ``is_unchanged``: and spilled as well."""
+        grads.buffer, grads.is_unchanged, grads.number = buffer, is_unchanged, next(self._numbers)
 
-        ``span``: these elements alone; None: all.
-        """
+    def _write(
+        self, grads: UnitGrads, buffer: GradientBuffer, changed: Iterable[Slot], span: tuple[int, int] | None = None
+    ) -> None:
+        """Spill ``buffer``, or elements ``span`` of it; the gradients in ``changed`` are not those that were spilled before."""
         swapper, extent = self._spill(grads)
         unknown = [slot for slot in changed if slot.index not in grads.norms]
         for slot, norm in zip(unknown, gradient_norms(buffer.views(unknown)), strict=True):
@@ -503,12 +484,7 @@ class MainGradStore:
         return {**known, **{slot.index: norm for slot, norm in zip(taken, norms, strict=True)}}
 
     def source(self, unit: Unit, *, keeps: bool = False) -> GradientSource:
-        """The unit's main gradients for an update, which must be the next to use them.
-
-        Args:
-            unit: whose.
-            keeps: they stay what they are. Otherwise they count as gone from now on.
-        """
+        """The unit's main gradients for an update, which must be the next to use them; gone then, unless ``keeps``."""
         grads = self._of(unit)
         self._write_zeros(grads)
         if not keeps:
@@ -523,6 +499,78 @@ class MainGradStore:
         if buffer.is_lent and not keeps:
             self._pool.let_go(grads.take().flat)
         return MemoryGradients(buffer, slots, is_kept=keeps)
+
+    # ------------------------------------------------------- looked at, replaced, zeroed: no update may be pending
+
+    @property
+    def dtype_shown(self) -> torch.dtype:
+        """That of gradients that are looked at."""
+        return self._waiting.dtype if self._waiting.rounds else torch.float32
+
+    def is_at_hand(self, unit: Unit) -> bool:
+        """Whether `show` has nothing to do."""
+        grads = self._grads[unit.index]
+        return (
+            grads.stays
+            and not self._arrivals.slots_of(grads)
+            and grads.buffer is not None
+            and grads.buffer.dtype == self.dtype_shown
+            and not grads.zeros
+            and (self.scaler.scale == 1.0 or grads.is_unscaled)
+        )
+
+    def show(self, unit: Unit) -> GradientBuffer:
+        """The unit's gradients in memory, without the loss scale. `note_change` if they have been written to.
+
+        They stay there until the next call for any unit: whoever wants to keep them has to `GradientBuffer.lend` them.
+        """
+        grads, buffer = self._of(unit), self.open(unit)
+        if not grads.is_unscaled and self.scaler.scale != 1.0:
+            for slot in grads.slots():
+                buffer.view(slot).mul_(1.0 / self.scaler.scale)  # as torch.amp.GradScaler does
+            grads.is_unscaled = True
+            grads.note_change()
+        return buffer
+
+    def open(self, unit: Unit) -> GradientBuffer:
+        """As `show`, with the loss scale if they have it."""
+        grads = self._of(unit)
+        self._write_zeros(grads)
+        if not self._widen(grads) and grads.buffer is None:
+            self._keep_for_now(grads, self._sum(grads, {}, is_wide=not self._waiting.rounds), is_unchanged=True)
+        if grads.stays:
+            grads.norms.clear()  # whoever looks may write
+        return self._memory_of(grads)
+
+    def note_change(self, unit: Unit) -> None:
+        """What `show` gave has been changed, or will be."""
+        self._of(unit).note_change()
+
+    def scale_of(self, unit: Unit) -> float:
+        """The factor that the unit's gradients have."""
+        return 1.0 if self._of(unit).is_unscaled else self.scaler.scale
+
+    def zero(self, kept: Collection[tuple[int, int]] = ()) -> None:
+        """Gradients that are there become zero, but for those ``kept``: torch's ``zero_grad(set_to_none=False)``."""
+        self._land()
+        found = [grads.present | grads.zeros for grads in self._grads]
+        self.clear(kept)
+        for grads, slots in zip(self._grads, found, strict=True):
+            grads.zeros |= slots - grads.present
+
+    def set_gradient(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
+        """Replace one parameter's main gradient by ``gradient``, which has no loss scale; None drops it."""
+        grads = self._of(unit)
+        if slot.index in grads.present:
+            self.held.end(unit, [slot])
+        if not grads.stays or self.scaler.scale != 1.0:
+            self.show(unit)
+            grads.note_change()
+        grads.present.discard(slot.index)
+        grads.zeros.discard(slot.index)
+        if gradient is not None:
+            self._land()  # one on a GPU comes block by block, for it is the user's
+            self._add(grads, {slot: gradient})
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget all main gradients but for those ``kept``, by (unit index, slot index); the memory stays reserved."""

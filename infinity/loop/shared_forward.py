@@ -5,31 +5,41 @@ Knows at which moment of the step a unit is needed; must not know what is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from infinity.activations.refusal import Refusal
 from infinity.errors import ModelError
-from infinity.loop.pager import Pager
+from infinity.paging.residency import Residency
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
-from infinity.vertical.interception import Interception
-from infinity.vertical.microbatch import present
 
 
+class _Present(threading.local):
+    micro_batch: Any = None
+    """The `MicroBatch` whose thread this is; None in any other thread."""
+
+
+present = _Present()
+
+
+@dataclass(eq=False)
 class SharedForward:
-    """The `Sharing` of one vertical step.
+    """How the micro-batches of one vertical step share a forward and a backward. It stands for the writer meanwhile.
 
     What one micro-batch writes into weights all others would see, and in backward it would be written once more. So it is
     undone, and the step refused.
     """
 
-    def __init__(self, pager: Pager, interception: Interception) -> None:
-        self._pager = pager
-        self._interception = interception
-        self._moment: int | None = 0
-        self.first_moments: dict[int, int] = {}
-        """Unit index -> the moment when the step's forward touched it first."""
+    _residency: Residency
+    _of_blocks: Container[int]
+    """Indices of the units of blocks."""
+    _moment: int | None = 0
+    first_moments: dict[int, int] = field(default_factory=dict)
+    """Unit index -> the moment when the step's forward touched it first."""
 
     def begin_moment(self, moment: int | None) -> None:
         """What runs now, counted from the start of forward; None outside of forward."""
@@ -37,21 +47,22 @@ class SharedForward:
 
     @contextmanager
     def in_between(self) -> Iterator[None]:
-        """Some micro-batch's backward begins while others are in forward: inside the ``with`` block no forward is open."""
+        """Some micro-batch's backward begins while others are in forward."""
         moment, self._moment = self._moment, None
         try:
-            with self._pager.as_if_inside(False):
-                yield
+            yield
         finally:
             self._moment = moment
 
     def defers(self, unit: Unit) -> bool:
-        batch = present()
-        return batch is not None and not batch.is_inside and self._interception.is_unit(unit)
+        """Whether the unit must not be fetched now though its module is called: all micro-batches have to arrive first."""
+        batch = present.micro_batch
+        return batch is not None and not batch.is_inside and unit.index in self._of_blocks
 
     def note_touch(self, unit: Unit) -> bool:
+        """The unit is needed now. Returns whether the step is in its backward, which is not always autograd's."""
         if self._moment is None:
-            self._pager.residency.due.add(unit.index)
+            self._residency.due.add(unit.index)
             return True
         self.first_moments.setdefault(unit.index, self._moment)
         return False
@@ -66,12 +77,12 @@ class SharedForward:
         raise Refusal(f"the model's forward writes to its parameter '{self.undo_writes(unit)}'")
 
     def undo_writes(self, unit: Unit) -> str | None:
-        """Returns the name of a parameter to which anything was written."""
+        """The step is cut off: what was written into the unit's weights is undone. Returns a parameter's name if anything was."""
         unit.note_changes()
         if not unit.dirty:
             return None
         fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
-        stuck = self._pager.residency.forget_changes(unit)
+        stuck = self._residency.forget_changes(unit)
         if stuck is not None:
             raise ModelError(
                 f"the model's forward writes to its parameter '{stuck.spec.fqn}', which forbids taking micro-batches together, "

@@ -1,0 +1,80 @@
+"""What has to be the same on all ranks before a step, and what to do if it is not."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from infinity.distributed.agreement import together
+from infinity.distributed.collectives import Ranks
+from infinity.errors import RankError
+
+
+def digest(described: Mapping[str, str]) -> int:
+    """A checksum of hyperparameters, by name: above 0."""
+    return 1 + zlib.crc32(repr(sorted(described.items())).encode())
+
+
+def check_all_held(ranks: Ranks, loose: Iterable[torch.Tensor], step: int) -> None:
+    """See that there are no ``loose`` parameters in the groups, whose gradients nobody averages.
+
+    Raises:
+        RankError: there are.
+    """
+    if ranks.num > 1 and any(True for _ in loose):
+        raise RankError(
+            f"step {step}",
+            "parameters are in a group that infinity.initialize did not take over, and their gradients are not averaged",
+            rank=ranks.number,
+            cure="Put all parameters into the model before infinity.initialize, or train in one process",
+        )
+
+
+def check_same_groups(ranks: Ranks, describe: Callable[[], Mapping[str, str]], step: int) -> None:
+    """See that all ranks have the same hyperparameters.
+
+    Args:
+        describe: gives them by name.
+        step: for messages.
+
+    Raises:
+        RankError: they have not.
+    """
+    if ranks.num == 1:
+        return
+    what = f"the parameter groups in step {step}"
+    own = describe()
+    mine = digest(own)
+    if all(found == [mine] for found in ranks.meet(what, [mine])):
+        return
+    told = together(ranks, what, lambda: dict(own))
+    for key in {key: None for of_rank in told for key in of_rank}:
+        values = [of_rank.get(key, "absent") for of_rank in told]
+        if len({*values}) > 1:
+            pairs = zip(ranks.members, values, strict=True)
+            problem = f"{key} is " + ", ".join(f"{value} on rank {number}" for number, value in pairs)
+            cure = "Set the same on all ranks; where a schedule follows a metric, give it the mean over all of them"
+            raise RankError(what, problem, rank=ranks.number, cure=cure)
+
+
+def check_same(ranks: Ranks, norm: torch.Tensor, step: int) -> None:
+    """See that all ranks have the same 2-norm of all gradients (0-dim fp32), bit for bit.
+
+    Raises:
+        RankError: they have not.
+    """
+    if ranks.num == 1:
+        return
+    bits = int(norm.detach().cpu().float().view(torch.int32))
+    of_ranks = [found[0] for found in ranks.meet(f"the norm of all gradients in step {step}", [bits])]
+    if any(found != bits for found in of_ranks):
+        norms = torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).tolist()
+        raise RankError(
+            f"the norm of all gradients in step {step}",
+            f"it is {norms} on the ranks {ranks.names(range(ranks.num))}",
+            rank=ranks.number,
+            cure="Whoever changes gradients between backward and step has to do the same on all ranks, and parameters "
+            "that were frozen in infinity.initialize cannot be trained on several",
+        )
