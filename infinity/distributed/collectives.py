@@ -151,6 +151,10 @@ class Ranks:
         """Whether an error ends this process."""
         return self.causes is not None and self.causes.has_told
 
+    def ask(self, causes: Causes) -> None:
+        """Errors name the first cause from now on."""
+        self.causes = causes
+
     def check_neighbours(self) -> None:
         """Raise RankError if the process of a rank on this machine has ended."""
         why = self.causes.gone() if self.causes is not None else None

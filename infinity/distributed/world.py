@@ -48,7 +48,7 @@ def world() -> Ranks:
             processes = ranks.gather("telling of processes", own_process().encode())
             causes = Causes(store, f"infinity/{number}", index, [each.decode() for each in processes])
             causes.listen()
-            ranks.causes = causes
+            ranks.ask(causes)
         met.append(num)
         _worlds[default] = ranks
     return _worlds[default]

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from infinity.config.schema.block import Block, Count, Flag, NoEffect, NotNull, Number, Refused, Untyped
-from infinity.config.schema.directories import NamedDirectory, parse_directories
+from infinity.config.schema.directories import parse_directories
 from infinity.config.schema.inert import with_inert_keys
 from infinity.config.schema.offload_blocks import EXACT_EXCHANGE, AioBlock, ZeroBlock
 from infinity.config.schema.precision_blocks import AutocastBlock, Bf16Block, DataTypesBlock, Fp16Block, float_type
@@ -26,6 +26,7 @@ from infinity.config.schema.quantities import (
     parse_path,
 )
 from swapper.config import LEAST_DEADLINE_SECONDS, BackendName
+from swapper.volumes.directory import Directory
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
@@ -109,7 +110,7 @@ class InfinityBlock(Block):
     durable: Flag = False
     """Commit every step: after a kill, a power cut or a full disk the same script goes on from the last one, see [Durable
     runs](../infinity/README.md#durable-runs)."""
-    durable_path: Annotated[tuple[NamedDirectory, ...] | None, BeforeValidator(parse_directories)] = None
+    durable_path: Annotated[tuple[Directory, ...] | None, BeforeValidator(parse_directories)] = None
     """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. One that is
     missing is made if its parent exists."""
     keep_last: Annotated[int, Field(ge=1)] = 1

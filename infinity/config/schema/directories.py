@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path, PurePath
 
@@ -22,25 +22,20 @@ _FIELDS = ("path", "capacity")
 _CURE_OF_MISSING = "Correct the path, mount the drive, or make the parent directory yourself (mkdir -p)"
 
 
-@dataclass(frozen=True)
-class NamedDirectory:
-    """A directory as the config names it; `capacity_bytes` is None when all that is free may be used."""
+def parse_directories(value: object) -> tuple[Directory, ...]:
+    """A text (or path), an object `{"path": ..., "capacity": "400GB"}`, or a list of such, always as a tuple.
 
-    path: str
-    capacity_bytes: int | None = None
-
-
-def parse_directories(value: object) -> tuple[NamedDirectory, ...]:
-    """A text (or path), an object `{"path": ..., "capacity": "400GB"}`, or a list of such, always as a tuple."""
+    Paths are as the config has them, see `resolve_directories`.
+    """
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(_parse_directory(item) for item in values)
 
 
-def _parse_directory(value: object) -> NamedDirectory:
-    if isinstance(value, NamedDirectory):
+def _parse_directory(value: object) -> Directory:
+    if isinstance(value, Directory):
         return value
     if not isinstance(value, Mapping):
-        return NamedDirectory(_parse_path(value))
+        return Directory(Path(_parse_path(value)))
     for name in value:
         if name not in _FIELDS:
             near = get_close_matches(str(name), _FIELDS, n=1)
@@ -51,14 +46,14 @@ def _parse_directory(value: object) -> NamedDirectory:
     path = _parse_path(value["path"])
     capacity = value.get("capacity")
     if capacity is None or is_auto(capacity):
-        return NamedDirectory(path)
+        return Directory(Path(path))
     try:
         capacity_bytes = parse_bytes(capacity)
     except ValueError as error:
         raise ValueError(f"capacity {capacity!r} of '{path}' {error}") from None
     if capacity_bytes < ALIGNMENT:
         raise ValueError(f"capacity {capacity!r} of '{path}' must be at least {ALIGNMENT} bytes")
-    return NamedDirectory(path, capacity_bytes)
+    return Directory(Path(path), capacity_bytes)
 
 
 def _parse_path(value: object) -> str:
@@ -70,7 +65,7 @@ def _parse_path(value: object) -> str:
     return text
 
 
-def resolve_directories(named: Sequence[NamedDirectory], *, key: str) -> tuple[Directory, ...]:
+def resolve_directories(named: Sequence[Directory], *, key: str) -> tuple[Directory, ...]:
     """Absolute paths, with `~` and environment variables (`$NAME`, `${NAME}`) filled in.
 
     Raises:
@@ -79,7 +74,7 @@ def resolve_directories(named: Sequence[NamedDirectory], *, key: str) -> tuple[D
     if not named:
         problem = 'the device is "nvme", and no directory is given'
         raise ConfigError.value(key, None, problem, cure="Name a directory on a fast local drive, or a list of them")
-    directories = tuple(Directory(resolve_file(each.path, key=key), each.capacity_bytes) for each in named)
+    directories = tuple(replace(each, path=resolve_file(str(each.path), key=key)) for each in named)
     paths = [os.path.realpath(directory.path) for directory in directories]
     for path in paths:
         if paths.count(path) > 1:

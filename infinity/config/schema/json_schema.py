@@ -68,7 +68,7 @@ def json_schema() -> dict[str, Any]:
     schema["patternProperties"][_DOTTED] = {"description": "The key of that block, in place of the value there."}
     zero = definitions["ZeroBlock"]["properties"]
     zero.update({name: {"description": "An older form of the offload blocks.", "deprecated": True} for name in _OLD})
-    definitions.pop("NamedDirectory", None)
+    definitions.pop("Directory", None)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of infinity-offload, which is DeepSpeed's with a block `infinity`",

@@ -8,9 +8,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from infinity.config.schema.block import Block, Count, Flag, NoEffect
-from infinity.config.schema.directories import NamedDirectory, parse_directories
+from infinity.config.schema.directories import parse_directories
 from infinity.config.schema.inert import with_inert_keys
 from infinity.config.schema.quantities import parse_bytes, parse_choice, parse_count
+from swapper.volumes.directory import Directory
 
 EXACT_EXCHANGE = (
     "no effect: one process exchanges nothing. Several average gradients, and round nothing that communication_data_type does "
@@ -24,7 +25,7 @@ class OffloadBlock(Block):
 
     device: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(parse_choice)] = "none"
     """Where these states rest: in the compute device's memory, in host memory, or on drives."""
-    nvme_path: Annotated[tuple[NamedDirectory, ...], BeforeValidator(parse_directories)] = ()
+    nvme_path: Annotated[tuple[Directory, ...], BeforeValidator(parse_directories)] = ()
     """The directory on the drive, or a list of them, one per drive, which are striped. Each may be an object that limits
     what is used: `{"path": "/mnt/nvme", "capacity": "400GB"}`. `~`, `$NAME` and `${NAME}` are filled in. A directory
     that is missing is made, and stays, if its parent exists. Scratch files in it have no name and vanish with the process."""

@@ -30,9 +30,9 @@ from swapper import ArgumentError, BackendUnavailableError, TransferError
 from swapper.measure.measurement import IOSetting, Sample, Workload
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import Drive, describe_drive
+from tests.unit.machine.fake_drive import FakeDrive, Speed
 
 MIB = 1 << 20
-Speed = Callable[[IOSetting], float]
 
 
 @pytest.fixture(autouse=True)
@@ -61,46 +61,13 @@ def _config(nvme: Path | list[Any], autotune: object = "auto", **more: Any) -> I
     )
 
 
-class FakeDrive:
-    """Stands in for `DriveTest`: answers at once, with the speed that a test wants."""
-
-    def __init__(self) -> None:
-        self.speed: Speed = lambda setting: 1e9
-        self.cpu_cores: Speed = lambda setting: 0.1
-        self.unavailable: set[str] = {"uring"}
-        self.problem: BaseException | None = None
-        self.opened: list[tuple[list[Directory], int, dict[str, Any]]] = []
-        self.measured: list[tuple[IOSetting, Workload]] = []
-        self.num_open = 0
-        self.num_bytes = 1 << 30
-        self.is_direct = True
-
-    def __call__(self, directories: list[Directory], file_bytes: int, **options: Any) -> FakeDrive:
-        self.opened.append((directories, file_bytes, options))
-        return self
-
-    def __enter__(self) -> FakeDrive:
-        self.num_open += 1
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.num_open -= 1
-
-    def prepare(self, *, max_seconds: float) -> None:
-        if self.problem is not None:
-            raise self.problem
-
-    def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
-        self.measured.append((setting, workload))
-        if setting.backend in self.unavailable:
-            raise BackendUnavailableError(setting.backend, "it is forbidden here", "allow it")
-        speed = self.speed(setting)
-        return Sample(setting, workload, int(speed / 2), int(speed / 2), 1.0, self.cpu_cores(setting))
+def _forbidden(*backends: str) -> dict[str, Exception]:
+    return {name: BackendUnavailableError(name, "it is forbidden here", "allow it") for name in backends}
 
 
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDrive]:
-    fake = FakeDrive()
+    fake = FakeDrive(errors=_forbidden("uring"))
     monkeypatch.setattr(profile_module, "DriveTest", fake)
     yield fake
     assert fake.num_open == 0, "a test file was left open"
@@ -229,7 +196,7 @@ def test_a_backend_that_does_not_work_is_left_out(nvme: Path, drive: FakeDrive) 
     drive.speed = _likes(backend="uring")
     assert tune_io(_config(nvme)).io.backend == "threads"
     assert sum(setting.backend == "uring" for setting, _ in drive.measured) == 1, "it was tried again and again"
-    drive.unavailable = set()
+    drive.errors = {}
     tuned = tune_io(_config(nvme, True))
     assert tuned.io.backend == "uring"
     # The ring has no threads: what the table says about them was not measured.
@@ -301,9 +268,9 @@ def test_a_stored_backend_that_fails_here_is_measured_again(
     nvme: Path, drive: FakeDrive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Somebody measured outside of a container, and inside io_uring is forbidden."""
-    drive.unavailable, drive.speed = set(), _likes(backend="uring")
+    drive.errors, drive.speed = {}, _likes(backend="uring")
     assert tune_io(_config(nvme)).io.backend == "uring"
-    drive.unavailable = {"uring"}
+    drive.errors = _forbidden("uring")
 
     def refuse(*arguments: object) -> None:
         raise BackendUnavailableError("uring", "a seccomp filter forbids it", "allow it")
@@ -394,7 +361,7 @@ def test_no_failure_stops_training(
 
 
 def test_no_setting_that_works(nvme: Path, drive: FakeDrive, caplog: pytest.LogCaptureFixture) -> None:
-    drive.unavailable = {"threads", "uring"}
+    drive.errors = _forbidden("threads", "uring")
     config = _config(nvme)
     assert tune_io(config) is config
     assert "it is forbidden here" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,56 +23,28 @@ from infinity.machine.drive_profile import (
     sweep,
 )
 from swapper.errors import ArgumentError, VolumeError, WrongDataError
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import Sample
+from swapper.measure.io_setting import IOSetting
+from tests.unit.machine.fake_drive import FakeDrive
 
 _MIB = 1 << 20
 _URING, _THREADS = IOSetting("uring", 4 * _MIB, 4, 8), IOSetting("threads", 2 * _MIB, 8, 8)
 
 
-class PlayedDrive:
-    """Answers like a `DriveTest`, at once."""
-
-    num_bytes = 1 << 30
-
-    def __init__(self, errors: dict[str, Exception] | None = None, speed: Callable[[IOSetting], float] | None = None):
-        self._errors, self._speed = errors or {}, speed or (lambda _: 1e9)
-        self.num_samples = 0
-
-    def prepare(self, *, max_seconds: float) -> None:
-        assert max_seconds > 0
-
-    def verify(self, setting: IOSetting) -> None:
-        if error := self._errors.get(f"verify {setting.backend}"):
-            raise error
-
-    def measure(self, setting: IOSetting, workload: Workload, seconds: float, **_: object) -> Sample:
-        if error := self._errors.get(setting.backend):
-            raise error
-        self.num_samples += 1
-        return sample(setting, workload, self._speed(setting))
-
-
-def sample(setting: IOSetting, workload: Workload, rate: float, cpu_seconds: float = 0.1) -> Sample:
-    """One second at `rate` bytes per second."""
-    return Sample(setting, workload, int(rate), 0, 1.0, cpu_seconds)
-
-
-def measured(path: Path, drive: PlayedDrive) -> DriveProfile:
+def measured(path: Path, drive: FakeDrive) -> DriveProfile:
     found = DriveProfile(directories_of([path]), is_direct=True)
     sweep(drive, found, QUICK, settings_for(found, QUICK))  # type: ignore[arg-type]
     return found
 
 
 def test_every_setting_is_measured_in_every_way(tmp_path: Path) -> None:
-    found = measured(tmp_path, PlayedDrive())
+    found = measured(tmp_path, FakeDrive())
     assert found.verified == ["threads", "uring"] and found.unusable == {}
     assert default_setting() in found.settings
     assert {len(found.rates(setting, each)) for setting in found.settings for each in WORKLOADS} == {QUICK.num_rounds}
 
 
 def test_a_backend_that_is_missing_is_told_with_its_reason(tmp_path: Path) -> None:
-    found = measured(tmp_path, PlayedDrive({"uring": ArgumentError("the kernel forbids io_uring")}))
+    found = measured(tmp_path, FakeDrive(errors={"uring": ArgumentError("the kernel forbids io_uring")}))
     assert found.unusable == {"uring": "the kernel forbids io_uring"}
     assert {setting.backend for setting in found.settings} == {"threads"}
 
@@ -81,14 +52,14 @@ def test_a_backend_that_is_missing_is_told_with_its_reason(tmp_path: Path) -> No
 def test_no_backend_at_all_is_an_error_with_the_reasons(tmp_path: Path) -> None:
     errors: dict[str, Exception] = {name: ArgumentError(f"no {name}") for name in ("threads", "uring")}
     with pytest.raises(ArgumentError, match=r"threads: no threads; uring: no uring"):
-        measured(tmp_path, PlayedDrive(errors))
+        measured(tmp_path, FakeDrive(errors=errors))
 
 
 def test_other_bytes_than_were_written_end_it(tmp_path: Path) -> None:
     error = WrongDataError.__new__(WrongDataError)
     Exception.__init__(error, "byte 4096 of the scratch file")
     with pytest.raises(WrongDataError, match="4096"):
-        measured(tmp_path, PlayedDrive({"verify uring": error}))
+        measured(tmp_path, FakeDrive(errors={"verify uring": error}))
 
 
 @pytest.mark.parametrize("backend", ["threads", "uring", "aiofiles"])
@@ -100,7 +71,7 @@ def test_settings_that_are_measured_can_be_put_into_a_config(backend: str, num_d
 
 
 def test_the_advice_is_a_config_that_works_like_what_was_fastest(tmp_path: Path) -> None:
-    found = measured(tmp_path, PlayedDrive(speed=lambda setting: 2e9 if setting == _URING else 1e9))
+    found = measured(tmp_path, FakeDrive(speed=lambda setting: 2e9 if setting == _URING else 1e9))
     advice = found.advice()
     assert advice is not None and advice.setting == _URING
     assert advice.bandwidth.mixed_bytes_per_second == 2e9
@@ -111,7 +82,7 @@ def test_the_advice_is_a_config_that_works_like_what_was_fastest(tmp_path: Path)
 
 
 def test_half_a_measurement_gives_no_advice(tmp_path: Path) -> None:
-    found = measured(tmp_path, PlayedDrive())
+    found = measured(tmp_path, FakeDrive())
     found.stopped_by = "interrupted"
     assert found.advice() is None
     assert DriveProfile(directories_of([tmp_path])).advice() is None
@@ -119,7 +90,7 @@ def test_half_a_measurement_gives_no_advice(tmp_path: Path) -> None:
 
 def test_plans_and_autotune_take_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINITY_CACHE_DIR", str(tmp_path / "cache"))
-    found = measured(tmp_path, PlayedDrive(speed=lambda setting: 2e9 if setting == _THREADS else 1e9))
+    found = measured(tmp_path, FakeDrive(speed=lambda setting: 2e9 if setting == _THREADS else 1e9))
     advice = found.advice()
     assert advice is not None
     keep(advice, found.directories, io_of({}))
