@@ -123,7 +123,8 @@ class _HeldParameter(nn.Parameter):
         host = host_of(self)
         if host is None:
             raise _dropped(".data")
-        return host.data_of(self)
+        data: torch.Tensor = host.data_of(self)
+        return data
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
