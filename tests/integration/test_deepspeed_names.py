@@ -83,10 +83,14 @@ def test_the_optimizer_tells_of_the_loss_scale(tmp_path: Path) -> None:
         assert (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.global_samples) == (2, 1, 2, 2)
 
 
-def test_the_optimizer_that_deepspeed_wraps(engine: Any) -> None:
+def test_the_optimizer_and_the_schedule_that_deepspeed_wraps(engine: Any, tmp_path: Path) -> None:
+    from infinity.deepspeed.runtime import config as names  # type: ignore[import-not-found]
+
     assert (engine.optimizer.loss_scale, engine.optimizer.dynamic_loss_scale) == (1.0, False)
     assert not engine.optimizer.needs_scaler() and engine.optimizer.loss_scaler.scale_window is None
+    assert engine.lr_scheduler.last_batch_iteration == -1
     _step(engine)
+    assert engine.lr_scheduler.last_batch_iteration == 0
     inner = engine.optimizer.optimizer
     assert inner.param_groups is engine.optimizer.param_groups
     weight = engine.module.head.weight
@@ -96,15 +100,15 @@ def test_the_optimizer_that_deepspeed_wraps(engine: Any) -> None:
         unwrapped = unwrapped.optimizer
     assert isinstance(unwrapped, torch.optim.Optimizer) and unwrapped.param_groups is inner.param_groups
     assert type(unwrapped).__name__ == "AdamW" and unwrapped == inner
-
-
-def test_the_schedule_counts_as_deepspeeds(engine: Any) -> None:
-    assert engine.lr_scheduler.last_batch_iteration == -1
-    _step(engine)
-    assert engine.lr_scheduler.last_batch_iteration == 0
     engine.lr_scheduler.last_batch_iteration = 5
     _step(engine)
     assert (engine.lr_scheduler.last_batch_iteration, engine.lr_scheduler.last_epoch) == (6, 7)
+    assert engine.optimizer_name() == names.ADAMW_OPTIMIZER
+    assert names.ONEBIT_LAMB_OPTIMIZER in names.DEEPSPEED_OPTIMIZERS
+    model = nn.Linear(4, 4)
+    config = everything_on_nvme(tmp_path)
+    with deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0] as other:
+        assert other.optimizer_name() == "SGD"
 
 
 def test_parameters_answer_as_those_of_stage_3(engine: Any) -> None:
@@ -132,31 +136,6 @@ def test_calls_that_move_states_move_nothing(engine: Any) -> None:
     assert torch.equal(engine.module.head.weight.clone(), before)
 
 
-def test_the_timer_of_throughput(engine: Any) -> None:
-    """DeepSpeed-Chat ends each epoch with it."""
-    assert engine.tput_timer.avg_samples_per_sec() == float("-inf")
-    engine.tput_timer.start()
-    _step(engine)
-    engine.tput_timer.stop(global_step=True)
-    engine.tput_timer.update_epoch_count()
-    assert engine.tput_timer.epoch_count == 1
-    assert engine.tput_timer.avg_samples_per_sec() == engine.report.num_samples / engine.report.seconds
-
-
-def test_the_name_of_the_optimizer(engine: Any, tmp_path: Path) -> None:
-    from infinity.deepspeed.runtime.config import (  # type: ignore[import-not-found]
-        ADAMW_OPTIMIZER,
-        DEEPSPEED_OPTIMIZERS,
-        ONEBIT_LAMB_OPTIMIZER,
-    )
-
-    assert engine.optimizer_name() == ADAMW_OPTIMIZER and ONEBIT_LAMB_OPTIMIZER in DEEPSPEED_OPTIMIZERS
-    model = nn.Linear(4, 4)
-    config = everything_on_nvme(tmp_path)
-    with deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0] as other:
-        assert other.optimizer_name() == "SGD"
-
-
 @pytest.mark.deep
 def test_hooks_that_trl_takes_off(engine: Any) -> None:
     utils = pytest.importorskip("trl.models.utils")
@@ -182,17 +161,15 @@ def test_files_that_lightning_converts(engine: Any, tmp_path: Path) -> None:
 
 
 def test_groups_without_experts() -> None:
-    from infinity.deepspeed.moe.utils import (  # type: ignore[import-not-found]
-        has_moe_layers,
-        split_params_into_different_moe_groups_for_optimizer,
-    )
+    from infinity.deepspeed.moe import utils  # type: ignore[import-not-found]
 
-    layer = nn.Linear(2, 2)
-    groups = split_params_into_different_moe_groups_for_optimizer({"params": layer.parameters(), "name": "all"})
-    assert groups == [{"params": [layer.weight, layer.bias], "name": "all"}] and has_moe_layers(layer) == (False, 0)
+    layer, split = nn.Linear(2, 2), utils.split_params_into_different_moe_groups_for_optimizer
+    groups = split({"params": layer.parameters(), "name": "all"})
+    assert groups == [{"params": [layer.weight, layer.bias], "name": "all"}]
+    assert utils.has_moe_layers(layer) == (False, 0)
     layer.weight.allreduce = False  # type: ignore[assignment]
     with pytest.raises(ModelError, match=r"allreduce = False.*Experts in a ModuleList"):
-        split_params_into_different_moe_groups_for_optimizer(tuple(groups))
+        split(tuple(groups))
 
 
 def test_the_accelerators_interface() -> None:
@@ -226,6 +203,13 @@ def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monke
     if not engine.monitor.enabled:
         engine.monitor.write_events([("Train/loss", 1.0, engine.global_samples)])
     assert not engine.flops_profiler_enabled() and engine.get_sequence_parallel_group() is None
+    assert engine.tput_timer.avg_samples_per_sec() == float("-inf")  # DeepSpeed-Chat ends each epoch with it
+    engine.tput_timer.start()
+    _step(engine)
+    engine.tput_timer.stop(global_step=True)
+    engine.tput_timer.update_epoch_count()
+    assert engine.tput_timer.epoch_count == 1
+    assert engine.tput_timer.avg_samples_per_sec() == engine.report.num_samples / engine.report.seconds
 
 
 def test_what_is_not_there_says_what_to_do(engine: Any) -> None:
@@ -283,7 +267,7 @@ def test_the_engine_that_has_the_model_evaluates_where_nothing_is_trained(engine
 # ------------------------------------------------------------------------------------------------------------ loaders
 
 
-def test_the_loader_shuffles_as_deepspeeds(tmp_path: Path) -> None:
+def test_the_loader_shuffles_as_deepspeeds_and_needs_a_batch_size(tmp_path: Path) -> None:
     data = torch.arange(20.0).reshape(10, 2)
     config = everything_on_nvme(tmp_path, {"train_micro_batch_size_per_gpu": 3})
     engine, _, loader, _ = deepspeed.initialize(model=nn.Linear(2, 2), config=config, training_data=data)
@@ -296,9 +280,6 @@ def test_the_loader_shuffles_as_deepspeeds(tmp_path: Path) -> None:
         assert [len(batch) for batch in loader] == [3, 3, 3, 1]
         assert torch.equal(torch.cat(list(engine.deepspeed_io(data, batch_size=5, route="eval"))), data)
         assert torch.equal(torch.cat(list(engine.deepspeed_io(data, data_sampler=[1, 0]))), data[[1, 0]])
-
-
-def test_a_loader_without_a_batch_size(tmp_path: Path) -> None:
     changes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=everything_on_nvme(tmp_path, changes))
     with engine, pytest.raises(ConfigError, match="batch_size="):

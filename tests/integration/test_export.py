@@ -255,14 +255,17 @@ def test_kinds_of_adapters(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("what", ["trained", "mixed"])
-def test_a_peft_model_that_has_more_than_adapters_of_one_kind_is_refused(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["trained", "mixed", "merged"])
+def test_a_peft_model_that_is_not_adapters_of_one_kind_is_refused(what: str, tmp_path: Path) -> None:
     model = _adapted(_llama(is_tied=False), mixed=what == "mixed")
     model.get_input_embeddings().weight.requires_grad_(what == "trained")
     message = {
         "trained": "embed_tokens.weight' is trained, but belongs to no adapter",
         "mixed": "of several kinds.*state_dict",
+        "merged": r"merge_and_unload\(\) returned",
     }
+    if what == "merged":
+        model.merge_and_unload()
     with infinity.initialize(model=model, config=everything_on_nvme(tmp_path))[0] as engine:
         for save in (engine.save_16bit_model, engine.save_pretrained):
             with pytest.raises(ModelError, match=message[what]):

@@ -379,7 +379,7 @@ def test_a_checkpoint_on_an_exception(where: str, package: str, tmp_path: Path) 
     assert_same(*found)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytorch, strategy = parts(_FOUND[0])
     config = on_nvme(tmp_path / "nvme")
 
@@ -387,22 +387,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
         trainer = trainer_for(pytorch, tmp_path, strategy(config={**config, **changes}), **options)
         trainer.fit(module or module_for(pytorch), data())
 
-    with pytest.raises(ConfigError, match="accumulate_grad_batches 2"):
-        fit({"gradient_accumulation_steps": 4}, accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match="'gradient_accumulation_steps' is 4 and accumulate_grad_batches 1"):
-        fit({"gradient_accumulation_steps": 4})
-    with pytest.raises(ConfigError, match=r"'gradient_clipping' is 0\.5 and clipping by norm"):
-        fit({"gradient_clipping": 0.5}, gradient_clip_val=0.5, gradient_clip_algorithm="value")
-    with pytest.raises(ConfigError, match=r"gradient_clip_val 0\.5"):
-        fit({"gradient_clipping": 1.0}, gradient_clip_val=0.5)
-    with pytest.raises(ConfigError, match=r"bf16-true.*InfinityStrategy\(config="):
-        fit({}, precision="bf16-true")
-    for key, name in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
-        with pytest.raises(ConfigError, match=rf"names the {key} {name}.*Take '{key}' out of the config"):
-            fit({key: {"type": name}})
+    by_value = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
+    changes: dict[str, Any]
+    for message, changes, options in (
+        ("accumulate_grad_batches 2", {"gradient_accumulation_steps": 4}, {"accumulate_grad_batches": 2}),
+        ("'gradient_accumulation_steps' is 4 and accumulate_grad_batches 1", {"gradient_accumulation_steps": 4}, {}),
+        (r"'gradient_clipping' is 0\.5 and clipping by norm", {"gradient_clipping": 0.5}, by_value),
+        (r"gradient_clip_val 0\.5", {"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}),
+        (r"bf16-true.*InfinityStrategy\(config=", {}, {"precision": "bf16-true"}),
+        (r"names the optimizer AdamW.*Take 'optimizer' out of the config", {"optimizer": {"type": "AdamW"}}, {}),
+        (r"names the scheduler WarmupLR.*Take 'scheduler' out", {"scheduler": {"type": "WarmupLR"}}, {}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fit(changes, **options)
     with pytest.raises(ConfigError, match="64-true"):
-        options = {"precision": "64-true", "max_epochs": 1}
-        trainer_for(pytorch, tmp_path, "infinity_stage_3", **options).fit(module_for(pytorch), data())
+        trainer_for(pytorch, tmp_path, "infinity_stage_3", precision="64-true").fit(module_for(pytorch), data())
     (tmp_path / "saved.ckpt").mkdir()
     (tmp_path / "saved.ckpt" / "file").write_text("mine")
     saver = pytorch.Callback()
@@ -410,6 +409,13 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is no checkpoint, and is not replaced"):
         fit({}, callbacks=[saver])
     assert (tmp_path / "saved.ckpt" / "file").read_text() == "mine"
+    failing, saver = pytorch.Callback(), pytorch.callbacks.OnExceptionCheckpoint(tmp_path)
+    # Between updates in backward there is nothing to be saved.
+    failing.on_after_backward = lambda trainer, *_: 1 / (trainer.global_step - 5)
+    with pytest.raises(ZeroDivisionError):
+        changes = {"infinity": {**config["infinity"], "update": "in_backward"}}
+        fit(changes, callbacks=[failing, saver], enable_checkpointing=True)
+    assert "on_exception.ckpt' is not saved" in caplog.text and not [*tmp_path.glob("on_exception*")]
     module = module_for(pytorch, is_manual=True)
     module.configure_optimizers = lambda: [torch.optim.SGD([each]) for each in module.parameters()]
     with pytest.raises(ModelError, match="7 optimizers"):

@@ -324,10 +324,16 @@ def test_pickled_shards_are_loaded(llama: Path, config: dict[str, Any], tmp_path
     assert_equal(infinity.load_pretrained(transformers.LlamaForCausalLM, old, config=config), expected)
 
 
-def test_integers_for_a_floating_point_parameter_are_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_integers_and_float8_are_refused(llama: Path, config: dict[str, Any], tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(4, 4, dtype=torch.int8), "bias": torch.ones(4)}, tmp_path / "state.pt")
     with pytest.raises(ModelError, match="weight is int8"):
         infinity.load_pretrained(nn.Linear(4, 4), tmp_path / "state.pt", config=config)
+    file = min(llama.glob("*.safetensors"))
+    values = safetensors.torch.load_file(file)
+    name = min(values)
+    safetensors.torch.save_file({**values, name: values[name].to(torch.float8_e4m3fn)}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"{name} is float8_e4m3fn"):
+        infinity.load_pretrained(transformers.LlamaForCausalLM, llama, config=config)
 
 
 # ---------------------------------------------------------------------------------------------------------- hostile files
