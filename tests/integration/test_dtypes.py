@@ -338,16 +338,10 @@ def test_whoever_calls_the_model(calls: str) -> None:
     assert "cast it" in _notes(nn.Linear(4, 4), torch.bfloat16, torch.ones(2, 4), calls=calls)
 
 
-def test_tensors_that_forward_makes() -> None:
+def test_notes_of_errors_about_dtypes_and_of_others() -> None:
     notes = _notes(_MakesItsOwn(4, 4), torch.bfloat16, torch.ones(2, 4, dtype=torch.bfloat16))
     assert "What forward makes" in notes and "dtype=torch.bfloat16" in notes
-
-
-def test_ids_that_are_no_whole_numbers() -> None:
-    assert "torch.int64" in _notes(nn.Embedding(4, 4), torch.bfloat16, torch.ones(2, 4))
-
-
-def test_an_error_that_is_not_about_dtypes_gets_no_note() -> None:
+    assert "torch.int64" in _notes(nn.Embedding(4, 4), torch.bfloat16, torch.ones(2, 4))  # not of whole numbers
     assert _notes(nn.Linear(4, 4), torch.bfloat16, torch.ones(2, 3, dtype=torch.bfloat16)) == ""
 
 

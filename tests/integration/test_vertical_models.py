@@ -85,12 +85,6 @@ class AutocastInside(Net):
             return self.blocks[2](x.to(self.norm.weight.dtype))
 
 
-def test_autocast_around_a_block(tmp_path: Path) -> None:
-    case = Case("autocast", lambda _: AutocastInside("none"), token_batch)
-    with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
-        _train(both)
-
-
 class Bare(Block):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.up(x)) @ self.down.weight.T
@@ -107,8 +101,9 @@ class FansOut(Net):
         return self.blocks[1](x) + self.blocks[2](x) + x
 
 
-def test_a_result_that_goes_several_ways(tmp_path: Path) -> None:
-    case = Case("fans out", lambda _: FansOut(), token_batch)
+@pytest.mark.parametrize("make", [lambda: AutocastInside("none"), FansOut], ids=["autocast", "fans out"])
+def test_blocks_within_autocast_or_with_a_result_that_goes_several_ways(make: Any, tmp_path: Path) -> None:
+    case = Case("blocks", lambda _: make(), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
         _train(both)
 
