@@ -248,6 +248,6 @@ def run_in_little_memory(
         ended = run_in_cgroup(memory_cgroup, code, 580.0)
         assert memory_cgroup.num_out_of_memory_kills == 0, "the kernel ended it: it took more memory than its limit"
         assert ended.returncode == 0, ended.stderr
-        return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"')]
 
     return run
