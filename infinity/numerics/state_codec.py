@@ -1,6 +1,9 @@
 """Encodes optimizer states for storage and decodes them: bf16, or one byte per element, both rounded stochastically.
 
-Knows values and stored bytes; must not know optimizers, pages or files.
+Knows values and stored bytes; must not know optimizers, pages or files. Where elements lie:
+
+    fp32, bf16   one number per element
+    int8         | 256 codes | scale | 256 codes | scale | ...      a code is a byte, a scale is fp32
 
 [Note: rounding] A second moment changes by a thousandth in a step, and the next number that can be stored lies further away:
 rounded to nearest it would stand still. So a value is rounded up with the probability that keeps its mean, which needs a
@@ -20,8 +23,11 @@ not finite, its whole block becomes NaN.
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +35,47 @@ import torch
 from torch import Tensor
 
 from infinity.numerics.remainder import has_kernels
-from infinity.numerics.state_format import STATE_BLOCK, STATE_BLOCK_BYTES, StateFormat
+
+STATE_BLOCK = 256
+"""Elements that share a scale in `StateFormat.INT8`."""
+STATE_BLOCK_BYTES = STATE_BLOCK + 4
+_LAYOUTS = {
+    "fp32": (torch.float32, 1, 4),
+    "bf16": (torch.bfloat16, 1, 2),
+    "int8": (torch.uint8, STATE_BLOCK, STATE_BLOCK_BYTES),
+}
+
+
+class StateFormat(enum.Enum):
+    """What a stored state is made of."""
+
+    FP32 = "fp32"
+    """The values themselves."""
+    BF16 = "bf16"
+    """Their upper halves, rounded up as often as keeps the mean."""
+    INT8 = "int8"
+    """Codes of levels between nothing and the largest value of a block, rounded in the same way."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor in which a state is stored."""
+        return _LAYOUTS[self.value][0]
+
+    @property
+    def block_numel(self) -> int:
+        """Elements that are stored together: a parameter starts with a block, and may be cut between two."""
+        return _LAYOUTS[self.value][1]
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of a state of ``numel`` elements; the last block is whole."""
+        _, block_numel, block_bytes = _LAYOUTS[self.value]
+        return -(-numel // block_numel) * block_bytes
+
+    def part(self, stored: torch.Tensor, span: slice) -> torch.Tensor:
+        """The elements ``span``, which begins with a block, of a stored state (1-D, ``dtype``)."""
+        itemsize = self.dtype.itemsize
+        return stored[self.num_bytes(span.start) // itemsize : self.num_bytes(span.stop) // itemsize]
+
 
 _SQUARES = frozenset({"exp_avg_sq"})
 """States that are never negative."""
@@ -163,3 +209,65 @@ def _kernels() -> Any:
     from infinity.numerics.state_kernels import state_kernels  # late, see infinity.numerics.remainder
 
     return state_kernels()
+
+
+# -------------------------------------------------------------------------------------------------- part by part
+
+_HOST_NUMEL = 1 << 18
+"""Elements that are decoded at a time on the CPU: few enough to stay in the processor's cache, and enough to forget the calls."""
+_DEVICE_NUMEL = 1 << 22
+
+
+class _Scratch(threading.local):
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[str, torch.device], Tensor] = {}
+
+
+class StateWindow:
+    """Gives float32 states to work on in place, and stores them again. For any number of threads.
+
+    For each it keeps memory for one part of each state; states that are stored as float32 are worked on where they are.
+    """
+
+    def __init__(self, form: StateFormat) -> None:
+        self._form = form
+        self._of_thread = _Scratch()
+
+    def parts(
+        self, stored: Mapping[str, Tensor], numel: int, noise: Callable[[str, int], Noise]
+    ) -> Iterator[tuple[slice, Mapping[str, Tensor]]]:
+        """Open a piece of a parameter. What is changed in a part is stored when the next one is asked for.
+
+        Args:
+            stored: for each state, `StateFormat.part` for the piece.
+            numel: elements of the piece.
+            noise: for a state and a part, given by its first element in the piece.
+
+        Yields:
+            Elements of the piece, from the first on, and their states: float32, 1-D. Parts are cut at multiples of 64
+            elements.
+        """
+        if self._form is StateFormat.FP32:
+            yield slice(0, numel), stored
+            return
+        is_on_host = all(values.device.type == "cpu" for values in stored.values())
+        part_numel = _HOST_NUMEL if is_on_host else _DEVICE_NUMEL
+        for start in range(0, numel, part_numel):
+            span = slice(start, min(start + part_numel, numel))
+            places = {name: self._form.part(values, span) for name, values in stored.items()}
+            views = {
+                name: self._memory(name, place.device, part_numel)[: span.stop - start]
+                for name, place in places.items()
+            }
+            for name, place in places.items():
+                decode(self._form, name, place, views[name])
+            yield span, views
+            for name, place in places.items():
+                encode(self._form, name, views[name], place, noise(name, start))
+
+    def _memory(self, name: str, device: torch.device, numel: int) -> Tensor:
+        scratch = self._of_thread.tensors
+        found = scratch.get((name, device))
+        if found is None:
+            found = scratch[name, device] = torch.empty(numel, dtype=torch.float32, device=device)
+        return found
