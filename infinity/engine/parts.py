@@ -46,7 +46,7 @@ from infinity.metrics.clock import StepClock
 from infinity.metrics.progress import progress
 from infinity.metrics.reporter import Reporter
 from infinity.metrics.timeline import Timeline
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam, GpuAdam
 from infinity.optim.main_weights import MAIN_WEIGHT

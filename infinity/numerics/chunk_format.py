@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from infinity.numerics.remainder import REMAINDER_DTYPE, join, split
-from infinity.numerics.state_codec import StateFormat, decode, encode
+from infinity.numerics.state_codec import decode, encode
+from infinity.numerics.state_format import StateFormat
 
 RECORD_GRANULE = 4096
 """Direct I/O moves whole blocks of so many bytes."""

@@ -231,7 +231,3 @@ def _add_squares(values: Any, sums: Any) -> None:
         for i in range(NUM_SUMS):
             value = widened(values[start + i])
             sums[i] += value * value
-
-
-IS_LOADED = True
-"""The last line: a thread that finds this module while another one imports it can tell."""

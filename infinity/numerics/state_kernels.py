@@ -47,7 +47,7 @@ import numpy as np
 from numba import types
 
 from infinity.numerics.kernels import Kernel, bits_of, compiled, float_of
-from infinity.numerics.state_codec import STATE_BLOCK, STATE_BLOCK_BYTES
+from infinity.numerics.state_format import STATE_BLOCK, STATE_BLOCK_BYTES
 
 
 class StateKernels(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, OptimizerNotPageableError
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.optim.classes import Lion
 from infinity.optim.probe import (
     StateSchema,

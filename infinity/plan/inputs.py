@@ -16,7 +16,7 @@ from torch import nn
 from infinity.config import InfinityConfig
 from infinity.device.host_memory import FreeShare
 from infinity.errors import ConfigError
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.optim.piece import PieceUpdater, check_parts, check_state_format
 from infinity.optim.template import Template
 from infinity.plan.cost_model import place_for_schedule

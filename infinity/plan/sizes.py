@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.config import InfinityConfig
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.units.partition import used_together
 from infinity.units.shares import NUM_SERVED
 from infinity.units.unit import Unit

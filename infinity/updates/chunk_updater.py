@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from infinity.numerics.chunk_format import ChunkBuffer
-from infinity.numerics.state_codec import Noise, StateFormat, StateWindow
+from infinity.numerics.state_codec import Noise, StateWindow
+from infinity.numerics.state_format import StateFormat
 from infinity.optim.fused_adam import STATES, FusedAdam, Slices
 from infinity.optim.piece import PieceUpdater
 from infinity.units.layout import Chunk, Piece
@@ -26,6 +27,10 @@ from infinity.updates.job import ParameterState, UpdateJob
 
 _BLOCK_NUMEL = 1 << 18
 """Elements joined at a time on the CPU: few enough to stay in the processor's cache."""
+
+
+class _Scratch(threading.local):
+    memory: torch.Tensor | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -52,7 +57,7 @@ class ChunkUpdater:
         self._window = StateWindow(self.state_format)
         is_fp32 = self.state_format is StateFormat.FP32
         self._goes_at_once = self.fused is not None and self.fused.takes_tables and is_fp32
-        self._of_thread = threading.local()
+        self._of_thread = _Scratch()
 
     def widens(self, gradient_dtype: torch.dtype) -> bool:
         """Whether gradients of this dtype are copied to fp32 before they are used."""
@@ -113,7 +118,7 @@ class ChunkUpdater:
         gradient = gradients[span]
         group = job.groups[piece.slot.index]
         stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
-        formed = piece.slot.spec.formed if self.updater.mixes_elements else _as_it_is
+        formed = piece.slot.spec.formed if self.mixes_elements else lambda values: values
         present: tuple[str, ...] = ()
         scalars: dict[str, Any] = {}
 
@@ -190,11 +195,10 @@ class ChunkUpdater:
 
     def _scratch(self, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for a joined weight and its gradient. It is kept: an allocation per block would cost more than the rest."""
-        kept: torch.Tensor | None = getattr(self._of_thread, "scratch", None)
-        if kept is None or kept.shape[1] < numel:
-            kept = torch.empty(2, max(numel, _BLOCK_NUMEL), dtype=torch.float32, device=device)
-            self._of_thread.scratch = kept
-        return kept[0, :numel], kept[1, :numel]
+        kept = self._of_thread
+        if kept.memory is None or kept.memory.shape[1] < numel:
+            kept.memory = torch.empty(2, max(numel, _BLOCK_NUMEL), dtype=torch.float32, device=device)
+        return kept.memory[0, :numel], kept.memory[1, :numel]
 
     def update_empty(self, job: UpdateJob) -> None:
         """Parameters that have no elements, or none here, are in no chunk; their steps count all the same."""
@@ -205,7 +209,3 @@ class ChunkUpdater:
                 views = None if state.is_fresh else dict.fromkeys(state.names or (), empty)
                 tensors, scalars = self.updater.update(job.groups[slot.index], empty, empty, views, state.scalars)
                 job.advanced[slot.index] = tuple(tensors), scalars
-
-
-def _as_it_is(values: torch.Tensor) -> torch.Tensor:
-    return values

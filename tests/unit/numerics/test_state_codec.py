@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from infinity.numerics import state_codec
-from infinity.numerics.state_codec import Noise, StateFormat, StateWindow, decode, encode
+from infinity.numerics.state_codec import Noise, StateWindow, decode, encode
+from infinity.numerics.state_format import StateFormat
 from tests.exactness.rounding import rounded
 
 _STATES = ("exp_avg", "exp_avg_sq")

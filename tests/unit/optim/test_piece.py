@@ -275,23 +275,6 @@ def test_groups_may_keep_different_state() -> None:
     assert updater.state_names(1) == ()
 
 
-def test_state_is_updated_in_place_and_the_rest_left_alone() -> None:
-    updater, optimizer = _updater(AdamW, {"lr": 0.1, "fused": True})
-    group = dict(optimizer.param_groups[0])
-    group_before = dict(group)
-    buffers = [torch.zeros(192) for _ in range(4)]
-    weight, grad, exp_avg, exp_avg_sq = (buffer[64:128] for buffer in buffers)
-    grad.fill_(1.0)
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    tensors, _ = updater.update(group, weight, grad, state, {"step": torch.tensor(3.0)})
-    assert tensors["exp_avg"] is exp_avg and tensors["exp_avg_sq"] is exp_avg_sq
-    assert all(bool(part.ne(0).all()) for part in (weight, exp_avg, exp_avg_sq))
-    assert all(bool(buffer[:64].eq(0).all()) and bool(buffer[128:].eq(0).all()) for buffer in buffers)
-    assert group == group_before
-    assert weight.grad is None and not weight.requires_grad
-    assert not optimizer.state, "the user's own optimizer must not be touched"
-
-
 class _Replacing(Optimizer):
     """Writes new tensors where torch's optimizers change the old ones."""
 

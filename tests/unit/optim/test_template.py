@@ -67,16 +67,6 @@ def test_known_classes_never_see_the_true_parameters(
     assert [tuple(param.shape) for param in template.params()] == [(3, 4), (3,), (2, 3), (2,)]
 
 
-def test_a_callable_sees_the_true_parameters(model: torch.nn.Module) -> None:
-    def by_dims(params: Any) -> torch.optim.Optimizer:
-        params = list(params)
-        decayed, others = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
-        return AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}])
-
-    template = _build(by_dims, model)
-    assert [group_index(template, param) for param in model.parameters()] == [0, 1, 0, 1]
-
-
 def test_a_class_of_the_users_sees_the_true_parameters(model: torch.nn.Module) -> None:
     class BySize(AdamW):
         def __init__(self, params: Any, lr: float) -> None:
@@ -204,20 +194,6 @@ def test_what_is_refused(
 # ------------------------------------------------------------------------------------------------------- initial state
 
 
-def test_state_of_a_training_that_goes_on_is_moved_out(model: torch.nn.Module) -> None:
-    optimizer = AdamW(model.parameters())
-    for param in list(model.parameters())[:2]:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    expected = {param: dict(state) for param, state in optimizer.state.items()}
-    template = _build(optimizer, model)
-    taken = dict(template.take_initial_states())
-    assert list(taken) == list(model.parameters())[:2]
-    assert all(taken[param][name] is value for param in taken for name, value in expected[param].items())
-    assert not optimizer.state
-    assert list(template.take_initial_states()) == []
-
-
 def test_state_of_a_bfloat16_optimizer_becomes_float32() -> None:
     model = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     optimizer = AdamW(model.parameters())
@@ -245,20 +221,3 @@ def test_numbers_written_into_states_are_kept_though_their_step_is_0(
     taken = dict(_build(optimizer, model).take_initial_states())
     assert list(taken) == list(model.parameters())
     assert all(torch.equal(taken[param][name], value) for param in taken for name, value in expected[param].items())
-
-
-def test_membership_is_found_anew_only_when_a_groups_list_changes(model: torch.nn.Module) -> None:
-    template = _build(partial(SGD, lr=1.0), model)
-    before = template.members()
-    assert template.read().members is before
-
-    newcomer = torch.nn.Parameter(torch.zeros(2))
-    template.param_groups[0]["params"].append(newcomer)
-    after = template.members()
-    assert after is not before
-    assert [id(param) for param in after.loose] == [id(newcomer)]
-    assert template.read().index_of(newcomer) == 0
-
-    template.param_groups[0]["params"].pop()
-    assert template.read().index_of(newcomer) is None
-    assert template.members().loose == []

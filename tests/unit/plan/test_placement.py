@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.plan.cost_model import best_placement, predict
 from infinity.plan.placement import DEVICE_KEY, HOST_KEY, Placement, apparent_bytes, place
 from infinity.plan.sizes import Request, UnitSize, guessed_order

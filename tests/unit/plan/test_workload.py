@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.numerics.chunk_format import ChunkFormat
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
 from infinity.plan.plan import Plan, Workload, as_record, of_record

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.tiers.extent_labels import gradient_contents, record_contents, weight_contents
 from infinity.units.layout import ParameterSpec, UnitLayout
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.tiers.state_store import Lease, PagedStateStore, ResidentStateStore, StateStore
 from infinity.units.layout import CHUNK_GRANULE, Chunk
 from infinity.units.unit import Unit

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.numerics.remainder import join, split
-from infinity.numerics.state_codec import StateFormat
+from infinity.numerics.state_format import StateFormat
 from infinity.optim.classes import Lion
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.piece import PieceUpdater
