@@ -184,6 +184,8 @@ def copy_scalar(value: Any) -> Any:
     """An independent copy of a scalar state entry: steps advance such tensors in place. Weights in it stay what they are."""
     if isinstance(value, Tensor):
         return value if isinstance(value, torch.nn.Parameter) and value.numel() > 1 else value.detach().clone()
+    if isinstance(value, numpy.ndarray):
+        return value.copy()
     if type(value) in (list, tuple):
         return type(value)(copy_scalar(item) for item in value)
     return {key: copy_scalar(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -219,7 +221,8 @@ def probe(
             whose shape is not the parameter's.
     """
     usable = _usable(group)
-    usual_shapes, odd_places, small_shapes, large_shapes = _SHAPES if schema.shape == _VECTOR else _MATRICES
+    takes_vectors = schema.shape == _VECTOR or not is_whole  # else the first step on pieces, which are vectors, tells
+    usual_shapes, odd_places, small_shapes, large_shapes = _SHAPES if takes_vectors else _MATRICES
     compare = functools.partial(_WholeComparison if is_whole else _Comparison, worker, schema, device, usable)
     with _keeping_random_state(worker) as has_drawn:
         generator = torch.Generator().manual_seed(1)
