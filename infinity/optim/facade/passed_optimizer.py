@@ -74,6 +74,9 @@ _without_states: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakK
 """Optimizers whose states went with their engines, and the handles of the hooks that refuse to go on without."""
 
 
+_GONE = "the states of the optimizer that was passed to infinity.initialize went with its engine, which is closed"
+
+
 def _refuse_until_loaded(optimizer: Optimizer) -> None:
     """Refuse steps and state dicts until it gets other states."""
     reference = weakref.ref(optimizer)  # the optimizer of the next engine has the same hooks
@@ -81,10 +84,7 @@ def _refuse_until_loaded(optimizer: Optimizer) -> None:
     def refusing(what: str, cure: str) -> Any:
         def refuse(caller: Optimizer, *_: Any) -> None:
             if caller is reference() and not caller.state:
-                problem = (
-                    "the states of the optimizer that was passed to infinity.initialize went with its closed engine"
-                )
-                raise StepError.order(what, problem, cure=cure)
+                raise StepError.order(what, _GONE, cure=cure)
 
         return refuse
 
