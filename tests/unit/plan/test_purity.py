@@ -6,7 +6,7 @@ from tests.unit.test_architecture import dependencies, load_modules
 
 _MAY_IMPORT = (
     *("infinity.config", "infinity.errors", "infinity.console", "infinity.plan"),
-    *("infinity.numerics.chunk_format", "infinity.numerics.state_codec"),  # how large a chunk is
+    *("infinity.numerics.chunk_format", "infinity.numerics.state_format"),  # how large a chunk is
     "infinity.units",  # how a model is cut
     *("infinity.optim", "infinity.torch_internals.modes"),  # which states an optimizer has
     *("infinity.paging.trace", "infinity.metrics"),  # what a step needed, and took
