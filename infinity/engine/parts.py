@@ -45,7 +45,6 @@ from infinity.numerics.state_format import StateFormat
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam, GpuAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
-from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.template import Template
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
@@ -248,7 +247,7 @@ class Parts:
             trimmer=self._trimmer,
             gradients=gradients,
             stream=self.stream,
-            groups=self.groups,
+            step_groups=self.groups,
             gathered=self.stored,
             exchange=self.exchange,
             mesh=self.mesh,
@@ -302,16 +301,13 @@ class Parts:
     def _make_stream(self) -> UpdateStream:
         plan, has_remainder = self.plan, self.plan.has_remainder
         update_device = self.device.torch_device if plan.request.optimizer_tier == "none" else torch.device("cpu")
-        fused = FusedAdam.of(self.template, update_device, has_remainder=has_remainder)  # on the CPU
-        halves_updater = None
-        if has_remainder:
-            kernel = GpuAdam.of(self.template, update_device) if update_device.type == "cuda" else fused
-            halves_updater = RemainderUpdater(self.updater, kernel)
+        kernel = GpuAdam if has_remainder and update_device.type == "cuda" else FusedAdam
+        fused = kernel.of(self.template, update_device, has_remainder=has_remainder)
         state_format = StateFormat(self.config.infinity.state_dtype)
         return UpdateStream(
             self.storage.records,
             self.storage.weights,
-            ChunkUpdater(self.updater, self._states, halves_updater, state_format, fused),
+            ChunkUpdater(self.updater, self._states, state_format, fused, has_halves=has_remainder),
             self.device,
             self._states,
             self.timeline,

@@ -21,7 +21,7 @@ from infinity.distributed.world import world
 from infinity.engine.commit_parts import persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.errors import BudgetTooSmallError, ConfigError
-from infinity.optim.classes.one_bit_adam import OneBitAdam
+from infinity.optim.classes import OneBitAdam
 from infinity.optim.template import Template
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.placement import DEVICE_KEY, Placement

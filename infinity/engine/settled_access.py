@@ -23,7 +23,7 @@ from infinity.updates.stream import UpdateStream
 class SettledAccess:
     """`StateAccess` under the engine lock, after all that is pending.
 
-    It keeps states (`StateKeeper`) and main weights for the optimizer, and gathers parameters for
+    It keeps states and main weights for the optimizer, and gathers parameters for
     `GatheredParameters`.
 
     Attributes:

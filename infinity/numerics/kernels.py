@@ -13,7 +13,6 @@ vector, by other code: the caller leaves those to torch.
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 import math
@@ -147,23 +146,6 @@ def _pointer(typing: Any, address: Any) -> Any:
 pointer: Any = intrinsic(_pointer)
 
 
-class Row(enum.IntEnum):
-    """Columns of a row of `Kernels.adam`: what it needs of one slice."""
-
-    MAIN = 0
-    """Address of the fp32 main weights, or of the bf16 model weights where main weights are kept in two halves."""
-    REMAINDER = 1
-    """Address of the remainders; 0 where main weights are fp32."""
-    GRADIENT = 2
-    IS_HALF = 3
-    """1 if the gradient is bf16, 0 if it is fp32."""
-    EXP_AVG = 4
-    EXP_AVG_SQ = 5
-    NUMEL = 6
-    VALUES = 7
-    """The row of the numbers."""
-
-
 _force: Any = {"nogil": True, "error_model": "numpy", "forceinline": True}
 
 
@@ -201,8 +183,15 @@ def _step_whole(weight: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, v: An
 
 
 def _adam(rows: Any, values: Any) -> None:
-    """One step of each of ``rows`` (int64, see `Row`), with the numbers of that row of ``values`` (float32, 10 columns).
+    """One step of each of ``rows`` (int64), with the numbers of that row of ``values`` (float32, 10 columns) which it names.
 
+    The columns of a row are:
+        0: address of the fp32 main weights, or of the bf16 model weights where main weights are kept in two halves.
+        1: address of the remainders; 0 where main weights are fp32.
+        2, 3: address of the gradient; 1 if it is bf16, 0 if it is fp32.
+        4, 5: addresses of the moments.
+        6: number of elements.
+        7: the row of the numbers.
     The numbers are:
         0: every gradient is multiplied with it.
         1: the weight is multiplied with it first: 1 - lr * weight_decay in AdamW, 1 in Adam.
@@ -242,7 +231,3 @@ def _add_squares(values: Any, sums: Any) -> None:
         for i in range(NUM_SUMS):
             value = widened(values[start + i])
             sums[i] += value * value
-
-
-IS_LOADED = True
-"""The last line: a thread that finds this module while another one imports it can tell."""

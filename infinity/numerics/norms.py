@@ -64,16 +64,13 @@ def _norm(tensor: torch.Tensor, num_sums: int, add_squares: AddSquares) -> torch
 
 def _choose(num_sums: int) -> AddSquares:
     """numba's loop where numba has been loaded for something else: for this alone it would be too large."""
-    kernels: Any = sys.modules.get("infinity.numerics.kernels")
-    if not getattr(kernels, "IS_LOADED", False) or not kernels.can_compile() or num_sums != kernels.NUM_SUMS:
+    if "infinity.numerics.kernels" not in sys.modules:
         return _add_squares
-    return _add_squares_by_kernel
+    from infinity.numerics import kernels  # which waits for a thread that is loading it
 
-
-def _add_squares_by_kernel(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:
-    from infinity.numerics.kernels import kernels  # late, see infinity.numerics.remainder
-
-    kernels().add_squares(values.view(torch.int16).numpy(), sums)
+    if not kernels.can_compile() or num_sums != kernels.NUM_SUMS:
+        return _add_squares
+    return lambda values, sums: kernels.kernels().add_squares(values.view(torch.int16).numpy(), sums)
 
 
 def _add_squares(values: torch.Tensor, sums: np.ndarray[Any, Any]) -> None:

@@ -33,6 +33,8 @@ _DTYPES = {
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
     )
 }
+_COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_FROM_TEXT: dict[str, Any] = {"float": float, "device": torch.device, "path": Path, "dtype": _DTYPES.__getitem__}
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 """What `unpack` and `decode` raise for bytes that `pack` and `encode` did not write."""
 
@@ -101,7 +103,7 @@ def _encoded(value: Any, raw: RawBytes, where: str) -> Any:
         return _encoded_dict(value, raw, where)
     if isinstance(value, torch.Tensor):
         return _encoded_tensor(value, raw, where)
-    for kind, base in (("tuple", tuple), ("set", set), ("frozenset", frozenset)):
+    for kind, base in _COLLECTIONS.items():
         if isinstance(value, base):
             return {_TAG: kind, "value": [_encoded(each, raw, f"{where}[...]") for each in value]}
     if isinstance(value, bytes | bytearray):
@@ -153,18 +155,15 @@ def _decoded(value: Any, raw: memoryview) -> Any:
     kind, inner = value.get(_TAG), value.get("value")
     if kind is None:
         return {key: _decoded(each, raw) for key, each in value.items()}
-    if kind in ("tuple", "set", "frozenset"):
-        parts = [_decoded(each, raw) for each in inner or ()]
-        return tuple(parts) if kind == "tuple" else set(parts) if kind == "set" else frozenset(parts)
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](_decoded(each, raw) for each in inner or ())
     if kind in ("dict", "ordered dict"):
         pairs = ((_decoded(key, raw), _decoded(each, raw)) for key, each in inner or ())
         return OrderedDict(pairs) if kind == "ordered dict" else dict(pairs)
     if kind == "complex":
         return complex(*(float(str(each)) for each in inner or ()))
-    if kind == "dtype":
-        return _DTYPES[str(inner)]
-    if kind in ("float", "device", "path"):
-        return {"float": float, "device": torch.device, "path": Path}[kind](str(inner))
+    if kind in _FROM_TEXT:
+        return _FROM_TEXT[kind](str(inner))
     return _of_bytes(str(kind), value, _fetched(value, raw))
 
 

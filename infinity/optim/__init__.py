@@ -4,6 +4,6 @@ A `Template` holds the hyperparameters that users and learning rate schedulers s
 class on pieces of parameters, wherever their state comes from. Knows optimizers; must not know units or where states rest.
 """
 
-from infinity.optim.classes.lion import Lion
+from infinity.optim.classes import Lion
 
 __all__ = ["Lion"]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -77,6 +76,8 @@ class FusedAdam:
 
     vector_numel = VECTOR_NUMEL
     """It takes multiples of this many elements."""
+    takes_tables = True
+    """Whether there is `update_slices`."""
 
     def __init__(self, is_decoupled: bool, device: torch.device) -> None:
         """``is_decoupled``: AdamW's weight decay where a group does not say itself."""
@@ -119,7 +120,11 @@ class FusedAdam:
         if not groups or not fused._prepare():
             return None
         worker = Worker(template.optimizer)
-        for group in _distinct(groups):
+        # Groups that differ in more than the learning rate.
+        distinct = {
+            (*each["betas"], each["eps"], each["weight_decay"], fused._is_decoupled_in(each)): each for each in groups
+        }
+        for group in distinct.values():
             for variant in ({}, *_PROBE_VARIANTS):
                 tried = {**group, **variant}
                 if not fused._agrees(worker, dict(tried), has_remainder=has_remainder) and not fused._leaves_out(tried):
@@ -255,6 +260,7 @@ class GpuAdam(FusedAdam):
     """
 
     vector_numel = 1
+    takes_tables = False
     _adds_decay = True
     """Whether it has torch's bits where weight decay is added to the gradient. nvcc contracts that into a multiply-add for
     three of the four elements that a thread of torch's kernel takes, and not for the first (seen in the code of torch
@@ -328,16 +334,6 @@ class GpuAdam(FusedAdam):
         return last.step
 
 
-def _distinct(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Groups that differ in more than the learning rate."""
-    seen: set[tuple[Any, ...]] = set()
-    for group in groups:
-        key = (*group["betas"], group["eps"], group["weight_decay"], group.get("decoupled_weight_decay"))
-        if key not in seen:
-            seen.add(key)
-            yield group
-
-
 def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
     """Normal numbers, scaled down by up to ``num_decades`` powers of ten; every tenth is zero where they are."""
     values = torch.randn(_PROBE_NUMEL, generator=generator, dtype=torch.float32, device="cpu")
@@ -350,4 +346,4 @@ def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
 
 def _bits(value: float) -> int:
     """Those of the float32 nearest to it, as an integer of 32 bits."""
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    return int(np.float32(value).view(np.int32))

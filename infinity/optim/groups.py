@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ModelError
 from infinity.optim.main_weights import with_main_weight, without_main_weight
-from infinity.optim.values import same_values
-from infinity.optim.worker import hyperparameters
+from infinity.optim.worker import hyperparameters, same_values
 
 TILES = "weight_tiles"
 """The child that holds the tiles of a module's weight."""

@@ -76,6 +76,25 @@ class _Schedule(LRScheduler):
     def _rates(self) -> list[float]:
         raise NotImplementedError
 
+    def _set_warmup(self, num_steps: int, kind: str, total_num_steps: int | None = None) -> None:
+        # log(1) is 0 and would be divided by: two steps are the shortest warmup, as in DeepSpeed.
+        self.warmup_num_steps = max(2, _whole("warmup_num_steps", num_steps))
+        self.warmup_type = kind
+        if kind not in ("log", "linear"):
+            raise ConfigError.value("scheduler.params.warmup_type", kind, "unknown", cure='Take "log" or "linear"')
+        if total_num_steps is not None:
+            self.total_num_steps = _whole("total_num_steps", total_num_steps, at_least=1)
+            if total_num_steps < self.warmup_num_steps:
+                message = "total_num_steps %d is less than warmup_num_steps %d: the rate will not reach its maximum"
+                logger.warning(message, total_num_steps, self.warmup_num_steps)
+
+    def _warmed_up(self, index: int) -> float:
+        if index >= self.warmup_num_steps:
+            return 1.0
+        if self.warmup_type == "log":
+            return math.log(index + 1) * (1.0 / math.log(self.warmup_num_steps))
+        return index / self.warmup_num_steps
+
 
 class WarmupLR(_Schedule):
     """From `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps, constant from there on.
@@ -101,8 +120,7 @@ class WarmupLR(_Schedule):
         own_rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.min_lrs = _per_group(optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = own_rates if warmup_max_lr is None else _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
-        self.warmup_num_steps = _warmup_length(warmup_num_steps)
-        self.warmup_type = _warmup_type(warmup_type)
+        self._set_warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_epoch)
 
     def _rates(self) -> list[float]:
@@ -110,9 +128,7 @@ class WarmupLR(_Schedule):
         return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _fraction(self, index: int) -> float:
-        if index < self.warmup_num_steps:
-            return _warmup_fraction(index, self.warmup_num_steps, self.warmup_type)
-        return 1.0
+        return self._warmed_up(index)
 
 
 class WarmupDecayLR(WarmupLR):
@@ -128,13 +144,12 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_epoch: int = -1,
     ) -> None:
-        self.total_num_steps = _whole("total_num_steps", total_num_steps, at_least=1)
-        _warn_if_warmup_is_longer(_warmup_length(warmup_num_steps), self.total_num_steps)
+        self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_epoch)
 
     def _fraction(self, index: int) -> float:
         if index < self.warmup_num_steps:
-            return super()._fraction(index)
+            return self._warmed_up(index)
         return max(0.0, (self.total_num_steps - index) / max(1, self.total_num_steps - self.warmup_num_steps))
 
 
@@ -154,26 +169,20 @@ class WarmupCosineLR(_Schedule):
         warmup_type: str = "log",
         last_epoch: int = -1,
     ) -> None:
-        self.total_num_steps = _whole("total_num_steps", total_num_steps, at_least=1)
-        self.warmup_num_steps = _warmup_length(warmup_num_steps)
-        self.warmup_min_ratio = warmup_min_ratio
-        self.cos_min_ratio = cos_min_ratio
-        self.warmup_type = _warmup_type(warmup_type)
-        _warn_if_warmup_is_longer(self.warmup_num_steps, self.total_num_steps)
+        self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         super().__init__(optimizer, last_epoch)
 
     def _rates(self) -> list[float]:
-        ratio = self.get_lr_ratio()
+        ratio = self._ratio()
         return [float(rate) * ratio for rate in self.base_lrs]
 
-    def get_lr_ratio(self) -> float:
-        """What each group's own rate is multiplied with in step `last_epoch`."""
+    def _ratio(self) -> float:
         if self.last_epoch == 0:
             return 0.0
         index = self.last_epoch - 1
         if index < self.warmup_num_steps:
-            fraction = _warmup_fraction(index, self.warmup_num_steps, self.warmup_type)
-            return self.warmup_min_ratio + fraction * (1.0 - self.warmup_min_ratio)
+            return self.warmup_min_ratio + self._warmed_up(index) * (1.0 - self.warmup_min_ratio)
         num_decay_steps = max(1, self.total_num_steps - self.warmup_num_steps)
         progress = min(1.0, (index - self.warmup_num_steps + 1) / num_decay_steps)
         cosine = (1 + math.cos(math.pi * progress)) / 2
@@ -244,22 +253,11 @@ class OneCycle(_Schedule):
                 group["betas"] = (momentum, _ONE_CYCLE_SECOND_BETA)
         return super().get_lr()
 
-    @property
-    def step_ratio(self) -> float:
-        """The rise's part of the cycle's steps."""
-        return self.num_rise_steps / (self.num_rise_steps + self.num_fall_steps)
-
     def _rates(self) -> list[float]:
         if self._num_decay_steps == 0:
             height = self._height()
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
-
-    def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of step `last_epoch` by the formula, one pair per parameter group; None if momentum is left alone."""
-        if not self.cycle_momentum:
-            return None
-        return [(momentum, _ONE_CYCLE_SECOND_BETA) for momentum in self._cycled_momenta()]
 
     def _cycled_momenta(self) -> list[float]:
         if self._num_decay_steps == 0:
@@ -396,30 +394,7 @@ def _whole(name: str, value: object, *, at_least: int = 0) -> int:
     return int(value)
 
 
-def _warmup_length(num_steps: int) -> int:
-    # log(1) is 0 and would be divided by: two steps are the shortest warmup, as in DeepSpeed.
-    return max(2, _whole("warmup_num_steps", num_steps))
-
-
-def _warmup_type(name: str) -> str:
-    if name in ("log", "linear"):
-        return name
-    raise ConfigError.value("scheduler.params.warmup_type", name, "unknown", cure='Take "log" or "linear"')
-
-
-def _warmup_fraction(index: int, num_steps: int, kind: str) -> float:
-    if kind == "log":
-        return math.log(index + 1) * (1.0 / math.log(num_steps))
-    return index / num_steps
-
-
 def _staircase(position: float, length: int, num_stairs: int) -> float:
     if num_stairs == 0:
         return position / length
     return math.floor(position * num_stairs / length) / num_stairs
-
-
-def _warn_if_warmup_is_longer(warmup_num_steps: int, total_num_steps: int) -> None:
-    if total_num_steps < warmup_num_steps:
-        message = "total_num_steps %d is less than warmup_num_steps %d: the rate will not reach its maximum"
-        logger.warning(message, total_num_steps, warmup_num_steps)

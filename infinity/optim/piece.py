@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from infinity.errors import OptimizerNotPageableError
-from infinity.optim.attributes import attributes_of, refuse_attributes_of_parameters
+from infinity.errors import ConfigError, OptimizerNotPageableError
+from infinity.numerics.state_format import StateFormat
+from infinity.optim.classes import Lion
 from infinity.optim.probe import (
     StateSchema,
     advanced,
     copy_scalar,
     learn_schema,
+    probe,
     probe_groups,
-    probe_pageable,
-    probe_whole,
 )
 from infinity.optim.registry import is_known, mixes_elements
 from infinity.optim.template import Template
-from infinity.optim.values import same_values
-from infinity.optim.worker import Worker, hyperparameters
+from infinity.optim.worker import MEMBERSHIP_KEYS, Worker, hyperparameters, same_values
 
 
 class PieceUpdater:
@@ -73,32 +76,16 @@ class PieceUpdater:
             if len(template.param_groups) > 1 and not self._is_known:
                 schemas = [self.schema_under(hyperparameters(group)) for group in template.param_groups]
                 worker = Worker(template.optimizer)
-                probe_groups(worker, [*map(worker.training, template.snapshots())], schemas, self._device)
-            if not self._is_known:
-                self._refuse_shared_entries()
+                # Not copied: groups that share a tensor are tried with one that they share.
+                own = [{key: group[key] for key in group.keys() - MEMBERSHIP_KEYS} for group in template.param_groups]
+                probe_groups(worker, [*map(worker.training, own)], schemas, self._device)
         if tried and not self._is_known and not self._has_moved:
-            raise OptimizerNotPageableError(
-                self._worker.name,
+            raise self._worker.refusal(
                 "its step() changes no weight in its own groups: it seems to pass the work on to another optimizer",
                 cure="Pass that one; what is done around its steps can be done in the training loop, to weights inside "
                 "`with infinity.GatheredParameters(...)`",
             )
         self._is_laid_out = True
-
-    def _refuse_shared_entries(self) -> None:
-        """In torch, what a step writes into a tensor in one group is there when it comes to the next."""
-        seen: set[int] = set()
-        for group in self._template.param_groups:
-            for name in self.advanced(
-                Worker(self._template.optimizer).training(hyperparameters(group)), has_gradient=True
-            ):
-                if isinstance(group.get(name), Tensor) and id(group[name]) in seen:
-                    raise OptimizerNotPageableError(
-                        self._worker.name,
-                        f"its step() writes to an entry of its parameter groups, and '{name}' is one tensor of several groups",
-                        cure="Give each group a tensor of its own",
-                    )
-                seen.add(id(group.get(name)))
 
     def schema_under(self, values: Mapping[str, Any]) -> StateSchema:
         """What these hyperparameters make the optimizer keep of a parameter.
@@ -125,11 +112,11 @@ class PieceUpdater:
         """Returns whether any weight was changed."""
         if not self.mixes_elements:
             try:
-                return probe_pageable(worker, values, schema, self._device)
+                return probe(worker, values, schema, self._device, is_whole=False)
             except OptimizerNotPageableError:
                 if self._is_laid_out:
                     raise
-        has_moved = probe_whole(worker, values, schema, self._device)
+        has_moved = probe(worker, values, schema, self._device, is_whole=True)
         self.mixes_elements = True
         return has_moved
 
@@ -157,8 +144,7 @@ class PieceUpdater:
         now = attributes_of(self._template.optimizer)
         for name in sorted(now.keys() | self._attributes.keys()):
             if not same_values(now.get(name), self._attributes.get(name)):
-                raise OptimizerNotPageableError(
-                    self._worker.name,
+                raise self._worker.refusal(
                     f"its attribute '{name}' has changed since infinity.initialize, and updates go by what it was",
                     cure="Make it an entry of the parameter groups: those may change",
                 )
@@ -238,8 +224,7 @@ class PieceUpdater:
         return tensors, advanced
 
     def _grown(self, name: str) -> OptimizerNotPageableError:
-        return OptimizerNotPageableError(
-            self._worker.name,
+        return self._worker.refusal(
             f"its state '{name}' appeared after its place in storage was laid out",
             cure="Set hyperparameters that decide which state exists (momentum, amsgrad, centered) before "
             "infinity.initialize and don't change them between zero and nonzero",
@@ -280,3 +265,167 @@ def _kind(value: Any) -> tuple[Any, ...]:
     if isinstance(value, numpy.ndarray | numpy.generic | int | float):
         return (type(value).__name__, bool(numpy.any(value)))
     return (type(value).__name__,)
+
+
+# ---------------------------------------------------------------------------------------------- attributes
+
+# What a class may look at besides its groups and states: attributes, its own and the parameters'. Updates run on pieces of
+# parameters, in a copy of the optimizer that was made in `initialize`. Neither sees what becomes of such attributes later.
+
+_OTHERWISE_KNOWN = frozenset({"state", "param_groups", "defaults", "step", "zero_grad", "_opt_called", "_step_count"})
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's own attributes, as far as its class gave it any that a step may look at. Tensors are copied."""
+    return {name: copy_scalar(vars(optimizer)[name]) for name in attribute_names(optimizer)}
+
+
+def attribute_names(optimizer: Optimizer) -> list[str]:
+    """Names of `attributes_of`: private ones as far as the code of a class that is not torch's has them."""
+    names = _names_in(type(optimizer))  # type: ignore[arg-type]  # classes can be hashed
+    return [
+        name
+        for name in vars(optimizer)
+        if name not in _OTHERWISE_KNOWN
+        and (not name.startswith("_") or (name in names and not name.endswith("_hooks")))
+    ]
+
+
+def is_of_the_class(optimizer: Optimizer, name: str) -> bool:
+    """Whether ``name`` is a value that a class which is not torch's has for all its instances."""
+    found = inspect.getattr_static(type(optimizer), name, None)
+    own = [base for base in type(optimizer).__mro__ if not base.__module__.startswith("torch.")]
+    return any(name in vars(base) for base in own) and not callable(found) and not hasattr(found, "__get__")
+
+
+def refuse_attributes_of_parameters(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+    """Refuse a class whose code names an attribute that somebody has set on a parameter, or that keeps values by parameter.
+
+    Raises:
+        OptimizerNotPageableError: which one.
+    """
+    params = list(params)
+    identities = {id(param) for param in params}
+    for name, value in vars(optimizer).items():
+        keys = value if name not in _OTHERWISE_KNOWN and isinstance(value, Mapping | Set) else ()
+        if any(id(key) in identities or (isinstance(key, int) and key in identities) for key in keys):
+            raise OptimizerNotPageableError(
+                type(optimizer).__name__,
+                f"its attribute '{name}' is looked up by parameters, and the pieces that it updates are others",
+                cure="Put parameters that are treated alike into a group of their own, with an entry that says how; what "
+                "has a value for each element can be done to gradients before the step",
+            )
+    given = {name for param in params for name in getattr(param, "__dict__", {})}
+    found = sorted(given & _names_in(type(optimizer))) if given else []  # type: ignore[arg-type]
+    if found:
+        raise OptimizerNotPageableError(
+            type(optimizer).__name__,
+            f"it looks at the attribute '{found[0]}' of parameters, which the pieces that it updates do not have",
+            cure="Put those parameters into a group of their own, with an entry that says the same",
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _names_in(cls: type[Optimizer]) -> frozenset[str]:
+    """Names and texts in the code of a class, and in functions of its module that it calls."""
+    names: set[str] = set()
+    seen: set[types.CodeType] = set()
+
+    def collect(code: types.CodeType, module: Mapping[str, Any]) -> None:
+        if code in seen:
+            return
+        seen.add(code)
+        names.update(code.co_names, (constant for constant in code.co_consts if isinstance(constant, str)))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                collect(constant, module)
+        for name in code.co_names:
+            function = module.get(name)
+            if isinstance(function, types.FunctionType) and function.__module__ == module.get("__name__"):
+                collect(function.__code__, module)
+
+    for base in cls.__mro__:
+        for member in vars(base).values() if base is not object and not base.__module__.startswith("torch.") else ():
+            function = inspect.unwrap(member)  # of torch's hooks for steps, and of what decorates it (no_grad)
+            if isinstance(function, types.FunctionType):
+                collect(function.__code__, function.__globals__)
+    return frozenset(names)
+
+
+# ------------------------------------------------------------------------------------------ what parts and rounding refuse
+
+_KEY = "infinity.state_dtype"
+_ONE_BYTE: dict[type[Optimizer], frozenset[str]] = {
+    torch.optim.Adam: frozenset({"exp_avg", "exp_avg_sq"}),
+    torch.optim.AdamW: frozenset({"exp_avg", "exp_avg_sq"}),
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    Lion: frozenset({"exp_avg"}),
+}
+"""Running means, which forget what rounding did to them."""
+
+
+def check_parts(template: Template, updater: PieceUpdater, zero_stage: int, *, is_divided: bool) -> None:
+    """Refuse parts of parameters where the optimizer wants whole ones.
+
+    Raises:
+        OptimizerNotPageableError: ranks have parts of the states (``is_divided``) or of DTensors, or layers are paged in tiles.
+    """
+    if not updater.mixes_elements:
+        return
+    if any(getattr(param, "is_part_of_dtensor", False) for param in template.params()):
+        raise OptimizerNotPageableError(
+            template.name,
+            "it updates whole parameters, and with tensor parallelism by DTensors each rank has a part of them",
+            cure="Take an optimizer that treats every element by itself (AdamW, SGD, Lion), or do not divide the model",
+        )
+    if is_divided:
+        raise OptimizerNotPageableError(
+            template.name,
+            f"it updates whole parameters, and with zero_optimization.stage {zero_stage} each rank has a part of them",
+            cure="Set zero_optimization.stage to 0: each rank then pages all states, and they train as one",
+        )
+    if template.tiled.tiled:
+        raise OptimizerNotPageableError(
+            template.name,
+            "it updates whole parameters, and infinity.tile_above makes several of one",
+            cure="Remove infinity.tile_above",
+        )
+
+
+def check_state_format(form: StateFormat, template: Template, updater: PieceUpdater) -> None:
+    """Refuse what rounding would break.
+
+    Raises:
+        ConfigError: the optimizer updates whole parameters, or takes a root of a difference of two states (RMSprop with
+            ``centered``), which rounding makes negative; or, with ``INT8``, it is not one of Adam, AdamW, SGD and Lion, or keeps
+            a maximum (``amsgrad``), which grows with every rounding up.
+    """
+    if form is StateFormat.FP32:
+        return
+    cls = type(template.optimizer)
+    if updater.mixes_elements:
+        raise ConfigError.value(
+            _KEY,
+            form.value,
+            f"rounded states are opened part by part, and {cls.__name__} updates whole parameters",
+            cure='Set it to "fp32"',
+        )
+    for index, group in enumerate(template.param_groups):
+        if isinstance(template.optimizer, torch.optim.RMSprop) and group.get("centered"):
+            raise ConfigError.value(
+                _KEY,
+                form.value,
+                f"{cls.__name__} with centered=True takes the root of a difference of two states, and between rounded ones that "
+                "may be negative",
+                cure='Set it to "fp32", or centered to false',
+            )
+        names = updater.state_names(index)
+        refused = [name for name in names if name not in _ONE_BYTE.get(cls, frozenset())]
+        if form is StateFormat.INT8 and refused:
+            raise ConfigError.value(
+                _KEY,
+                form.value,
+                f"one byte per element is for the running means of Adam, AdamW, SGD and Lion, and {cls.__name__} keeps "
+                f"'{refused[0]}'",
+                cure='Set it to "bf16" or "fp32"' + (", or amsgrad to false" if group.get("amsgrad") else ""),
+            )

@@ -7,6 +7,13 @@ addcdiv agree; pow with a fractional exponent and atan2 do not. Torch's fused op
 tensor between threads at multiples of 16 elements, so that only its end is a tail. Hence pieces are cut at multiples of
 64 elements from the parameter's start, and a class that is not known to consist of such operations is compared: the
 whole tensor (large enough to be split between threads, of odd size) against pieces of it.
+
+[Note: rules that seldom apply]
+A rule that looks at a whole tensor now and then (clipping above a norm, a trust ratio within bounds, a reset every so many
+steps, a guard against infinities) shows only where it applies, or where it applies to the whole and not to a piece. So the
+trials contain tensors in which two elements are far larger than all others, at every magnitude: whatever the threshold is, some
+whole tensor lies above it, and all of its pieces but one below. Step counts are moved on to numbers around which periods and
+warm-ups end.
 """
 
 from __future__ import annotations
@@ -18,17 +25,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim.trials import LATE_COUNTS, NUM_CONSECUTIVE, Trial, normal, seldom_trials
-from infinity.optim.values import same_values
-from infinity.optim.worker import Worker
-from infinity.torch_internals.operations import leaves
+from infinity.numerics.random_states import random_states, set_random_states
+from infinity.optim.worker import Worker, same_values
+from infinity.torch_internals.operations import leaves, replaced
 
 #: Pieces of a parameter start at multiples of this many elements.
 PIECE_ALIGNMENT = 64
@@ -57,14 +63,43 @@ _SMALL_CUTS: _Shapes = (
     ((2, 3, 2, 3, 2), [0, PIECE_ALIGNMENT, 2 * 3 * 2 * 3 * 2]),
     ((), [0, 1]),
 )
-# For rules that take matrices only, which are never cut.
-_MATRICES: _Shapes = (((13, 11), []), ((8, 24), []), ((16, 16), []))
-_LARGE_MATRICES: _Shapes = (((263, 109), []), ((13, 11), []))
 _LARGE_CUTS: _Shapes = (((1 << 20,), [0, PIECE_ALIGNMENT << 12, 1 << 20]),)
 # Shorter than torch's vector loops, so that nearly all elements go through scalar code.
 _POSITION_CUTS: _Shapes = (
     ((4096,), [0, *takewhile(lambda cut: cut < 4096, accumulate(cycle(range(1, 30, 4)))), 4096]),
 )
+_SHAPES = (_CUTS, _POSITION_CUTS, _SMALL_CUTS, _LARGE_CUTS)
+# For rules that take matrices only, which are never cut.
+_SMALL_MATRICES: _Shapes = (((13, 11), []), ((8, 24), []), ((16, 16), []))
+_LARGE_MATRICES: _Shapes = (((263, 109), []), ((13, 11), []))
+_MATRICES: tuple[_Shapes, ...] = (_SMALL_MATRICES, (), _SMALL_MATRICES, _LARGE_MATRICES)
+
+
+_Draw = Callable[[tuple[int, ...], int], Tensor]
+"""Shape, number of the step from 0 -> float32 values on the CPU."""
+
+_LATE_COUNTS = (49, 99, 249, 719, 999, 4095, 5039, 9999, 65_535, 99_999, 999_999)
+"""Step counts that a trial continues from: many periods end in the two steps after each."""
+_NUM_CONSECUTIVE = 12
+"""Steps before that."""
+_MAGNITUDES = (1e-30, 1e-12, 1e-6, 1e-3, 1.0, 1e3, 1e6, 1e12)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Some steps from fresh states.
+
+    Attributes:
+        what: for messages: "steps <what>".
+        weight: before the first step.
+        gradient: of each step.
+        num_steps: how many.
+    """
+
+    what: str
+    weight: _Draw
+    gradient: _Draw
+    num_steps: int
 
 
 @dataclass(frozen=True)
@@ -98,8 +133,7 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
         except Exception as error:
             failures.append(error)
     else:
-        raise OptimizerNotPageableError(
-            worker.name,
+        raise worker.refusal(
             f"a step on a small float32 tensor on {device} failed ({type(failures[0]).__name__}: {failures[0]})",
             cure="Make it run on such a tensor without a closure and with state that is started in step()",
         ) from failures[0]
@@ -108,24 +142,20 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
     for name in elementwise:
         dtype = state[name].dtype
         if dtype != torch.float32:
-            raise OptimizerNotPageableError(worker.name, f"its state '{name}' is {dtype}, only float32 can be paged")
+            raise worker.refusal(f"its state '{name}' is {dtype}, only float32 can be paged")
         if name not in names:
-            raise OptimizerNotPageableError(worker.name, f"its state '{name}' does not exist after the first step")
+            raise worker.refusal(f"its state '{name}' does not exist after the first step")
     for name in scalars:
         value = state[name]
         if isinstance(value, Tensor) and tuple(value.shape[1:]) == shape:
-            raise OptimizerNotPageableError(
-                worker.name,
+            raise worker.refusal(
                 f"its state '{name}' is one tensor for all parameters of a group, stacked, and they are updated one by one",
                 cure="Keep a state for each parameter, as torch.optim.Muon does",
             )
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise OptimizerNotPageableError(
-                worker.name,
-                f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape {shape}",
-            )
+            raise worker.refusal(f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape {shape}")
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in leaves(value)):
-            raise OptimizerNotPageableError(worker.name, f"its state '{name}' holds tensors inside a container")
+            raise worker.refusal(f"its state '{name}' holds tensors inside a container")
     return StateSchema(tuple(elementwise), tuple(scalars), shape)
 
 
@@ -137,7 +167,7 @@ def _first_steps(
     weight = _draw(shape, generator, device)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
-    with _keeping_random_state(worker, device) as has_drawn:
+    with _keeping_random_state(worker) as has_drawn:
         for _ in range(_NUM_STEPS):
             (state,) = worker.run(copy_scalar(dict(group)), [weight], [_draw(shape, generator, device)], [state])
             names.append(tuple(state))
@@ -154,6 +184,8 @@ def copy_scalar(value: Any) -> Any:
     """An independent copy of a scalar state entry: steps advance such tensors in place. Weights in it stay what they are."""
     if isinstance(value, Tensor):
         return value if isinstance(value, torch.nn.Parameter) and value.numel() > 1 else value.detach().clone()
+    if isinstance(value, numpy.ndarray):
+        return value.copy()
     if type(value) in (list, tuple):
         return type(value)(copy_scalar(item) for item in value)
     return {key: copy_scalar(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -169,32 +201,42 @@ def advanced(
     return after
 
 
-def probe_pageable(worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device) -> bool:
-    """Compare steps on whole tensors with steps on pieces of them, bit by bit. Takes about a third of a second.
+def probe(
+    worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device, *, is_whole: bool
+) -> bool:
+    """Compare steps on whole tensors, made in one call, with steps on pieces of them, bit by bit: about a third of a second.
 
-    The whole tensors are updated in one call, the pieces one by one, so anything that looks at several elements or
-    parameters at once (norms, trust ratios), at shapes, or at counters outside the state shows up; also what does so only
-    now and then, see [Note: rules that seldom apply] in ``infinity.optim.trials``. The global random generators are left
-    as they were.
+    The pieces are updated one by one, so anything that looks at several elements or parameters at once (norms, trust ratios), at
+    shapes, or at counters outside the state shows up; also what does so only now and then, see [Note: rules that seldom apply].
+    The global random generators are left as they were.
+
+    Args:
+        is_whole: compare with steps on each of the tensors instead.
 
     Returns:
         Whether any weight was changed in it.
 
     Raises:
-        OptimizerNotPageableError: they differ, or the optimizer keeps something outside its state.
+        OptimizerNotPageableError: they differ, the optimizer keeps something outside its state, or, if ``is_whole``, a tensor
+            whose shape is not the parameter's.
     """
-    return _probe(worker, group, device, functools.partial(_Comparison, worker, schema, device), _OF_ALL_SHAPES)
-
-
-def probe_whole(worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device) -> bool:
-    """Compare steps on several tensors in one call with steps on each of them, bit by bit: see `probe_pageable`.
-
-    Raises:
-        OptimizerNotPageableError: they differ, the optimizer keeps something outside its state, or keeps a tensor whose
-            shape is not the parameter's.
-    """
-    cases = _OF_ALL_SHAPES if schema.shape == _VECTOR else _OF_MATRICES
-    return _probe(worker, group, device, functools.partial(_WholeComparison, worker, schema, device), cases)
+    usable = _usable(group)
+    takes_vectors = schema.shape == _VECTOR or not is_whole  # else the first step on pieces, which are vectors, tells
+    usual_shapes, odd_places, small_shapes, large_shapes = _SHAPES if takes_vectors else _MATRICES
+    compare = functools.partial(_WholeComparison if is_whole else _Comparison, worker, schema, device, usable)
+    with _keeping_random_state(worker) as has_drawn:
+        generator = torch.Generator().manual_seed(1)
+        usual = _normal(generator)
+        compare(usual_shapes).run(Trial("", usual, usual, _NUM_STEPS))
+        if not usable.get("fused"):  # see [Note: pieces and bits]: fused code agrees with itself on aligned pieces only
+            compare(odd_places).run(Trial("", usual, usual, _NUM_STEPS))
+        small = compare(small_shapes)
+        has_moved = small.run(Trial("", usual, usual, _NUM_CONSECUTIVE), _LATE_COUNTS)
+        for trial in _seldom_trials(generator):
+            small.run(trial)
+        compare(large_shapes).run(Trial("", usual, usual, 1))
+        _refuse_random_numbers(worker, has_drawn)
+    return has_moved
 
 
 def probe_groups(
@@ -217,7 +259,7 @@ def probe_groups(
     alone = [weight.clone() for weight in together]
     states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
-    with _keeping_random_state(worker, device):
+    with _keeping_random_state(worker):
         for _ in range(_NUM_STEPS):
             grads = [_draw(schema.shape, generator, device) for schema in schemas]
             for number, group in enumerate(usable):
@@ -225,7 +267,7 @@ def probe_groups(
                     copy_scalar(group), [alone[number]], [grads[number].clone()], states_alone[number]
                 )
             states = worker.run_groups(
-                [copy_scalar(group) for group in usable],
+                _copied_together(usable),
                 [[weight] for weight in together],
                 [[grad] for grad in grads],
                 states,
@@ -237,77 +279,43 @@ def probe_groups(
             for number in range(len(usable))
             if not same_values([part[number] for part in found], [part[number] for part in expected])
         )
-        raise OptimizerNotPageableError(
-            worker.name,
+        raise worker.refusal(
             f"a step on all its groups together gives group {number} other bits than one on that group alone, and updates know "
             "the group of a parameter only",
             cure="Make what it looks at in other groups, or by the place of a group in a list, an entry of each group",
         )
 
 
-class _Cases(NamedTuple):
-    usual: _Shapes
-    at_odd_places: _Shapes
-    small: _Shapes
-    large: _Shapes
-
-
-_OF_ALL_SHAPES = _Cases(_CUTS, _POSITION_CUTS, _SMALL_CUTS, _LARGE_CUTS)
-_OF_MATRICES = _Cases(_MATRICES, (), _MATRICES, _LARGE_MATRICES)
-
-
-def _probe(
-    worker: Worker,
-    group: Mapping[str, Any],
-    device: torch.device,
-    compare: Callable[..., _Comparison],
-    cases: _Cases,
-) -> bool:
-    usable = _usable(group)
-    with _keeping_random_state(worker, device) as has_drawn:
-        generator = torch.Generator().manual_seed(1)
-        usual = normal(generator)
-        compare(usable, cases.usual).run(Trial("", usual, usual, _NUM_STEPS))
-        if not usable.get("fused"):  # see [Note: pieces and bits]: fused code agrees with itself on aligned pieces only
-            compare(usable, cases.at_odd_places).run(Trial("", usual, usual, _NUM_STEPS))
-        small = compare(usable, cases.small)
-        has_moved = small.run(Trial("", usual, usual, NUM_CONSECUTIVE), LATE_COUNTS)
-        for trial in seldom_trials(generator):
-            small.run(trial)
-        compare(usable, cases.large).run(Trial("", usual, usual, 1))
-        _refuse_random_numbers(worker, has_drawn)
-    return has_moved
+def _copied_together(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of groups, which share what those share: a step that writes to it in one group changes the next."""
+    copies: dict[int, Any] = {}
+    return [
+        dict(replaced(dict(group), lambda leaf: copies.setdefault(id(leaf), copy_scalar(leaf)))) for group in groups
+    ]
 
 
 def _refuse_random_numbers(worker: Worker, has_drawn: Callable[[], bool]) -> None:
     if has_drawn():
-        raise OptimizerNotPageableError(
-            worker.name,
+        raise worker.refusal(
             "it draws random numbers in step(), and parameters are updated in another order than in plain torch",
             cure="Draw them in the training loop: add the noise, divided by -lr, to p.grad before the step of an SGD",
         )
 
 
 @contextmanager
-def _keeping_random_state(worker: Worker, device: torch.device) -> Iterator[Callable[[], bool]]:
+def _keeping_random_state(worker: Worker) -> Iterator[Callable[[], bool]]:
     """Put all generators back afterwards, the optimizer's own too; what it yields tells whether any of them has been used."""
     own = [value for value in vars(worker.optimizer).values() if isinstance(value, _GENERATORS)]
 
     def read() -> list[Any]:
-        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-        common = [random.getstate(), numpy.random.get_state(legacy=True), torch.get_rng_state(), *on_device]
-        return [*common, [_state_of(each) for each in own]]
+        return [random_states(), [_state_of(each) for each in own]]
 
     before = read()
     try:
         yield lambda: not same_values(before, read())
     finally:
-        random.setstate(before[0])
-        numpy.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(before[3], device)
-        for each, state in zip(own, before[-1], strict=True):
+        set_random_states(before[0])
+        for each, state in zip(own, before[1], strict=True):
             _set_state(each, state)
 
 
@@ -369,7 +377,7 @@ class _Comparison:
                 self._make_step(trial, step)
             self._require_equal(f"from the count of {count} on")
         if not same_values(attributes, vars(self._worker.optimizer)):
-            raise OptimizerNotPageableError(self._worker.name, "its step() keeps values on the optimizer object itself")
+            raise self._worker.refusal("its step() keeps values on the optimizer object itself")
         return not same_values(before, self._wholes)
 
     def _make_step(self, trial: Trial, step: int) -> None:
@@ -407,20 +415,16 @@ class _Comparison:
         except OptimizerNotPageableError:
             raise
         except Exception as error:
-            raise OptimizerNotPageableError(
-                self._worker.name, f"a trial step failed ({type(error).__name__}: {error})"
-            ) from error
+            raise self._worker.refusal(f"a trial step failed ({type(error).__name__}: {error})") from error
         for name, value in (item for state in states for item in state.items()):
             if isinstance(value, Tensor) and type(value) is not Tensor:
-                raise OptimizerNotPageableError(
-                    self._worker.name,
+                raise self._worker.refusal(
                     f"its state '{name}' is a {type(value).__name__}, and dense tensors alone are stored",
                     cure='Take an optimizer with plain states: config key "infinity.state_dtype" stores them in fewer bits',
                 )
         if not same_values(used, self._after):
             names = [name for name in used | self._after if not same_values(used.get(name), self._after.get(name))]
-            raise OptimizerNotPageableError(
-                self._worker.name,
+            raise self._worker.refusal(
                 f"its step() computes an entry of a parameter group, '{names[0]}', from all parameters of the group or from "
                 "their number, and parameters are updated one after the other",
                 cure="Take AdamW with a schedule of the learning rate, or a schedule-free one. In your own class, let the entry "
@@ -445,7 +449,7 @@ class _Comparison:
                 ]
             if different:
                 steps = f"steps {what + ' ' if what else ''}"
-                raise OptimizerNotPageableError(self._worker.name, self._explain(steps, tuple(whole.shape), different))
+                raise self._worker.refusal(self._explain(steps, tuple(whole.shape), different))
 
     def _explain(self, steps: str, shape: tuple[int, ...], different: Sequence[str]) -> str:
         return (
@@ -469,14 +473,12 @@ class _WholeComparison(_Comparison):
         }
         other = next((name for name, shape in shaped.items() if shape != weight.shape), None)
         if other is not None:
-            raise OptimizerNotPageableError(
-                self._worker.name,
-                f"its state '{other}' has shape {shaped[other]} for a parameter of shape {tuple(weight.shape)}",
+            raise self._worker.refusal(
+                f"its state '{other}' has shape {shaped[other]} for a parameter of shape {tuple(weight.shape)}"
             )
         if weight.numel() != 1 and shaped.keys() != set(self._schema.elementwise):
-            raise OptimizerNotPageableError(
-                self._worker.name,
-                f"which state it keeps depends on the shape of the parameter, here {tuple(weight.shape)}",
+            raise self._worker.refusal(
+                f"which state it keeps depends on the shape of the parameter, here {tuple(weight.shape)}"
             )
         return state
 
@@ -495,7 +497,7 @@ def _counts(state: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Tensor | int | float)
         and not isinstance(value, bool)
         and (not isinstance(value, Tensor) or (value.numel() == 1 and not value.is_complex()))
-        and abs(float(value) - NUM_CONSECUTIVE) <= 1
+        and abs(float(value) - _NUM_CONSECUTIVE) <= 1
     ]
 
 
@@ -506,3 +508,51 @@ def _usable(group: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(lr, Tensor | float | int | numpy.generic) and (float(lr) == 0 or not math.isfinite(float(lr))):
         usable["lr"] = torch.full_like(lr, 1e-3) if isinstance(lr, Tensor) else 1e-3
     return usable
+
+
+# ---------------------------------------------------------------------------------------- weights and gradients of trials
+
+
+def _normal(generator: torch.Generator, scale: float = 1.0) -> _Draw:
+    """Normal numbers. Explicit dtype and device: users set others as defaults to build their models with."""
+    return lambda shape, step: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale
+
+
+def _seldom_trials(generator: torch.Generator) -> Iterator[Trial]:
+    """Those besides ordinary numbers, each of a few steps."""
+    usual = _normal(generator)
+    yield Trial("with gradients of zeros", usual, _zeros, 3)
+    yield Trial("with weights of zeros", _zeros, usual, 2)
+    for scale in (1e-8, 1e4, 1e15):
+        yield Trial(f"with gradients around {scale:g}", usual, _normal(generator, scale), 2)
+    for scale in (1e-8, 1e4):
+        yield Trial(f"with weights around {scale:g}", _normal(generator, scale), usual, 2)
+    for magnitude in _MAGNITUDES:
+        yield Trial(f"with gradients of {magnitude:g} among zeros", usual, _spikes(magnitude), 2)
+        yield Trial(f"with weights of {magnitude:g} among zeros", _spikes(magnitude), usual, 2)
+    for magnitude in (float("inf"), float("nan")):
+        yield Trial(f"with one gradient of {magnitude} among others", usual, _once(usual, magnitude), 2)
+
+
+def _zeros(shape: tuple[int, ...], step: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+
+def _spikes(magnitude: float) -> _Draw:
+    def draw(shape: tuple[int, ...], step: int) -> Tensor:
+        values = _zeros(shape, step)
+        values.view(-1)[0] = magnitude / 7  # in another piece: the norm of the whole is that of no piece
+        values.view(-1)[-1] = magnitude
+        return values
+
+    return draw
+
+
+def _once(others: _Draw, value: float) -> _Draw:
+    def draw(shape: tuple[int, ...], step: int) -> Tensor:
+        values = others(shape, step)
+        if step == 0:
+            values.view(-1)[-1] = value
+        return values
+
+    return draw

@@ -12,11 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, OptimizerNotPageableError
-from infinity.optim.classes.lamb import Lamb
-from infinity.optim.classes.lion import Lion
-from infinity.optim.classes.muon import Muon
-from infinity.optim.classes.one_bit_adam import OneBitAdam
-from infinity.optim.classes.uncorrected_adam import UncorrectedAdam
+from infinity.optim.classes import Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam
 from infinity.optim.worker import Worker, one_element
 
 #: Classes whose every operation treats each element by itself with bits that don't depend on its position, given

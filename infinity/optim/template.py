@@ -6,7 +6,6 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError
-from infinity.optim.classes.muon import Muon, is_for_muon
+from infinity.optim.classes import Muon, is_for_muon
 from infinity.optim.groups import Groups, Members, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
 from infinity.optim.registry import Section, is_known, refuse_not_pageable, refuse_wrapper, resolve
@@ -255,9 +254,15 @@ def build_template(
     if isinstance(source, Optimizer):
         optimizer = _same(source)
     else:
-        groups = _GroupSpec.read(model_parameters, fqns)
-        _check_groups(groups.members(), fqns)
-        optimizer = _construct(source, groups, fqns, device)
+        if model_parameters is None:
+            model_parameters = [param for param in fqns if param.requires_grad]
+        given: list[Any] = (
+            [model_parameters] if isinstance(model_parameters, Tensor | Mapping) else list(model_parameters)
+        )
+        is_grouped = bool(given) and isinstance(given[0], Mapping)
+        groups = [_fresh(group) for group in (given if is_grouped else [{"params": given}])]
+        _check_groups([[_member(item) for item in group["params"]] for group in groups], fqns)
+        optimizer = _construct(source, groups, fqns, device, is_grouped=is_grouped)
     refuse_not_pageable(type(optimizer))
     refuse_wrapper(optimizer)
     keys: list[Any] = list(optimizer.state)
@@ -308,68 +313,48 @@ def _names_of(named_params: Iterable[tuple[str, Parameter]]) -> dict[Parameter, 
     return fqns
 
 
-@dataclass(frozen=True)
-class _GroupSpec:
-    """What was passed as parameters: of each group the items as given, and its other entries."""
+def _fresh(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of its own, into which constructors may write."""
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
 
-    groups: list[tuple[list[Any], dict[str, Any]]]
-    is_grouped: bool
 
-    @classmethod
-    def read(cls, model_parameters: Iterable[Any] | None, fqns: Mapping[Parameter, str]) -> _GroupSpec:
-        if model_parameters is None:
-            model_parameters = [param for param in fqns if param.requires_grad]
-        given = [model_parameters] if isinstance(model_parameters, Tensor | Mapping) else list(model_parameters)
-        is_grouped = bool(given) and isinstance(given[0], Mapping)
-        groups = []
-        for group in given if is_grouped else [{"params": given}]:
-            options = dict(group)
-            params = options.pop("params")
-            groups.append(([params] if isinstance(params, Tensor) else list(params), options))
-        return cls(groups, is_grouped)
-
-    def members(self) -> list[list[Any]]:
-        """The parameters of each group."""
-        return [[_member(item) for item in items] for items, _ in self.groups]
-
-    def divided_for_muon(self, fqns: Mapping[Parameter, str]) -> _GroupSpec:
-        """Each group that does not say ``use_muon`` becomes two."""
-        divided: list[tuple[list[Any], dict[str, Any]]] = []
-        for items, options in self.groups:
-            if "use_muon" in options:
-                divided.append((items, options))
-                continue
-            kinds = [is_for_muon(fqns[_member(item)], _member(item)) for item in items]
-            for kind in sorted(set(kinds) or {False}, reverse=True):
-                own = [item for item, found in zip(items, kinds, strict=True) if found == kind]
-                divided.append((own, {**options, "use_muon": kind}))
-        return _GroupSpec(divided, is_grouped=True)
-
-    def for_constructor(self, replace: Callable[[Tensor], Tensor] | None = None) -> list[Any]:
-        """Fresh groups (constructors write into them) or a plain list, as given; with stand-ins if wanted."""
-
-        def swap(item: Any) -> Any:
-            if replace is None:
-                return item
-            return (item[0], replace(item[1])) if isinstance(item, tuple) else replace(item)
-
-        swapped = [{**options, "params": [swap(item) for item in items]} for items, options in self.groups]
-        return swapped if self.is_grouped else swapped[0]["params"]
+def _divided_for_muon(groups: Iterable[dict[str, Any]], fqns: Mapping[Parameter, str]) -> list[dict[str, Any]]:
+    """Each group that does not say ``use_muon`` becomes two."""
+    divided: list[dict[str, Any]] = []
+    for group in groups:
+        if "use_muon" in group:
+            divided.append(group)
+            continue
+        of_kind: dict[bool, list[Any]] = {True: [], False: []}
+        for item in group["params"]:
+            of_kind[is_for_muon(fqns[_member(item)], _member(item))].append(item)
+        kinds = [kind for kind, items in of_kind.items() if items] or [False]
+        divided += [{**group, "params": of_kind[kind], "use_muon": kind} for kind in kinds]
+    return divided
 
 
 def _member(item: Any) -> Any:
     return item[1] if isinstance(item, tuple) else item
 
 
-def _construct(source: Any, groups: _GroupSpec, fqns: Mapping[Parameter, str], device: torch.device) -> Optimizer:
+def _construct(
+    source: Any,
+    groups: list[dict[str, Any]],
+    fqns: Mapping[Parameter, str],
+    device: torch.device,
+    *,
+    is_grouped: bool,
+) -> Optimizer:
     recipe = _recipe(source, device)
     cls: Any = None if recipe is None else recipe.func
     if cls is not None:
         refuse_not_pageable(cls)
     if cls is Muon:
-        groups = groups.divided_for_muon(fqns)
+        groups = _divided_for_muon(groups, fqns)
     if recipe is None or not is_known(cls):
-        optimizer = source(groups.for_constructor()) if recipe is None else _made(recipe, groups.for_constructor())
+        given: Any = groups if is_grouped else groups[0]["params"]
+        optimizer = source(given) if recipe is None else _made(recipe, given)
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 f"the optimizer callable returned {type(optimizer).__name__}. It must return a torch.optim.Optimizer",
@@ -378,12 +363,13 @@ def _construct(source: Any, groups: _GroupSpec, fqns: Mapping[Parameter, str], d
         return optimizer
     originals: dict[Tensor, Tensor] = {}
 
-    def stand_in(param: Tensor) -> Tensor:
+    def stand_in(item: Any) -> Any:
+        param = _member(item)
         small = Parameter(one_element(device, num_dims=param.dim()), requires_grad=param.requires_grad)
         originals[small] = param
-        return small
+        return (item[0], small) if isinstance(item, tuple) else small
 
-    optimizer = _made(recipe, groups.for_constructor(stand_in))
+    optimizer = _made(recipe, [{**group, "params": list(map(stand_in, group["params"]))} for group in groups])
     for group in optimizer.param_groups:
         group["params"] = [originals[small] for small in group["params"]]
     states = {originals[small]: state for small, state in optimizer.state.items()}

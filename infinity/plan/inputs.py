@@ -17,8 +17,7 @@ from infinity.config import InfinityConfig
 from infinity.device.host_memory import FreeShare
 from infinity.errors import ConfigError
 from infinity.numerics.state_format import StateFormat
-from infinity.optim.piece import PieceUpdater
-from infinity.optim.state_support import check_parts, check_state_format
+from infinity.optim.piece import PieceUpdater, check_parts, check_state_format
 from infinity.optim.template import Template
 from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.machine import Bandwidth, RoomBytes

@@ -1,6 +1,7 @@
 """The update of one chunk in working memory: all of its slices by one call where a kernel takes them, else slice by slice.
 
-Knows a chunk's tensors and the optimizer's rule; must not know where chunks come from or go to.
+Knows a chunk's tensors and the optimizer's rule; must not know where chunks come from or go to. Main weights that are kept in two
+halves are joined, updated by torch and split again, block by block, where no kernel takes them as they are.
 
 [Note: one call a chunk] A chunk has as many slices as parameters lie in it, often hundreds. Handing each to torch costs 20 us
 and 40 Python calls. So what `FusedAdam` takes goes there as a table, one row for each slice, whose loop is compiled and holds no
@@ -9,51 +10,58 @@ interpreter lock. A row's last elements, fewer than a vector of torch's kernel, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
 from infinity.numerics.chunk_format import ChunkBuffer
-from infinity.numerics.state_codec import Noise
+from infinity.numerics.state_codec import Noise, StateWindow
 from infinity.numerics.state_format import StateFormat
-from infinity.numerics.state_window import StateWindow
 from infinity.optim.fused_adam import STATES, FusedAdam, Slices
 from infinity.optim.piece import PieceUpdater
-from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.units.layout import Chunk, Piece
 from infinity.updates.job import ParameterState, UpdateJob
 
+_BLOCK_NUMEL = 1 << 18
+"""Elements joined at a time on the CPU: few enough to stay in the processor's cache."""
 
+
+class _Scratch(threading.local):
+    memory: torch.Tensor | None = None
+
+
+@dataclass(eq=False, repr=False)
 class ChunkUpdater:
-    """Applies the optimizer's rule to a chunk. For any number of threads, one chunk each."""
+    """Applies the optimizer's rule to a chunk. For any number of threads, one chunk each.
 
-    def __init__(
-        self,
-        updater: PieceUpdater,
-        states: Mapping[tuple[int, int], ParameterState],
-        halves_updater: RemainderUpdater | None = None,
-        state_format: StateFormat = StateFormat.FP32,
-        fused: FusedAdam | None = None,
-    ) -> None:
-        """
-        Args:
-            updater: the optimizer's rule.
-            states: (unit index, slot index) -> the parameter's scalars, as they were before the update.
-            halves_updater: the rule where main weights are kept in two halves; None where they are not.
-            state_format: how states are stored.
-            fused: takes all slices of a chunk at once; None if no kernel does, or states are not stored as fp32.
-        """
-        self.mixes_elements = updater.mixes_elements
-        self._updater = updater
-        self._states = states
-        self._halves_updater = halves_updater
-        self._window = StateWindow(state_format)
-        self._fused = fused if state_format is StateFormat.FP32 else None
+    Args:
+        updater: the optimizer's rule.
+        states: (unit index, slot index) -> the parameter's scalars, as they were before the update.
+        state_format: how states are stored.
+        fused: a kernel with the bits of the optimizer's rule, for those groups that it `runs`; None if there is none.
+        has_halves: whether main weights are kept in two halves.
+    """
+
+    updater: PieceUpdater
+    states: Mapping[tuple[int, int], ParameterState]
+    state_format: StateFormat = StateFormat.FP32
+    fused: FusedAdam | None = None
+    _: KW_ONLY
+    has_halves: bool = False
+
+    def __post_init__(self) -> None:
+        self.mixes_elements = self.updater.mixes_elements
+        self._window = StateWindow(self.state_format)
+        is_fp32 = self.state_format is StateFormat.FP32
+        self._goes_at_once = self.fused is not None and self.fused.takes_tables and is_fp32
+        self._of_thread = _Scratch()
 
     def widens(self, gradient_dtype: torch.dtype) -> bool:
         """Whether gradients of this dtype are copied to fp32 before they are used."""
-        return self._halves_updater is None and gradient_dtype != torch.float32
+        return not self.has_halves and gradient_dtype != torch.float32
 
     def update(self, job: UpdateJob, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """Update what of the chunk has a gradient; ``job.advanced`` gets the parameters' states and scalars after it."""
@@ -62,8 +70,8 @@ class ChunkUpdater:
             return
         gradient = job.gradients.of_chunk(chunk, pieces, workspace.landing(job.gradients.dtype))
         rest = pieces
-        if self._fused is not None and self._fused.runs_all(job.groups.values()):
-            rest = self._update_at_once(self._fused, job, pieces, workspace, gradient)
+        if self.fused is not None and self._goes_at_once and self.fused.runs_all(job.groups.values()):
+            rest = self._update_at_once(self.fused, job, pieces, workspace, gradient)
         for piece in rest:
             self._update_piece(job, piece, workspace, gradient)
 
@@ -87,7 +95,7 @@ class ChunkUpdater:
         numbers: dict[tuple[int, float], int] = {}  # group and step count -> the row of their numbers
         for piece in pieces:  # hundreds in a chunk: no call of Python in here
             index, numel = piece.slot.index, piece.stop - piece.start
-            state, group = self._states[job.unit.index, index], job.groups[index]
+            state, group = self.states[job.unit.index, index], job.groups[index]
             body = numel - numel % fused.vector_numel
             if body < numel:
                 rest.append(Piece(piece.slot, piece.start + body, piece.stop, piece.offset + body))
@@ -105,12 +113,12 @@ class ChunkUpdater:
         return rest
 
     def _update_piece(self, job: UpdateJob, piece: Piece, workspace: ChunkBuffer, gradients: torch.Tensor) -> None:
-        state = self._states[job.unit.index, piece.slot.index]
+        state = self.states[job.unit.index, piece.slot.index]
         span = slice(piece.offset, piece.offset + piece.numel)
         gradient = gradients[span]
         group = job.groups[piece.slot.index]
         stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
-        formed = piece.slot.spec.formed if self._updater.mixes_elements else _as_it_is
+        formed = piece.slot.spec.formed if self.mixes_elements else lambda values: values
         present: tuple[str, ...] = ()
         scalars: dict[str, Any] = {}
 
@@ -133,46 +141,71 @@ class ChunkUpdater:
         state: ParameterState,
         formed: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
-        if workspace.main is None:
-            if self._halves_updater is None or workspace.remainder is None:
-                raise RuntimeError("main weights are kept in two halves, and nothing is there to update those")
-            return self._halves_updater.update(
+        names: tuple[str, ...] = ()
+        scalars: dict[str, Any] = {}
+        numel, body = gradient.numel(), 0
+        if self.fused is not None and self.fused.runs(group):
+            body = numel - numel % self.fused.vector_numel
+        if self.fused is not None and body:
+            at, names = slice(span.start, span.start + body), STATES
+            for name in STATES if state.is_fresh else ():
+                views[name].zero_()
+            scalars = self.fused.update(
                 group,
-                workspace.weight[span],
-                workspace.remainder[span],
-                gradient,
+                workspace.weight[at] if workspace.main is None else workspace.main[at],
+                None if workspace.remainder is None else workspace.remainder[at],
+                gradient[:body],
                 job.clip_coefficient,
-                views,
+                {name: views[name][:body] for name in STATES},
                 state.scalars,
-                is_first=state.is_fresh,
-                formed=formed,
             )
-        if gradient.dtype != workspace.gradient.dtype:
-            gradient = workspace.gradient[span].copy_(gradient)
+        in_blocks = self.has_halves and gradient.device.type == "cpu" and not self.mixes_elements
+        block_numel = _BLOCK_NUMEL if in_blocks else max(numel, 1)
+        for start in range(body, numel, block_numel):
+            part = slice(start, min(start + block_numel, numel))
+            at = slice(span.start + part.start, span.start + part.stop)
+            main, slope = self._opened(job, workspace, at, gradient[part])
+            of_part = {name: formed(values[part]) for name, values in views.items()}
+            given = None if state.is_fresh else of_part
+            tensors, scalars = self.updater.update(group, formed(main), formed(slope), given, state.scalars)
+            names = tuple(tensors)
+            for name in names if state.is_fresh else ():
+                of_part[name].copy_(tensors[name])
+            del tensors  # before the next block's are made
+            if workspace.main is None:
+                workspace.write_main(at, main)
+        return names, scalars
+
+    def _opened(
+        self, job: UpdateJob, workspace: ChunkBuffer, span: slice, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Main weight and gradient in fp32. The former is the workspace's own, or joined from two halves."""
+        if workspace.main is not None:
+            main, slope = workspace.main[span], gradient
+            if gradient.dtype != torch.float32:
+                slope = workspace.gradient[span].copy_(gradient)
+        else:
+            main, slope = self._scratch(gradient.numel(), gradient.device)
+            workspace.read_main(span, main)
+            slope.copy_(gradient)
         if job.clip_coefficient is not None:
-            if job.gradients.is_kept:
-                gradient = gradient * job.clip_coefficient
-            else:
-                gradient.mul_(job.clip_coefficient)
-        views = {name: formed(values) for name, values in views.items()}
-        tensors, scalars = self._updater.update(
-            group, formed(workspace.main[span]), formed(gradient), None if state.is_fresh else views, state.scalars
-        )
-        if state.is_fresh:
-            for name, tensor in tensors.items():
-                views[name].copy_(tensor)
-        return tuple(tensors), scalars
+            is_lent = slope is gradient and job.gradients.is_kept
+            slope = slope * job.clip_coefficient if is_lent else slope.mul_(job.clip_coefficient)
+        return main, slope
+
+    def _scratch(self, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for a joined weight and its gradient. It is kept: an allocation per block would cost more than the rest."""
+        kept = self._of_thread
+        if kept.memory is None or kept.memory.shape[1] < numel:
+            kept.memory = torch.empty(2, max(numel, _BLOCK_NUMEL), dtype=torch.float32, device=device)
+        return kept.memory[0, :numel], kept.memory[1, :numel]
 
     def update_empty(self, job: UpdateJob) -> None:
         """Parameters that have no elements, or none here, are in no chunk; their steps count all the same."""
         for slot in job.gradients.slots():
             if slot.index in job.slots and slot.index not in job.advanced:
-                state = self._states[job.unit.index, slot.index]
+                state = self.states[job.unit.index, slot.index]
                 empty = torch.empty(0, dtype=torch.float32, device="cpu")
                 views = None if state.is_fresh else dict.fromkeys(state.names or (), empty)
-                tensors, scalars = self._updater.update(job.groups[slot.index], empty, empty, views, state.scalars)
+                tensors, scalars = self.updater.update(job.groups[slot.index], empty, empty, views, state.scalars)
                 job.advanced[slot.index] = tuple(tensors), scalars
-
-
-def _as_it_is(values: torch.Tensor) -> torch.Tensor:
-    return values

@@ -2,7 +2,7 @@
 
 Knows records, gradients and ranks; must not know when a step comes or what an update does with a momentum.
 
-[Note: momenta instead of means] After the warm-up (`infinity.optim.classes.one_bit_adam`) no mean of gradients is computed:
+[Note: momenta instead of means] After the warm-up (`infinity.optim.classes`) no mean of gradients is computed:
 until the step, each rank keeps its own. In the step each rank reads the old momentum of a parameter, which is the same on all,
 and adds its gradient. The compressed mean of that takes the gradient's place (`compressed_mean`), and the update takes it as it
 is. That needs the whole momentum on each rank: ZeRO's stage 0. A step in which a parameter gets a gradient that is still in its
@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -38,55 +39,45 @@ _MOMENTUM = "exp_avg"
 _KIND = "momenta"
 
 
+@dataclass(eq=False, repr=False)
 class CompressedMomenta:
-    """Exchanges momenta in place of gradients; see [Note: momenta instead of means]."""
+    """Exchanges momenta in place of gradients; see [Note: momenta instead of means].
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        chunks: Sequence[Sequence[Chunk]],
-        *,
-        records: StateStore,
-        states: dict[tuple[int, int], ParameterState],
-        template: Template,
-        ranks: Ranks,
-        await_update: Callable[[Unit], None],
-        zeros: Callable[[int], torch.Tensor],
-    ) -> None:
-        """
-        Args:
-            units: all units, by index.
-            chunks: of each unit, all.
-            records, states: where momenta and step counts are.
-            template: knows the groups.
-            ranks: all of them.
-            await_update: returns when a unit has no pending update.
-            zeros: makes fp32 memory, 1-D, for what is left out.
-        """
-        self._units = units
-        self._chunks = chunks
-        self._records = records
-        self._states = states
-        self._template = template
-        self._ranks = ranks
-        self._await_update = await_update
-        self._zeros = zeros
-        self._left_out: dict[tuple[int, int], tuple[LeftOut, int]] = {}
-        """(unit index, slot index) -> what was left out, and the step count for which that is; see the module's note."""
+    Args:
+        units: all units, by index.
+        chunks: of each unit, all.
+        records, states: where momenta and step counts are.
+        template: knows the groups.
+        ranks: all of them.
+        await_update: returns when a unit has no pending update.
+        zeros: makes fp32 memory, 1-D, for what is left out.
+    """
+
+    units: Sequence[Unit]
+    chunks: Sequence[Sequence[Chunk]]
+    _: KW_ONLY
+    records: StateStore
+    states: dict[tuple[int, int], ParameterState]
+    template: Template
+    ranks: Ranks
+    await_update: Callable[[Unit], None]
+    zeros: Callable[[int], torch.Tensor]
+    _left_out: dict[tuple[int, int], tuple[LeftOut, int]] = field(init=False, default_factory=dict)
+    """(unit index, slot index) -> what was left out, and the step count for which that is; see the module's note."""
 
     def is_active(self) -> bool:
         """Whether any parameter is past its warm-up. All ranks call it between the same steps, and get the same answer."""
-        freeze_step = min((group["freeze_step"] for group in self._template.param_groups), default=0)
+        freeze_step = min((group["freeze_step"] for group in self.template.param_groups), default=0)
         return any(
             self._step_of(unit, slot) >= freeze_step
-            for unit in self._units
+            for unit in self.units
             for slot in unit.layout.slots
-            if (unit.index, slot.index) in self._states
+            if (unit.index, slot.index) in self.states
         )
 
     def is_due(self, new: Sequence[NewGradients]) -> bool:
         """Whether all of these that are in a group are past their warm-ups."""
-        groups = self._template.read()
+        groups = self.template.read()
         found = [
             self._step_of(each.unit, slot) >= group["freeze_step"]
             for each in new
@@ -101,7 +92,7 @@ class CompressedMomenta:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
         bits = int(norm.detach().cpu().float().view(torch.int32))
-        of_ranks = [found[0] for found in self._ranks.meet(f"norms of gradients in step {step}", [bits])]
+        of_ranks = [found[0] for found in self.ranks.meet(f"norms of gradients in step {step}", [bits])]
         return torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).max()
 
     def exchange(
@@ -127,9 +118,9 @@ class CompressedMomenta:
             num_bytes = sum(4 * slot.numel for each in new for slot in each.slots)
             logger.info(
                 "OneBitAdam: momenta are exchanged as signs from now on; what those leave out takes about %d MB on each rank",
-                num_bytes * (1 + self._ranks.num) // self._ranks.num // 1_000_000,
+                num_bytes * (1 + self.ranks.num) // self.ranks.num // 1_000_000,
             )
-        groups = self._template.read()
+        groups = self.template.read()
         for each in new:
             beta1 = {slot: group["betas"][0] for slot, group in _grouped(each, groups)}
             gradients.replace(each, functools.partial(self._exchange_unit, what, each.unit, beta1, factor))
@@ -145,11 +136,11 @@ class CompressedMomenta:
         scale: float,
     ) -> None:
         multiplier = factor(scale)
-        for chunk in self._chunks[unit.index]:
+        for chunk in self.chunks[unit.index]:
             pieces = [piece for piece in chunk.pieces if piece.slot in beta1]
             if not pieces:
                 continue
-            lease = self._records.open(unit, chunk, is_blocking=True, needs_scratch=False)
+            lease = self.records.open(unit, chunk, is_blocking=True, needs_scratch=False)
             if lease is None:
                 raise RuntimeError("a blocking lease gave nothing")
             try:
@@ -166,13 +157,13 @@ class CompressedMomenta:
             finally:
                 lease.discard()
         values = [buffer.values[slot.start : slot.stop] for slot in beta1]
-        compressed_mean(self._ranks, what, values, [self._take_left_out(unit, slot) for slot in beta1], kind=_KIND)
+        compressed_mean(self.ranks, what, values, [self._take_left_out(unit, slot) for slot in beta1], kind=_KIND)
 
     def _take_left_out(self, unit: Unit, slot: Slot) -> LeftOut:
         key, count = (unit.index, slot.index), self._step_of(unit, slot)
         left_out, known = self._left_out.get(key, (None, -1))
         if left_out is None:
-            left_out = LeftOut(self._zeros(slot.numel), self._zeros(server_numel(slot.numel, self._ranks)))
+            left_out = LeftOut(self.zeros(slot.numel), self.zeros(server_numel(slot.numel, self.ranks)))
         elif known != count:
             left_out.worker.zero_()
             left_out.server.zero_()
@@ -180,8 +171,8 @@ class CompressedMomenta:
         return left_out
 
     def _step_of(self, unit: Unit, slot: Slot) -> int:
-        self._await_update(unit)
-        state = self._states.get((unit.index, slot.index))
+        self.await_update(unit)
+        state = self.states.get((unit.index, slot.index))
         return 0 if state is None or state.is_fresh else int(state.scalars["step"])
 
 

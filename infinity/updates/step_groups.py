@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,42 +38,33 @@ _FUNCTIONAL_CALL = functional_call.__code__
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class StepGroups:
-    """Reads the groups, and refuses what cannot be trained as torch would, before anything is changed."""
+    """Reads the groups, and refuses what cannot be trained as torch would, before anything is changed.
 
-    def __init__(
-        self,
-        parameter_map: ParameterMap,
-        template: Template,
-        updater: PieceUpdater,
-        names_of: Callable[[Unit], Sequence[str]],
-        states: Mapping[tuple[int, int], ParameterState],
-        await_update: Callable[[Unit], None],
-        loose: LooseParameters,
-    ) -> None:
-        """
-        Args:
-            parameter_map, template, updater: whom it works with.
-            names_of: a unit -> names of the per-element states that its records have room for.
-            states: of parameters that have room for one, by (unit index, slot index).
-            await_update: returns when no update of a unit is pending.
-            loose: what came into the groups later.
-        """
-        self.loose = loose
-        self._parameter_map = parameter_map
-        self._template = template
-        self._updater = updater
-        self._names_of = names_of
-        self._states = states
-        self._await_update = await_update
+    Args:
+        parameter_map, template, updater: whom it works with.
+        names_of: a unit -> names of the per-element states that its records have room for.
+        states: of parameters that have room for one, by (unit index, slot index).
+        await_update: returns when no update of a unit is pending.
+        loose: what came into the groups later.
+    """
+
+    parameter_map: ParameterMap
+    template: Template
+    updater: PieceUpdater
+    names_of: Callable[[Unit], Sequence[str]]
+    states: Mapping[tuple[int, int], ParameterState]
+    await_update: Callable[[Unit], None]
+    loose: LooseParameters
+
+    def __post_init__(self) -> None:
         self._frozen: list[nn.Parameter] = []
         self._trainable: list[nn.Parameter] = []
-        for unit in parameter_map.units:
+        for unit in self.parameter_map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 (self._trainable if slot.spec.is_trainable else self._frozen).append(parameter)
         self._flags: list[bool] | None = None
-        self._fitting: dict[int, tuple[str, ...]] = {}
-        """``id`` of a parameter -> the state names under which it was last found to fit."""
         self._fits: tuple[Members, list[tuple[str, ...]]] | None = None
         """Who was in which group, and the state names of each group, when all parameters were last found to fit."""
         self._known_names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
@@ -88,8 +80,8 @@ class StepGroups:
             OptimizerNotPageableError: the hyperparameters make the optimizer mix elements, or an attribute of it was
                 changed.
         """
-        groups = self._template.read()
-        self._updater.check_attributes()
+        groups = self.template.read()
+        self.updater.check_attributes()
         self._check_thawed(groups)
         self._check_states(groups)
         return groups
@@ -98,14 +90,14 @@ class StepGroups:
         """`read`, for a step. What the optimizer itself has against a step now, it raises here, before anything is updated."""
         groups = self.read()
         for values in groups.values:
-            self._updater.advanced(values, has_gradient=True)
+            self.updater.advanced(values, has_gradient=True)
         return groups
 
     def described(self, groups: Groups) -> dict[str, str]:
         """Numbers, words and members of the groups, by name, and the optimizer: what has to be the same on all ranks."""
         indices = [*map(groups.members.index_of.get, map(id, self._trainable))]
         found = {
-            "the optimizer": type(self._template.optimizer).__qualname__,
+            "the optimizer": type(self.template.optimizer).__qualname__,
             "the number of groups": str(len(groups.values)),
             "the group of each parameter (a checksum)": f"{zlib.crc32(repr(indices).encode()):08x}",
         }
@@ -136,7 +128,7 @@ class StepGroups:
             thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
         for parameter in thawed:
             if groups.index_of(parameter) is not None:
-                fqn = self._template.fqn(parameter)
+                fqn = self.template.fqn(parameter)
                 raise ModelError.unprepared(
                     fqn,
                     "was frozen, and in no group or in an adapter's base, when infinity.initialize took the model over, so "
@@ -152,10 +144,10 @@ class StepGroups:
             return
         for parameter in self._trainable:
             index = groups.index_of(parameter)
-            if index is None or self._fitting.get(id(parameter)) == names_by_group[index]:
+            if index is None:
                 continue
             names = names_by_group[index]
-            unit, slot = self._parameter_map.locate(parameter)
+            unit, slot = self.parameter_map.locate(parameter)
             present = self._present_names(unit, slot)
             missing = [name for name in names if name not in present]
             if missing:
@@ -166,15 +158,14 @@ class StepGroups:
                     cure="Set hyperparameters that decide which state exists (momentum, amsgrad, centered) before "
                     "infinity.initialize",
                 )
-            self._fitting[id(parameter)] = names
         self._fits = groups.members, names_by_group
 
     def _present_names(self, unit: Unit, slot: Slot) -> Sequence[str]:
         """Per-element states that a parameter has, after the updates asked for; before its first one, those with room."""
-        state = self._states.get((unit.index, slot.index))
+        state = self.states.get((unit.index, slot.index))
         if state is not None and state.is_fresh:
-            self._await_update(unit)  # its first may be pending
-        names = self._names_of(unit)
+            self.await_update(unit)  # its first may be pending
+        names = self.names_of(unit)
         return names if state is None or state.names is None else [name for name in names if name in state.names]
 
     def _names_by_group(self, groups: Groups) -> list[tuple[str, ...]]:
@@ -182,17 +173,17 @@ class StepGroups:
         for index, values in enumerate(groups.values):
             before, names = known[index] if index < len(known) else ({}, ())
             if not _are_same(before, values):  # else nothing has to be found out: there may be a thousand groups
-                names = self._updater.names_under(values)
+                names = self.updater.names_under(values)
             self._known_names.append((values, names))
         return [names for _, names in self._known_names]
 
     def _check_new(self, groups: Groups) -> None:
         """Trainable parameters that came into the model later: in no group, they are not trained."""
-        present: Mapping[int, torch.Tensor] = self._parameter_map.parameters_now()
+        present: Mapping[int, torch.Tensor] = self.parameter_map.parameters_now()
         new = {
             key: parameter
             for key, parameter in present.items()
-            if key not in self._parameter_map.places
+            if key not in self.parameter_map.places
             and isinstance(parameter, nn.Parameter)  # functional_call puts other tensors in their places for a while
             and groups.index_of(parameter) is None
             and parameter.requires_grad
@@ -201,7 +192,7 @@ class StepGroups:
             return
         if any(frame.f_code is _FUNCTIONAL_CALL for frame in callers()):  # which puts parameters in place for a while
             return
-        names = {id(parameter): fqn for fqn, parameter in self._parameter_map.model.named_parameters()}
+        names = {id(parameter): fqn for fqn, parameter in self.parameter_map.model.named_parameters()}
         fqn = names.get(next(iter(new)), "?")
         problem = (
             f"{len(new)} trainable parameters came into the model after infinity.initialize (the first is '{fqn}')"
@@ -220,15 +211,15 @@ class StepGroups:
     def not_held(self) -> list[torch.Tensor]:
         """Parameters that came into the model or into a group later: autograd adds to their gradients by itself."""
         found: dict[int, torch.Tensor] = {id(parameter): parameter for parameter in self.loose.present()}
-        found |= self._parameter_map.parameters_now()
-        return [parameter for parameter in found.values() if not self._parameter_map.holds(parameter)]
+        found |= self.parameter_map.parameters_now()
+        return [parameter for parameter in found.values() if not self.parameter_map.holds(parameter)]
 
     def ungrouped(self) -> frozenset[tuple[int, int]]:
         """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
-        members = self._template.members().index_of
+        members = self.template.members().index_of
         return frozenset(
             (unit.index, slot.index)
-            for unit in self._parameter_map.units
+            for unit in self.parameter_map.units
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
             if id(parameter) not in members and (slot.spec.is_trainable or plain_grad(parameter) is not None)
         )
@@ -240,12 +231,12 @@ class StepGroups:
             groups: as they were before the step.
             updated: (unit index, slot index) of what had a gradient.
         """
-        units = self._parameter_map.units
+        units = self.parameter_map.units
         parameters: list[torch.Tensor] = [units[unit].parameters[slot] for unit, slot in updated]
         parameters += [parameter for parameter in self.loose.present() if parameter.grad is not None]
         with_gradient = {*map(groups.members.index_of.get, map(id, parameters))}
-        for index, (group, values) in enumerate(zip(self._template.param_groups, groups.values, strict=True)):
-            group.update(self._updater.advanced(values, has_gradient=index in with_gradient))
+        for index, (group, values) in enumerate(zip(self.template.param_groups, groups.values, strict=True)):
+            group.update(self.updater.advanced(values, has_gradient=index in with_gradient))
 
     def norms_in_order(
         self, norms: Mapping[tuple[int, int], torch.Tensor], factor: float, *, is_divided: bool
@@ -261,9 +252,9 @@ class StepGroups:
         """
         found: list[ParameterNorm] = []
         loose = {id(parameter): parameter for parameter in self.loose.present()}
-        for parameter in (self._parameter_map.parameters_now() | loose).values():
+        for parameter in (self.parameter_map.parameters_now() | loose).values():
             fqn = f"loose parameter {len(found)}"
-            place = self._parameter_map.places.get(id(parameter))
+            place = self.parameter_map.places.get(id(parameter))
             if place is not None:
                 unit, slot = place
                 norm = norms.get((unit.index, slot.index))

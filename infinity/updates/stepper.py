@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,7 +33,7 @@ from infinity.gradients.norms import clip_coefficient, norm_of_model
 from infinity.gradients.rank_checks import check_all_held, check_same, check_same_groups, digest
 from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientSource
-from infinity.optim.classes.one_bit_adam import IS_MOMENTUM
+from infinity.optim.classes import IS_MOMENTUM
 from infinity.optim.groups import Groups
 from infinity.paging.residency import Residency
 from infinity.tiers.weight_exchange import WeightExchange
@@ -64,94 +64,72 @@ class StepRules:
         return self.update == "in_backward"
 
 
-class GatheredWeights(Protocol):
-    """Whoever holds units open for the user, who may write to them before and after an update."""
-
-    def store_gathered(self, unit: Unit) -> None:
-        """The gathered unit is about to be updated: store what was written to it so far."""
-
-    def note_updated(self, unit: Unit) -> None:
-        """The gathered unit has been updated."""
-
-
+@dataclass(eq=False, repr=False)
 class Stepper:
-    """One optimizer step after the other. Gradients come in with `deliver`, and `apply` ends the step."""
+    """One optimizer step after the other. Gradients come in with `deliver`, and `apply` ends the step.
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        chunks: Sequence[Sequence[Chunk]],
-        rules: StepRules,
-        *,
-        device: ComputeDevice,
-        residency: Residency,
-        trimmer: HeapTrimmer | None,
-        gradients: ReducedGradients,
-        stream: UpdateStream,
-        groups: StepGroups,
-        gathered: GatheredWeights,
-        exchange: WeightExchange,
-        mesh: Mesh,
-        before_updates: Callable[[], None] = lambda: None,
-        momenta: CompressedMomenta | None = None,
-    ) -> None:
-        """
-        Args:
-            units: all units, by index.
-            chunks: of each unit, those that are updated here.
-            rules: how a step goes.
-            device, residency, gradients, stream, groups, gathered: whom it works with.
-            trimmer: gives memory back between two updates; None: that is not needed.
-            exchange: brings the weights that are updated elsewhere.
-            mesh: who has which part of the model.
-            before_updates: returns when what the step before wrote may be followed by what this one writes.
-            momenta: exchanged in place of gradients by some steps; None: by none.
-        """
-        # All of it is touched under the engine lock only. What is a step's is gone at its end: `_forget`.
-        self.units = list(units)
-        self.rules = rules
-        self.gradients = gradients
-        self.scaler = gradients.scaler
-        self._chunks = chunks
-        self._device = device
-        self._residency = residency
-        self._clock = residency.clock
-        self._trimmer = trimmer
-        self._stream = stream
-        self.step_groups = groups
-        self._gathered = gathered
-        self._exchange = exchange
-        self._mesh = mesh
-        self._is_divided = exchange.shares.is_divided
+    Args:
+        units: all units, by index.
+        chunks: of each unit, those that are updated here.
+        rules: how a step goes.
+        device, residency, gradients, stream, step_groups: whom it works with.
+        gathered: holds units open for the user, who may write to them before an update (`store_gathered`) and after it
+            (`note_updated`).
+        trimmer: gives memory back between two updates; None: that is not needed.
+        exchange: brings the weights that are updated elsewhere.
+        mesh: who has which part of the model.
+        before_updates: returns when what the step before wrote may be followed by what this one writes.
+        momenta: exchanged in place of gradients by some steps; None: by none.
+    """
+
+    # All of it is touched under the engine lock only. What is a step's is gone at its end: `_forget`.
+    units: Sequence[Unit]
+    chunks: Sequence[Sequence[Chunk]]
+    rules: StepRules
+    _: KW_ONLY
+    device: ComputeDevice
+    residency: Residency
+    trimmer: HeapTrimmer | None
+    gradients: ReducedGradients
+    stream: UpdateStream
+    step_groups: StepGroups
+    gathered: Any
+    exchange: WeightExchange
+    mesh: Mesh
+    before_updates: Callable[[], None] = lambda: None
+    momenta: CompressedMomenta | None = None
+    _waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = field(init=False, default_factory=list)
+    """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
+    _norms: dict[tuple[int, int], torch.Tensor] = field(init=False, default_factory=dict)
+    """(unit index, slot index) -> 2-norm of a gradient of the present step: from when it goes into its update."""
+    used_up: set[tuple[int, int]] = field(init=False, default_factory=set)
+    """(unit index, slot index) of gradients that went into an update in backward, or are left to one."""
+    _ranks: dict[int, int] = field(init=False, default_factory=dict)
+    """Unit index -> its place in the next forward: from the present step's first update on."""
+    _groups: Groups | None = field(init=False, default=None)
+    """What the groups said at the present step's first update."""
+    _divisor: int = field(init=False, default=1)
+    _are_kept_unclipped: bool = field(init=False, default=False)
+    """Whether gradients of the last step are still there, which clipped them on their way into the update."""
+    _has_warned: bool = field(init=False, default=False)
+    updated: set[int] = field(init=False, default_factory=set)
+    """Units whose update in the present step was asked for, or left to their means: in its backward, or in `apply`."""
+    _updated_shares: list[Unit] = field(init=False, default_factory=list)
+    """Of which this rank's share is updated in the present step's backward, as all ranks have agreed, in their order."""
+    grad_norm: torch.Tensor | None = field(init=False, default=None)
+    """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
+    applied_norm: torch.Tensor | None = field(init=False, default=None)
+    """The same of the last step that updated something."""
+    is_skipped: bool = field(init=False, default=False)
+    """Whether the last step updated nothing, because its gradients were not finite."""
+
+    def __post_init__(self) -> None:
+        self.scaler = self.gradients.scaler
+        self._clock = self.residency.clock
+        self._is_divided = self.exchange.shares.is_divided
         """Whether other ranks update parts of each unit."""
         self._share_updates = ShareUpdates(self._let_others_update, self._update_share)
-        self._before_updates = before_updates
-        self._momenta = momenta
-        self.exchanges_momenta = momenta is not None
-        self._waiting: list[tuple[Unit, dict[Slot, torch.Tensor]]] = []
-        """Units to be updated in backward, with their last gradients: from `deliver` until no backward needs their weights."""
-        self._norms: dict[tuple[int, int], torch.Tensor] = {}
-        """(unit index, slot index) -> 2-norm of a gradient of the present step: from when it goes into its update."""
-        self.used_up: set[tuple[int, int]] = set()
-        """(unit index, slot index) of gradients that went into an update in backward, or are left to one."""
-        self._ranks: dict[int, int] = {}
-        """Unit index -> its place in the next forward: from the present step's first update on."""
-        self._groups: Groups | None = None
-        """What the groups said at the present step's first update."""
-        self._divisor = 1
-        self._are_kept_unclipped = False
-        """Whether gradients of the last step are still there, which clipped them on their way into the update."""
-        self._has_warned = False
-        self.updated: set[int] = set()
-        """Units whose update in the present step was asked for, or left to their means: in its backward, or in `apply`."""
-        self._updated_shares: list[Unit] = []
-        """Of which this rank's share is updated in the present step's backward, as all ranks have agreed, in their order."""
-        self.grad_norm: torch.Tensor | None = None
-        """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
-        self.applied_norm: torch.Tensor | None = None
-        """The same of the last step that updated something."""
-        self.is_skipped = False
-        """Whether the last step updated nothing, because its gradients were not finite."""
+        self.exchanges_momenta = self.momenta is not None
 
     @property
     def is_between_steps(self) -> bool:
@@ -161,7 +139,7 @@ class Stepper:
     @property
     def _goes_by_rank(self) -> bool:
         """See [Note: the order of updates]."""
-        return self._residency.holds_all and not self._is_divided
+        return self.residency.holds_all and not self._is_divided
 
     @property
     def updates_all_in_backward(self) -> bool:
@@ -179,7 +157,7 @@ class Stepper:
     def begin_last(self, step: int, *, updates_now: bool) -> None:
         """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
         if not (self.rules.updates_in_backward and self._goes_by_rank):  # else their order depends on how fast each is
-            self._stream.expect_again()
+            self.stream.expect_again()
         told = 0
         if updates_now and self._is_divided and not self.step_groups.loose.present():
             self._groups = self.step_groups.begin()
@@ -196,7 +174,7 @@ class Stepper:
             gradients: of some or all of its parameters.
             updates_now: update the unit, as soon as no backward needs its weights any more.
         """
-        self._residency.await_update(unit)  # an earlier one may still read the unit's gradient memory
+        self.residency.await_update(unit)  # an earlier one may still read the unit's gradient memory
         if not updates_now or self._is_divided:
             if self._are_kept_unclipped and not self._has_warned:
                 self._warn_of_unclipped(unit)
@@ -226,7 +204,7 @@ class Stepper:
                 if self._is_divided:
                     self._leave_to_mean(unit)
                     continue
-                self._residency.prepare_update(unit)
+                self.residency.prepare_update(unit)
                 self._waiting.append((unit, {}))
             self._update_waiting(only_settled=False)
 
@@ -241,14 +219,14 @@ class Stepper:
 
     def _update_share(self, unit: Unit, source: GradientSource, scale: float) -> None:
         self._updated_shares.append(unit)
-        self._residency.prepare_update(unit)
+        self.residency.prepare_update(unit)
         self._submit(unit, source, self._factor(None, scale))
 
     def _update_waiting(self, *, only_settled: bool) -> None:
         waiting, self._waiting = self._waiting, []
         for place, (unit, gradients) in enumerate(waiting):
             if not only_settled or (self.gradients.have_arrived(unit) and unit.settle()):
-                self._residency.await_update(unit)
+                self.residency.await_update(unit)
                 source = self.gradients.hand_over(unit, gradients, self._norms)
                 self.used_up.update((unit.index, slot.index) for slot in source.slots())
                 gradients.clear()
@@ -263,8 +241,8 @@ class Stepper:
                 self._waiting.append((unit, gradients))
 
     def _pause(self) -> None:
-        if self._trimmer is not None:
-            self._trimmer.trim()
+        if self.trimmer is not None:
+            self.trimmer.trim()
 
     def _submit(
         self,
@@ -275,7 +253,7 @@ class Stepper:
         is_held: bool = False,
         are_momenta: bool = False,
     ) -> None:
-        self._before_updates()
+        self.before_updates()
         if self._groups is None:
             self._groups = self.step_groups.begin()
         # What is in no group is not updated.
@@ -284,18 +262,18 @@ class Stepper:
             groups = {index: {**group, IS_MOMENTUM: True} for index, group in groups.items()}
         is_gathered = bool(unit.gathered)
         if is_gathered:
-            self._gathered.store_gathered(unit)
+            self.gathered.store_gathered(unit)
         elif not unit.num_active:
-            self._residency.store_changes(unit)
+            self.residency.store_changes(unit)
         is_seen = unit.flat is not None and unit.flat.has_views
         rank = self._rank_of(unit) if self._goes_by_rank else 0
         job = UpdateJob(
             unit,
-            self._chunks[unit.index],
+            self.chunks[unit.index],
             source,
             groups,
             coefficient,
-            self._device.mark(),
+            self.device.mark(),
             is_held=is_held and not is_gathered,
             rank=rank,
             is_share=self._is_divided,
@@ -304,18 +282,18 @@ class Stepper:
         unit.begin_update(job)
         try:
             if self.rules.updates_in_backward:  # once it is submitted, it may be too late
-                self._residency.attach_wanted(unit)
-            self._stream.submit(job)
+                self.residency.attach_wanted(unit)
+            self.stream.submit(job)
         except BaseException as error:
-            if not self._stream.has(job):  # else it was queued, and an interrupt came after that
+            if not self.stream.has(job):  # else it was queued, and an interrupt came after that
                 source.release()
                 job.finish(error)
                 unit.end_update()
             raise
         if source.is_lent or is_seen or is_gathered:  # somebody looks at gradients or weights, and may at any time
-            self._residency.await_update(unit)
+            self.residency.await_update(unit)
         if is_gathered:  # the user may write to it next, on top of what the update gives
-            self._gathered.note_updated(unit)
+            self.gathered.note_updated(unit)
 
     def apply(self, step: int, *, keeps: bool = False) -> None:
         """The rest of the step: whatever has a gradient and was not updated in backward.
@@ -332,9 +310,9 @@ class Stepper:
         """
         was_in_backward = bool(self.updated)
         momenta: list[NewGradients] | None = None
-        if self._momenta is not None and self._momenta.is_active():
+        if self.momenta is not None and self.momenta.is_active():
             new = self.gradients.new_of_all(step)
-            if self._momenta.is_due(new):
+            if self.momenta.is_due(new):
                 momenta, keeps = new, False
             else:
                 self.gradients.average_these(new, step)
@@ -342,7 +320,7 @@ class Stepper:
             self.gradients.average(step)  # what no backward did
         else:
             self.gradients.average_for_update(step)
-        check_all_held(self._mesh.data, self.step_groups.loose.present(), step)
+        check_all_held(self.mesh.data, self.step_groups.loose.present(), step)
         if not was_in_backward:
             self._groups = self.step_groups.begin()
         groups = self._groups or self.step_groups.begin()
@@ -353,37 +331,35 @@ class Stepper:
                 self._norms[unit.index, index] = norm
         if was_in_backward:
             self._check_groups_unchanged(step)
-        check_same_groups(self._mesh.data, functools.partial(self.step_groups.described, groups), step)
+        check_same_groups(self.mesh.data, functools.partial(self.step_groups.described, groups), step)
         scale = self._common_scale(with_gradients)
         for unit in with_gradients:
             self._let_others_update(unit)
-        norms = self.step_groups.norms_in_order(
-            self._norms, scale / self.scaler.scale, is_divided=self._mesh.is_divided
-        )
-        norm = norm_of_model(self._mesh, norms, scale * self._divisor, step)
-        if self._momenta is None or momenta is None:
-            check_same(self._mesh.data, norm, step)
+        norms = self.step_groups.norms_in_order(self._norms, scale / self.scaler.scale, is_divided=self.mesh.is_divided)
+        norm = norm_of_model(self.mesh, norms, scale * self._divisor, step)
+        if self.momenta is None or momenta is None:
+            check_same(self.mesh.data, norm, step)
             self.grad_norm = norm
         else:
-            self.grad_norm = self._momenta.largest(norm, step)
+            self.grad_norm = self.momenta.largest(norm, step)
         self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
             self.clear()
-            self._residency.pump()
+            self.residency.pump()
             return
         self.applied_norm = self.grad_norm
         coefficient = None
         if self.rules.gradient_clipping > 0:
             coefficient = clip_coefficient(norm, self.rules.gradient_clipping)
             self._are_kept_unclipped = keeps
-        if self._momenta is not None and momenta is not None:
-            self._momenta.exchange(self.gradients, momenta, functools.partial(self._factor, coefficient), step)
+        if self.momenta is not None and momenta is not None:
+            self.momenta.exchange(self.gradients, momenta, functools.partial(self._factor, coefficient), step)
             coefficient, self._divisor = None, 1
             with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
-        is_held = self._residency.fills and not was_in_backward and self.rules.update != "step"
+        is_held = self.residency.fills and not was_in_backward and self.rules.update != "step"
         self.step_groups.loose.update(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
-            self._residency.prepare_update(unit)
+            self.residency.prepare_update(unit)
             factor = self._factor(coefficient, self.gradients.scale_of(unit)) if momenta is None else None
             source = self.gradients.source(unit, keeps=keeps)
             self._submit(unit, source, factor, is_held=is_held, are_momenta=momenta is not None)
@@ -394,30 +370,30 @@ class Stepper:
         self._forget()
         if self.rules.update == "step":
             with self._clock.waiting("update"):
-                self._stream.drain()
+                self.stream.drain()
         if not was_in_backward or self._is_divided:
-            self._residency.pump()
+            self.residency.pump()
 
     def _let_others_update(self, unit: Unit) -> None:
         """Of weights that ranks keep in parts nothing is fetched from here on; see [Note: changing divided weights]."""
-        if not self._exchange.divides(unit):
+        if not self.exchange.divides(unit):
             return
-        with self._residency.lock:
-            self._residency.closed.add(unit.index)
+        with self.residency.lock:
+            self.residency.closed.add(unit.index)
             if self._is_in_use(unit):
-                self._exchange.await_fetch(unit)
-            elif not self._residency.holds_all:
-                self._residency.evict(unit)
+                self.exchange.await_fetch(unit)
+            elif not self.residency.holds_all:
+                self.residency.evict(unit)
             elif unit.flat is not None:  # nobody needs the room, and the update reads from there
-                self._residency.quiesce(unit)
+                self.residency.quiesce(unit)
 
     def _page_out_changed(self, but: Collection[Unit] = ()) -> None:
         """Page out what was left to its update: it may have this rank's new weights, and others' old ones."""
-        for unit in (self.units[index] for index in sorted(self._residency.closed)):
-            self._residency.await_update(unit)
-            with self._residency.lock:
+        for unit in (self.units[index] for index in sorted(self.residency.closed)):
+            self.residency.await_update(unit)
+            with self.residency.lock:
                 if unit not in but and not self._is_in_use(unit):
-                    self._residency.evict(unit)
+                    self.residency.evict(unit)
 
     def _is_in_use(self, unit: Unit) -> bool:
         """Whether somebody may look at the unit's buffer, however it changes."""
@@ -430,22 +406,22 @@ class Stepper:
         # In the order of their updates, as far as there is one that all ranks know.
         others = (unit for unit in self.units if unit.index in self.updated)
         updated = list(dict.fromkeys([*self._updated_shares, *others]))
-        divided = [unit for unit in updated if self._exchange.divides(unit)]
+        divided = [unit for unit in updated if self.exchange.divides(unit)]
         with self._clock.waiting("ranks"):
-            kept = self._exchange.kept_by_all(divided)
+            kept = self.exchange.kept_by_all(divided)
         for unit in updated:
-            self._residency.await_update(unit)
+            self.residency.await_update(unit)
             with self._clock.waiting("ranks"):
                 if unit in kept:
-                    self._exchange.gather_in_memory(unit)
-                elif not self._exchange.divides(unit):
-                    self._exchange.gather([unit])
+                    self.exchange.gather_in_memory(unit)
+                elif not self.exchange.divides(unit):
+                    self.exchange.gather([unit])
         self._page_out_changed(but=kept)
         with self._clock.waiting("ranks"):
-            self._exchange.gather([unit for unit in divided if unit not in kept])
+            self.exchange.gather([unit for unit in divided if unit not in kept])
         for unit in updated:
             if unit.gathered:
-                self._gathered.note_updated(unit)
+                self.gathered.note_updated(unit)
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
         """What gradients of that loss scale are multiplied with."""
@@ -466,11 +442,11 @@ class Stepper:
     def _rank_of(self, unit: Unit) -> int:
         """The unit's place in the next forward."""
         if not self._ranks:
-            self._ranks = {index: rank for rank, index in enumerate(self._residency.forward_order())}
+            self._ranks = {index: rank for rank, index in enumerate(self.residency.forward_order())}
         return self._ranks[unit.index]
 
     def _in_forward_order(self) -> list[Unit]:
-        return [self.units[index] for index in self._residency.forward_order()]
+        return [self.units[index] for index in self.residency.forward_order()]
 
     def _check_groups_unchanged(self, step: int) -> None:
         changed = self.step_groups.read().changed_since(self._groups) if self._groups is not None else []
@@ -494,7 +470,7 @@ class Stepper:
         self.used_up.clear()
         self._waiting.clear()
         self._share_updates.end()
-        self._residency.closed.clear()
+        self.residency.closed.clear()
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget the present step and all gradients, but for those ``kept``, by (unit index, slot index)."""
@@ -516,9 +492,9 @@ class Stepper:
         self.clear()
         if has_begun:
             for unit in self.units:
-                self._residency.await_update(unit)
+                self.residency.await_update(unit)
             with self._clock.waiting("ranks"):
-                self._exchange.gather(self.units)
+                self.exchange.gather(self.units)
 
     def close(self) -> None:
         """There is no step any more, nor gradients: give their memory back."""

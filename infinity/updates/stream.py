@@ -8,6 +8,10 @@ started, and chunks taken and retired, in the order of the jobs; only the comput
 thread. What a parameter keeps once (its step count) stays that of before until the job's last chunk is retired, so it does
 not matter which piece comes first, and any number of workers gives the same bits. When one fails, the others end after the
 chunk in hand, and the last to end tells everybody: until then somebody may still write into a unit.
+
+[Note: before the gradients] A step mostly updates what the step before has, in the same order. So when gradients are soon to
+come, and no job waits, records are read in that order. That is a guess, and never more: whoever opens a chunk gets what is
+stored, and a page that he waits for.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,7 +36,6 @@ from infinity.tiers.weight_store import LandedRead, WeightStore
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
 from infinity.updates.chunk_updater import ChunkUpdater
-from infinity.updates.expected import ExpectedUpdates
 from infinity.updates.job import ParameterState, UpdateJob, advance
 from swapper import Bell, Handle
 from swapper.sync.interrupts import POLL_SECONDS
@@ -66,6 +69,46 @@ class Saver(Protocol):
 
     def wait_for(self, unit: Unit, timeout_seconds: float | None = None) -> bool:
         """Whether the unit is saved as it was, or is so in time."""
+
+
+class _ExpectedUpdates:
+    """Those of a step, by what the step before has updated. One thread at a time calls it, but for what says else."""
+
+    def __init__(self, records: StateStore) -> None:
+        self._records = records
+        self.are_due = False
+        """Whether it was announced, and `begin` has not been called since."""
+        self._noted: dict[Unit, Sequence[Chunk]] = {}
+        """What was updated since the last `begin`, in that order."""
+        self._left: dict[Unit, deque[Chunk]] = {}
+        """What was before, as far as it has been neither updated since nor read."""
+
+    def announce(self) -> None:
+        """Gradients are soon to come. From any thread."""
+        self.are_due = True
+
+    def note(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
+        """The update of these chunks begins."""
+        self._left.pop(unit, None)
+        self._noted[unit] = chunks
+
+    def begin(self) -> None:
+        """What was noted since the last time will be again."""
+        self.are_due = False
+        if self._noted:  # else the step between was skipped, and what was expected for it still is
+            self._records.forget_ahead()
+            self._left = {unit: deque(chunks) for unit, chunks in self._noted.items()}
+            self._noted = {}
+
+    def read(self) -> None:
+        """Read what is expected next, as far as there is room."""
+        while self._left:
+            unit, chunks = next(iter(self._left.items()))
+            while chunks:
+                if not self._records.read_ahead(unit, chunks[0]):
+                    return
+                chunks.popleft()
+            del self._left[unit]
 
 
 class UpdateStream:
@@ -122,7 +165,7 @@ class UpdateStream:
         """The chunks to come of the job that was taken last."""
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
         """A chunk that was taken from those, and waits for working memory."""
-        self._expected = ExpectedUpdates(records)
+        self._expected = _ExpectedUpdates(records)
         self._most_ahead = 2 * num_workers if records.is_on_device else max(_MOST_AHEAD, 2 * num_workers)
         self._num_running = num_workers
         """Workers that have not ended. Under `_lock`."""
@@ -342,10 +385,7 @@ class UpdateStream:
                 self._current = None
             waiting = [job for job in tuple(self._pending) if not job.has_begun]
             first: UpdateJob | None = None
-            for job in (
-                *waiting,
-                *waiting,
-            ):  # twice: `release_all` may go on, and releases a lower rank before a higher one
+            for job in waiting * 2:  # `release_all` may go on, and releases a lower rank before a higher one
                 if not job.is_held and (first is None or job.rank < first.rank):
                     first = job
             if first is None:

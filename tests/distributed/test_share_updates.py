@@ -424,7 +424,7 @@ def test_a_step_that_is_cut_off_before_ranks_meet_leaves_no_rank_with_old_weight
         stepper = engine._stepper
 
         def fail() -> None:
-            stepper._stream.drain()
+            stepper.stream.drain()
             torch.distributed.barrier()  # or one would fetch what another is about to write
             raise _CutOffError
 

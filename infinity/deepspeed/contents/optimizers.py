@@ -70,7 +70,7 @@ class FusedAdam(_Named):
 
 
 class FusedLamb(_Named):
-    """Makes `infinity.optim.classes.lamb.Lamb`."""
+    """Makes `infinity.optim.classes.Lamb`."""
 
     _name = "Lamb"
     _arguments = (
@@ -79,14 +79,14 @@ class FusedLamb(_Named):
 
 
 class DeepSpeedCPULion(_Named):
-    """Makes `infinity.optim.classes.lion.Lion`."""
+    """Makes `infinity.optim.classes.Lion`."""
 
     _name = "Lion"
     _arguments = "model_params lr betas weight_decay fp32_optimizer_states"
 
 
 class FusedLion(_Named):
-    """Makes `infinity.optim.classes.lion.Lion`."""
+    """Makes `infinity.optim.classes.Lion`."""
 
     _name = "Lion"
     _arguments = "params lr betas weight_decay set_grad_none"

@@ -1,45 +1,27 @@
-"""Optimizer states that are read from where they lie when somebody looks."""
+"""Optimizer states that are read from where they lie when somebody looks.
+
+What is read of `optimizer.state` are copies, so writing to one would be lost, and raises instead.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.optim.facade.read_only import ReadOnlyTensor
-
-
-class StateKeeper(Protocol):
-    """Whoever keeps the states of parameters."""
-
-    @property
-    def num_loads(self) -> int:
-        """How often states were replaced."""
-        ...
-
-    def has_place(self, parameter: Tensor, /) -> bool:
-        """Whether the parameter can have state: it was trainable in `initialize`."""
-        ...
-
-    def has_state(self, parameter: Tensor, /) -> bool:
-        """Whether an update asked for so far, or a load, gives the parameter state."""
-        ...
-
-    def gather_state(self, parameter: Tensor, /) -> dict[str, Any]:
-        """Copies of the parameter's state after all updates asked for: element-wise ones float32 of its shape, and
-        scalars. Empty when it has none."""
-        ...
-
-    def load_state(self, parameter: Tensor, values: dict[str, Any], /) -> None:
-        """Replace the parameter's state: every name of `PieceUpdater.state_names` as float32 of its shape, and
-        scalars; tensors belong to the caller and are to be copied. Empty: the parameter starts anew."""
-        ...
+from infinity.errors import AccessError
+from infinity.torch_internals.names import as_plain
+from infinity.torch_internals.operations import WRITING_METHODS, name_of, writes_unseen
 
 
 class LazyEntry(dict[str, Any]):
@@ -48,45 +30,85 @@ class LazyEntry(dict[str, Any]):
     It is a dict so that torch takes it for one in `load_state_dict`. Pickles, deep copies and what its class makes of a mapping
     are ordinary dicts.
 
+    With ``store`` it is an entry of ``optimizer.state``: tensors are read-only, and what is assigned is stored at once. Without,
+    it is one of a state dict: copies that are the caller's own, so that it is an ordinary dict once it has been changed. torch's
+    DCP reads a checkpoint into those, and a plain optimizer that loads them steps with them.
+
     Args:
         read: gives copies of the values now.
         clock: gives something else after each step or load.
         name: the parameter's name, for messages.
+        store: replaces the state.
     """
 
-    __slots__ = ("_clock", "_name", "_read", "_read_at")
+    __slots__ = ("_clock", "_name", "_read", "_read_at", "_shown", "_store")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # `type(entry)({...})` is how code rebuilds containers.
         return super().__new__(cls) if args and callable(args[0]) else dict(*args, **kwargs)
 
-    def __init__(self, read: Callable[[], dict[str, Any]], clock: Callable[[], object], name: str) -> None:
+    def __init__(
+        self,
+        read: Callable[[], dict[str, Any]],
+        clock: Callable[[], object],
+        name: str,
+        store: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._read = read
-        self._clock = clock
-        self._name = name
+        self._read, self._clock, self._name, self._store = read, clock, name, store
         self._read_at: object = None
+        self._shown: dict[str, tuple[Any, int]] = {}
+        """What the last look has read, and how often each tensor had been written to."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody has looked."""
+        return self._read_at is not None
 
     def look(self) -> None:
-        """Read it, unless that has been done since the last step."""
+        """Read it, unless that has been done since the last step, or the caller has changed what is its own."""
         now = self._clock()
-        if self._read_at != now:
-            values = self._shown(self._read())
-            dict.clear(self)
-            dict.update(self, values)
-            self._read_at = now
+        if self._read_at == now or (self._store is None and self.is_read and self._is_changed()):
+            return
+        values = self._read()
+        if self._store is not None:
+            values = {name: tree_map(partial(self._protected, name), value) for name, value in values.items()}
+        self._replace(values)
+        self._shown = {name: (value, _version(value)) for name, value in values.items()}
+        self._read_at = now
+
+    def _replace(self, values: dict[str, Any]) -> None:
+        dict.clear(self)
+        dict.update(self, values)
 
     def held(self) -> dict[str, Any]:
         """What was read last, in a plain dict."""
         return dict(dict.items(self))  # `dict.copy` would look
 
-    def _shown(self, values: dict[str, Any]) -> dict[str, Any]:
-        """What a look gives of values that were read."""
-        return values
+    def _is_changed(self) -> bool:
+        present = self.held()
+        return present.keys() != self._shown.keys() or any(
+            present[name] is not value or _version(value) != version for name, (value, version) in self._shown.items()
+        )
+
+    def _protected(self, name: str, value: Any) -> Any:
+        return ReadOnlyTensor.of(value, (self._name, name)) if type(value) is Tensor else value
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """The state becomes these values; of ``optimizer.state``, those that were read are stored already."""
+        given = dict(values)
+        if self._store is None:
+            self._replace(given)
+            return
+        if given:  # else nothing has to be read
+            self.look()
+        present = self.held()
+        if not given or present.keys() != given.keys() or any(present[key] is not given[key] for key in given):
+            self._store(given)
 
     def gather(self) -> dict[str, Any]:
         """The values in a plain dict, whose tensors may be written to. An entry that nobody has looked at stays unread."""
-        return self._read()
+        return self.copy() if self._store is None and self.is_read else self._read()
 
     def __repr__(self) -> str:
         return f"<optimizer state of '{self._name}', read at the first look>"
@@ -95,92 +117,11 @@ class LazyEntry(dict[str, Any]):
         return self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return self.gather()
+        return copy.deepcopy(self.gather(), memo) if self._store is None and self.is_read else self._read()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # torch.load(weights_only=True) knows OrderedDict by name, and not the builtin dict.
         return OrderedDict, (), None, None, iter(self.gather().items())
-
-
-class StateEntry(LazyEntry):
-    """An entry of ``optimizer.state``: tensors are read-only, and what is assigned is stored at once.
-
-    Args:
-        read, clock, name: see `LazyEntry`.
-        store: replaces the state.
-    """
-
-    __slots__ = ("_store",)
-
-    def __init__(
-        self,
-        read: Callable[[], dict[str, Any]],
-        clock: Callable[[], object],
-        name: str,
-        store: Callable[[dict[str, Any]], None],
-    ) -> None:
-        super().__init__(read, clock, name)
-        self._store = store
-
-    def _shown(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: tree_map(lambda each, name=name: self._protected(each, name), value) for name, value in values.items()
-        }
-
-    def _protected(self, value: Any, name: str) -> Any:
-        return ReadOnlyTensor.of(value, (self._name, name)) if type(value) is Tensor else value
-
-    def assign(self, values: Mapping[str, Any]) -> None:
-        """``optimizer.state[parameter] = values``; those that were read are stored already."""
-        given = dict(values)
-        if given:  # else nothing has to be read
-            self.look()
-        present = self.held()
-        if (
-            not given
-            or present.keys() != given.keys()
-            or any(present[key] is not value for key, value in given.items())
-        ):
-            self._store(given)
-
-    def in_state_dict(self) -> DictEntry:
-        """The same state in a state dict."""
-        return DictEntry(self._read, self._clock, self._name)
-
-
-class DictEntry(LazyEntry):
-    """An entry of a state dict: copies that are the caller's own, so that it is an ordinary dict once it has been changed.
-
-    torch's DCP reads a checkpoint into them, and a plain optimizer that loads them steps with them.
-    """
-
-    __slots__ = ("_as_read",)
-    _as_read: dict[str, tuple[Any, int]]
-
-    def look(self) -> None:
-        if self._read_at is None or not self._is_changed():
-            super().look()
-
-    def _shown(self, values: dict[str, Any]) -> dict[str, Any]:
-        self._as_read = {name: (value, _version(value)) for name, value in values.items()}
-        return values
-
-    def _is_changed(self) -> bool:
-        present = self.held()
-        return present.keys() != self._as_read.keys() or any(
-            present[name] is not value or _version(value) != version for name, (value, version) in self._as_read.items()
-        )
-
-    @property
-    def is_read(self) -> bool:
-        """Whether somebody has looked."""
-        return self._read_at is not None
-
-    def gather(self) -> dict[str, Any]:
-        return self.copy() if self.is_read else self._read()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy(self.copy(), memo) if self.is_read else self._read()
 
 
 def _version(value: Any) -> int:
@@ -196,9 +137,9 @@ def _looks(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _stores(method: Callable[..., Any]) -> Callable[..., Any]:
+def _changes(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: StateEntry, *args: Any, **kwargs: Any) -> Any:
+    def call(self: LazyEntry, *args: Any, **kwargs: Any) -> Any:
         self.look()
         values = self.held()
         result = method(values, *args, **kwargs)
@@ -208,15 +149,13 @@ def _stores(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_CHANGING = ("__delitem__", "__ior__", "__setitem__", "clear", "pop", "popitem", "setdefault", "update")
-_READING = (
+for _name in ("__delitem__", "__ior__", "__setitem__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(LazyEntry, _name, _changes(getattr(dict, _name)))
+for _name in (
     *("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__reversed__", "__ror__"),
     *("copy", "get", "items", "keys", "values"),
-)
-for _name in (*_READING, *_CHANGING):
+):
     setattr(LazyEntry, _name, _looks(getattr(dict, _name)))
-for _name in _CHANGING:
-    setattr(StateEntry, _name, _stores(getattr(dict, _name)))
 
 
 @dataclass(eq=False, repr=False)
@@ -233,11 +172,11 @@ class LazyState(MutableMapping[Any, Any]):
 
     params: Callable[[], Iterator[Tensor]]
     has_state: Callable[[Tensor], bool]
-    entry: Callable[[Tensor], StateEntry | None]
+    entry: Callable[[Tensor], LazyEntry | None]
     others: MutableMapping[Any, Any]
     known: Callable[[], Iterator[Tensor]]
 
-    def _entry_of(self, key: Any) -> StateEntry | None:
+    def _entry_of(self, key: Any) -> LazyEntry | None:
         return self.entry(key) if isinstance(key, Tensor) else None
 
     def __getitem__(self, key: Any) -> Any:
@@ -295,3 +234,117 @@ class LazyState(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return f"<optimizer state of {len(self)} parameters, not in memory>"
+
+
+# ------------------------------------------------------------------------------------------------------ the tensors
+
+
+class ReadOnlyTensor(Tensor):
+    """A copy of a state. Operations that would write to it, or to a view of it, raise `AccessError`.
+
+    NumPy arrays over it are read-only. Pickles and deep copies of it are ordinary tensors.
+    """
+
+    about: tuple[str, str]
+    """The parameter's name, and the state's."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, about: tuple[str, str]) -> ReadOnlyTensor:
+        """``tensor``, protected."""
+        with as_plain():
+            protected = tensor.as_subclass(cls)
+        protected.about = about
+        return protected
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for each in _written(func, args, kwargs):
+            _refuse(each)
+        read = _protected_in((args, kwargs))
+        with as_plain():
+            before = [each._version for each in read]
+            result = func(*args, **kwargs)
+            for each, version in zip(read, before, strict=True):
+                if each._version != version:  # an operation that writes to something else than its first argument
+                    _refuse(each)
+            owners = {each.untyped_storage().data_ptr(): each for each in read if each.numel()}
+            return tree_map(functools.partial(_protect, owners), result)
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))  # torch's gives rows that are not protected
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return unprotected(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return unprotected(self).__reduce_ex__(protocol)
+
+
+def unprotected(tensor: Tensor) -> Tensor:
+    """The same memory as an ordinary tensor."""
+    with as_plain():
+        return tensor.as_subclass(Tensor)
+
+
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ReadOnlyTensor]:
+    """Those that the operation would write to."""
+    name = name_of(func)
+    if writes_unseen(func):
+        return _protected_in((args, kwargs))
+    writes_to_first = name in WRITING_METHODS or name.startswith("assigning ") or (name[-1] == "_" and name[-2] != "_")
+    return _protected_in((args[:1] if writes_to_first else (), kwargs.get("out")))
+
+
+def _protected_in(values: Any) -> list[ReadOnlyTensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, ReadOnlyTensor)]
+
+
+def _refuse(tensor: ReadOnlyTensor) -> None:
+    fqn, name = tensor.about
+    raise AccessError.of_state(fqn, name, "what is read of a state is a copy, so writing to it would be lost")
+
+
+def _protect(owners: Mapping[int, ReadOnlyTensor], result: Any) -> Any:
+    """A result, protected if it shows the memory of one that is."""
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False
+    if type(result) is Tensor and result.layout is torch.strided and result.numel():
+        owner = owners.get(result.untyped_storage().data_ptr())
+        return result if owner is None else ReadOnlyTensor.of(result, owner.about)
+    return result
+
+
+class AssignedTensors:
+    """What a script has assigned to states since the last step: what it writes into these tensors afterwards would be lost."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[tuple[str, str], weakref.ref[Tensor], int]] = []
+        self._latest: Any = None
+        """Keeps what was assigned last: nobody else may hold it when it is written to."""
+
+    def add(self, fqn: str, values: Mapping[str, Any]) -> None:
+        """They were assigned, and are stored."""
+        self._latest = values
+        self._tensors += [
+            ((fqn, name), weakref.ref(value), value._version)
+            for name, value in values.items()
+            if isinstance(value, Tensor) and not value.is_inference()
+        ]
+
+    def check(self) -> None:
+        """Raise if one has been written to, once."""
+        for (fqn, name), reference, version in self._tensors:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                self.forget()
+                raise AccessError.of_state(
+                    fqn, name, "the tensor was written to after it had been assigned, and stored"
+                )
+
+    def forget(self) -> None:
+        """A step has been made, or all states were replaced."""
+        self._tensors.clear()
+        self._latest = None

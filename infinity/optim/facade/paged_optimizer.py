@@ -7,21 +7,23 @@ from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import chain
 from types import FunctionType, MethodType
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from infinity.optim.attributes import attribute_names, is_of_the_class
-from infinity.optim.facade.lazy_state import DictEntry, LazyState, StateEntry, StateKeeper
+from infinity.optim.facade.lazy_state import (
+    AssignedTensors,
+    LazyEntry,
+    LazyState,
+    ReadOnlyTensor,
+    unprotected,
+)
 from infinity.optim.facade.loose_parameters import LooseParameters
-from infinity.optim.facade.no_hooks import NoHooks
-from infinity.optim.facade.read_only import AssignedTensors, ReadOnlyTensor, unprotected
 from infinity.optim.facade.state_loader import StateLoader, check_entry
-from infinity.optim.facade.tiled_states import with_tiles, without_tiles
 from infinity.optim.main_weights import PENDING, with_main_weight, without_main_weight
-from infinity.optim.piece import PieceUpdater
+from infinity.optim.piece import PieceUpdater, attribute_names, is_of_the_class
 from infinity.optim.template import Template
 
 
@@ -36,7 +38,8 @@ class PagedOptimizer(Optimizer):
         template: class, hyperparameters and groups.
         updater: knows which state there is.
         backend: the engine, which has weights and gradients, and runs the updates (`optimizer_step`, ``optimizer_...``).
-        keeper: has the states.
+        keeper: has the states (`has_place`, `has_state`, `gather_state`, `load_state`, and ``num_loads``, how often they were
+            replaced).
         loose: updates what is added later; whose step the backend makes.
         mains: has the main weights (`gather_main_weight`, `load_main_weight`), where those are something else than the
             parameters; else None.
@@ -47,7 +50,7 @@ class PagedOptimizer(Optimizer):
         template: Template,
         updater: PieceUpdater,
         backend: Any,
-        keeper: StateKeeper,
+        keeper: Any,
         loose: LooseParameters | None = None,
         mains: Any = None,
     ) -> None:
@@ -60,7 +63,7 @@ class PagedOptimizer(Optimizer):
         self._mains = mains
         source = template.optimizer
         self._assigned = AssignedTensors()
-        self._last_entry: tuple[Tensor, StateEntry] | None = None
+        self._last_entry: tuple[Tensor, LazyEntry] | None = None
         """That of the parameter which was looked at last: whoever looks at several of its states reads once."""
         self._num_changes = 0
         self._state = LazyState(template.params, self.has_state, self._entry, self._loose.state, template.known)
@@ -123,13 +126,7 @@ class PagedOptimizer(Optimizer):
                 setattr(self, name, state[name])
         super().__setstate__({name: value for name, value in state.items() if name not in ("state", "param_groups")})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update every parameter that has a gradient, with the hyperparameters as they are now.
 
         Args:
@@ -222,26 +219,42 @@ class PagedOptimizer(Optimizer):
         """
         with self._backend.optimizer_lock("optimizer.state_dict()"):
             self._assigned.check()
-            found = super().state_dict()
-            found["state"] = {
-                key: entry.in_state_dict() if isinstance(entry, StateEntry) else entry
-                for key, entry in found["state"].items()
-            }
-            if self._mains is not None:
-                self._add_main_weights(found, self._mains)
-            return without_tiles(found, self._template, self._clock)
+            for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+                pre_hook(self)
+            groups = [
+                {**group, "params": self._template.tiled.without_tiles(group["params"])} for group in self.param_groups
+            ]
+            keys = {param: key for key, param in enumerate(chain.from_iterable(group["params"] for group in groups))}
+            state, pending = self._lazy_entries(keys)
+            for group in groups:
+                group["params"] = [keys[param] for param in group["params"]]
+            found: Any = {"state": state, "param_groups": groups} | ({PENDING: pending} if pending else {})
+            for post_hook in self._optimizer_state_dict_post_hooks.values():
+                found = post_hook(self, found) or found
+            return dict(found)
 
-    def _add_main_weights(self, found: dict[str, Any], mains: Any) -> None:
-        ids = chain.from_iterable(group["params"] for group in found["param_groups"])
-        pending: dict[int, DictEntry] = {}
-        for param, key in zip(self._template.params(), ids, strict=True):
-            if param in self._template and self.has_place(param):
-                is_pending = key not in found["state"]
-                read = partial(self._read_with_main, param, mains)
-                entry = DictEntry(read, self._clock, self._template.fqn(param))
-                (pending if is_pending else found["state"])[key] = entry
-        if pending:
-            found[PENDING] = pending
+    def _lazy_entries(self, keys: Mapping[Tensor, int]) -> tuple[dict[Any, Any], dict[int, LazyEntry]]:
+        """Of parameters with state, and of those that have none yet, but a main weight."""
+        state: dict[Any, Any] = {}
+        pending: dict[int, LazyEntry] = {}
+        for param, key in keys.items():
+            parts = self._template.tiled.all_of(param)
+            if parts[0] not in self._template:
+                continue
+            has_main = self._mains is not None and all(map(self.has_place, parts))
+            num_with_state = sum(map(self.has_state, parts))
+            if num_with_state == len(parts) or (has_main and not num_with_state):
+                read = partial(self._read_whole, param, has_main=has_main)
+                (state if num_with_state else pending)[key] = LazyEntry(read, self._clock, self._fqn(param))
+        others: Mapping[Any, Any] = self._loose.state  # whatever else a class keeps is there, too
+        for other, entry in others.items():
+            if not isinstance(other, Tensor) or other in keys:
+                state[keys[other] if isinstance(other, Tensor) else other] = entry
+        return state, pending
+
+    def _fqn(self, param: Tensor) -> str:
+        tiled = self._template.tiled.of(param)
+        return self._template.fqn(param) if tiled is None else tiled.fqn
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what the `state_dict()` of this optimizer, or of the plain torch one it stands for, returned.
@@ -260,14 +273,14 @@ class PagedOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        loader = StateLoader(self._template, self._updater, with_tiles(state_dict, self._template))
+        loader = StateLoader(self._template, self._updater, state_dict)
         with self._backend.optimizer_lock("optimizer.load_state_dict()"):
             loader.load_into(self, self._mains)
             self.expire_states()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def update_by(self, updater: PieceUpdater, keeper: StateKeeper, mains: Any) -> None:
+    def update_by(self, updater: PieceUpdater, keeper: Any, mains: Any) -> None:
         """The backend has laid everything out anew."""
         self._updater, self._keeper, self._mains = updater, keeper, mains
         self.expire_states()
@@ -288,9 +301,15 @@ class PagedOptimizer(Optimizer):
             self._assigned.check()
             return self.gather_state(param)
 
-    def _read_with_main(self, param: Tensor, mains: Any) -> dict[str, Any]:
+    def _read_whole(self, param: Tensor, *, has_main: bool) -> dict[str, Any]:
+        """What a state dict has of a parameter."""
         with self.reading_states():
-            return with_main_weight(self._read(param), mains.gather_main_weight(param))
+            parts, tiled = self._template.tiled.all_of(param), self._template.tiled.of(param)
+            entries = [self._read(part) for part in parts]
+            if has_main:
+                mains = [self._mains.gather_main_weight(part) for part in parts]
+                entries = [with_main_weight(entry, main) for entry, main in zip(entries, mains, strict=True)]
+            return entries[0] if tiled is None else tiled.join_entries(entries)
 
     def _store(self, param: Tensor, values: dict[str, Any]) -> None:
         with self.reading_states():
@@ -306,11 +325,6 @@ class PagedOptimizer(Optimizer):
         lock: AbstractContextManager[None] = self._backend.optimizer_lock("optimizer.state")
         return lock
 
-    @property
-    def num_loads(self) -> int:
-        """See `StateKeeper.num_loads`."""
-        return self._keeper.num_loads
-
     def has_state(self, param: Tensor) -> bool:
         """Whether a parameter has state."""
         if param not in self._template:
@@ -322,11 +336,11 @@ class PagedOptimizer(Optimizer):
         return param not in self._template or self._keeper.has_place(param)
 
     def gather_state(self, param: Tensor) -> dict[str, Any]:
-        """See `StateKeeper.gather_state`; before the first step, what the constructor made."""
+        """Copies of a parameter's state after all updates asked for; before the first step, what the constructor made."""
         return self._keeper.gather_state(param) or self._template.started_state(param)
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        """See `StateKeeper.load_state`.
+        """Replace a parameter's state; with an empty one it starts anew. Tensors belong to the caller, and are copied.
 
         Raises:
             ValueError: it does not fit, or lacks what the optimizer needs; nothing has been changed.
@@ -343,7 +357,7 @@ class PagedOptimizer(Optimizer):
         if main is not None and self._mains is not None:
             self._mains.load_main_weight(param, main)
 
-    def _entry(self, param: Tensor) -> StateEntry | None:
+    def _entry(self, param: Tensor) -> LazyEntry | None:
         tiled = self._template.tiled.of(param)
         if tiled is not None:
             raise tiled.refusal("optimizer.state")
@@ -351,7 +365,7 @@ class PagedOptimizer(Optimizer):
             return None
         if self._last_entry is None or self._last_entry[0] is not param:
             read, store = partial(self._read, param), partial(self._store, param)
-            self._last_entry = param, StateEntry(read, self._clock, self._template.fqn(param), store)
+            self._last_entry = param, LazyEntry(read, self._clock, self._template.fqn(param), store)
         return self._last_entry[1]
 
     def __repr__(self) -> str:
@@ -384,3 +398,28 @@ class _Unwrapped(PagedOptimizer):
     @property
     def optimizer(self) -> Optimizer:
         raise AttributeError("optimizer")
+
+
+class NoHooks(nn.Module):
+    """What DeepSpeed's optimizer of stage 3 shows of its hooks, without any: a paged model generates as it trains.
+
+    Attributes:
+        forward_hooks, backward_hooks: Empty lists.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    @property
+    def module(self) -> NoHooks:
+        """Where DeepSpeed has the model; this one has no parameters."""
+        return self
+
+    def ds_external_parameters(self) -> tuple[()]:
+        """None."""
+        return ()
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Taken without effect."""

@@ -46,7 +46,7 @@ class PassedOptimizer:
             ) from error
         object.__setattr__(passed, "__dict__", vars(paged))
         if hasattr(vars(own).get("step"), "_wrapped_by_lr_sched"):  # the mark by which a scheduler knows its own
-            step: Any = functools.partial(PagedOptimizer.step, passed)  # it is one now
+            step: Any = functools.partial(PagedOptimizer.step, self.optimizer)  # it is one now
             step._wrapped_by_lr_sched = True
             vars(paged)["step"] = step
         paged.note_passed(passed)
@@ -67,52 +67,49 @@ class PassedOptimizer:
         object.__setattr__(self._passed, "__dict__", vars(self._own))
         object.__setattr__(self._passed, "__class__", type(self._own))
         if had_states and not self._passed.state:
-            _without_states[self._passed] = _Refusal(self._passed)
+            _refuse_until_loaded(self._passed)
 
 
-class _Refusal:
-    """Of steps and state dicts of an optimizer whose states went with its engine, until it gets others."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._refuse_step),
-            optimizer.register_state_dict_pre_hook(self._refuse_state_dict),
-            optimizer.register_load_state_dict_post_hook(self._end),
-        ]
-
-    def _refuse_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._refuse(optimizer, "step()", "Load into it what its state_dict() gave before engine.close(), to go on")
-
-    def _refuse_state_dict(self, optimizer: Optimizer) -> None:
-        self._refuse(optimizer, "state_dict()", "Call it before engine.close()")
-
-    def _refuse(self, optimizer: Optimizer, what: str, cure: str) -> None:
-        # The engine's optimizer has the same hooks.
-        if optimizer is self._optimizer() and not optimizer.state:
-            problem = "the states of the optimizer that was passed to infinity.initialize went with its engine, which is closed"
-            raise StepError.order(what, problem, cure=cure)
-
-    def _end(self, optimizer: Optimizer) -> None:
-        if optimizer is self._optimizer():
-            self.remove()
-
-    def remove(self) -> None:
-        """Refuse nothing any more."""
-        for handle in self._handles:
-            handle.remove()
+_without_states: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
+"""Optimizers whose states went with their engines, and the handles of the hooks that refuse to go on without."""
 
 
-_without_states: weakref.WeakKeyDictionary[Optimizer, _Refusal] = weakref.WeakKeyDictionary()
+_GONE = "the states of the optimizer that was passed to infinity.initialize went with its engine, which is closed"
+
+
+def _refuse_until_loaded(optimizer: Optimizer) -> None:
+    """Refuse steps and state dicts until it gets other states."""
+    reference = weakref.ref(optimizer)  # the optimizer of the next engine has the same hooks
+
+    def refusing(what: str, cure: str) -> Any:
+        def refuse(caller: Optimizer, *_: Any) -> None:
+            if caller is reference() and not caller.state:
+                raise StepError.order(what, _GONE, cure=cure)
+
+        return refuse
+
+    def end(caller: Optimizer) -> None:
+        if caller is reference():
+            _end_refusal(caller)
+
+    cure = "Load into it what its state_dict() gave before engine.close(), to go on"
+    _without_states[optimizer] = [
+        optimizer.register_step_pre_hook(refusing("step()", cure)),
+        optimizer.register_state_dict_pre_hook(refusing("state_dict()", "Call it before engine.close()")),
+        optimizer.register_load_state_dict_post_hook(end),
+    ]
+
+
+def _end_refusal(optimizer: Optimizer) -> bool:
+    handles = _without_states.pop(optimizer, [])
+    for handle in handles:
+        handle.remove()
+    return bool(handles)
 
 
 def begin_anew(optimizer: Optimizer) -> None:
     """An optimizer is passed that may have been passed before."""
-    refusal = _without_states.pop(optimizer, None)
-    if refusal is None:
-        return
-    refusal.remove()
-    if not optimizer.state:
+    if _end_refusal(optimizer) and not optimizer.state:
         logger.warning(
             "the states of the optimizer went with the engine that it was passed to before: it begins anew. Load what "
             "optimizer.state_dict() gave before engine.close() to go on"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim.facade.lazy_state import DictEntry, LazyEntry, StateKeeper
+from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.main_weights import PENDING, without_main_weight
 from infinity.optim.piece import PieceUpdater
 from infinity.optim.probe import StateSchema
@@ -56,6 +56,7 @@ class StateLoader:
     def __init__(self, template: Template, updater: PieceUpdater, state_dict: Mapping[str, Any]) -> None:
         self._template = template
         self._updater = updater
+        self._tiled = template.tiled
         self._worker = Worker(template.optimizer)
         self._index_of = {
             id(param): index for index, group in enumerate(template.param_groups) for param in group["params"]
@@ -66,13 +67,16 @@ class StateLoader:
             self._check_names(index, group)
         saved_ids = chain.from_iterable(group["params"] for group in saved_groups)
         states, pending = state_dict["state"], state_dict.get(PENDING, {})
-        self._entries: list[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]] = [
-            (param, states.get(saved_id, {}), pending.get(saved_id, {}))
-            for param, saved_id in zip(template.params(), saved_ids, strict=True)
-        ]
+        self._entries: list[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]] = []
+        for param, saved_id in zip(self._tiled.without_tiles([*template.params()]), saved_ids, strict=True):
+            found, parts = (states.get(saved_id, {}), pending.get(saved_id, {})), self._tiled.of(param)
+            if parts is None:
+                self._entries.append((param, *found))
+            else:
+                self._entries += zip(parts.tiles, *(parts.split_entry(_plain(entry)) for entry in found), strict=True)
         for param, lazy, _ in self._entries:
             # Checking a lazy entry would read it from storage once more; it is checked when it is loaded.
-            if not isinstance(lazy, LazyEntry) or (isinstance(lazy, DictEntry) and lazy.is_read):
+            if not isinstance(lazy, LazyEntry) or lazy.is_read:
                 entry, main = without_main_weight(lazy)
                 self._state(param, entry)
                 if main is not None and tuple(main.shape) != tuple(param.shape):
@@ -81,15 +85,19 @@ class StateLoader:
                         f"{tuple(main.shape)}, but the parameter has shape {tuple(param.shape)}"
                     )
 
-    def load_into(self, keeper: StateKeeper, mains: Any) -> None:
+    def load_into(self, keeper: Any, mains: Any) -> None:
         """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts.
 
         Raises:
             ValueError: a parameter has a state in the dict, and no place for it here; nothing has been changed.
         """
         placed = [each for each in self._entries if keeper.has_place(each[0])]
-        if len(placed) < len(self._entries):
-            self._refuse_lost(keeper)
+        for param, entry, _ in self._entries:
+            if not keeper.has_place(param) and entry and without_main_weight(_plain(entry))[0]:
+                raise ValueError(
+                    f"loaded state dict has a state of parameter '{self._template.fqn(param)}', which is frozen and has no place "
+                    "for it here: it would be lost. Call requires_grad_(True) on it before infinity.initialize"
+                )
         for param, lazy, pending in placed:
             entry, main = without_main_weight(_plain(lazy))
             if main is None:
@@ -104,19 +112,14 @@ class StateLoader:
             group.clear()
             group.update({**loaded, "params": params})
 
-    def _refuse_lost(self, keeper: StateKeeper) -> None:
-        for param, entry, _ in self._entries:
-            if not keeper.has_place(param) and entry and without_main_weight(_plain(entry))[0]:
-                raise ValueError(
-                    f"loaded state dict has a state of parameter '{self._template.fqn(param)}', which is frozen and has no place "
-                    "for it here: it would be lost. Call requires_grad_(True) on it before infinity.initialize"
-                )
-
     def _load_groups(self, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups as the class would load them, with stand-ins for parameters. Raises torch's errors."""
         device = self._template.device
         own = [
-            {**group, "params": [torch.nn.Parameter(one_element(device)) for _ in group["params"]]}
+            {
+                **group,
+                "params": [torch.nn.Parameter(one_element(device)) for _ in self._tiled.without_tiles(group["params"])],
+            }
             for group in self._template.param_groups
         ]
         optimizer = self._worker.optimizer

@@ -97,7 +97,7 @@ _ALLOWED: dict[str, dict[str, str]] = {
         "bool(lerp_weight < 0.5)": _NO_TENSOR,
         "int(gradient.dtype == torch.bfloat16)": _NO_TENSOR,
         "int(scale is not None)": _NO_TENSOR,
-        "int(struct.unpack('<i', struct.pack('<f', value))[0])": _NO_TENSOR,
+        "int(np.float32(value).view(np.int32))": _NO_TENSOR,
     },
     "paging/assigned.py": {
         "bool(self._memory.expired())": _NO_TENSOR,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -66,10 +64,3 @@ def test_this_processors_order_is_known() -> None:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip(f"nothing is promised for {torch.backends.cpu.get_cpu_capability()}")
     assert module._torchs_num_sums() > 0
-
-
-def test_kernels_that_another_thread_is_loading_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(1000).bfloat16()
-    expected = torch.linalg.vector_norm(values.float(), 2.0)
-    monkeypatch.setitem(sys.modules, "infinity.numerics.kernels", ModuleType("half loaded"))
-    assert torch.equal(narrow_norm(values), expected)

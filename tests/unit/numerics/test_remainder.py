@@ -8,12 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from infinity.numerics import kernels as cpu_kernels
 from infinity.numerics.remainder import join, join_bits, split, split_bits
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -63,19 +61,6 @@ def test_torch_operations_and_kernels_agree(bits: Tensor) -> None:
     assert torch.equal(join_bits(high, low), joined.view(torch.int32))
 
 
-def test_other_devices_use_torch_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = _all_highs_with_edges().view(torch.float32)
-    expected = _halves(main)
-    monkeypatch.setattr("infinity.numerics.remainder._kernels", lambda: pytest.fail("that is for the CPU"))
-    monkeypatch.setattr("infinity.numerics.remainder.has_kernels", lambda tensor: False)
-    weight, remainder = _halves(main)
-    assert torch.equal(weight.view(torch.int16), expected[0].view(torch.int16))
-    assert torch.equal(remainder, expected[1])
-    back = torch.empty_like(main)
-    join(weight, remainder, back)
-    assert torch.equal(back.view(torch.int32), _with_one_nan(main.view(torch.int32)))
-
-
 def test_the_model_weight_is_the_nearest_and_halves_go_away_from_zero() -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(100_000, generator=generator) * 10.0 ** torch.randint(-30, 30, (100_000,), generator=generator)
@@ -91,66 +76,15 @@ def test_the_model_weight_is_the_nearest_and_halves_go_away_from_zero() -> None:
     assert bool((ours.abs() > exact.abs())[-2000:].all())
 
 
-@pytest.mark.parametrize(
-    ("bits", "high"),
-    [
-        pytest.param(0x7F800000, 0x7F80, id="infinity"),
-        pytest.param(0x7F7FFFFF, 0x7F80, id="largest"),
-        pytest.param(0x7F7F7FFF, 0x7F7F, id="largest-that-stays-finite"),
-        pytest.param(0x00000001, 0x0000, id="smallest-subnormal"),
-        pytest.param(0x007FFFFF, 0x0080, id="largest-subnormal"),
-        pytest.param(0x00008000, 0x0001, id="tie-among-subnormals"),
-        pytest.param(0x00000000, 0x0000, id="zero"),
-    ],
-)
-def test_the_ends_of_the_range(bits: int, high: int) -> None:
-    main = torch.tensor([bits, bits - (1 << 31)], dtype=torch.int32).view(torch.float32)  # and with a minus sign
-    weight, remainder = _halves(main)
-    assert weight.view(torch.int16).tolist() == [high, high - (1 << 15)]
-    back = torch.empty(2)
-    join(weight, remainder, back)
-    assert torch.equal(back.view(torch.int32), main.view(torch.int32))
-
-
-def test_nan_stays_nan() -> None:
-    main = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
-    assert bool(main.isnan().all())
-    high, low = _halves(main)
-    assert bool(high.isnan().all())
-    back = torch.empty(4)
-    join(high, low, back)
-    assert back.view(torch.int32).tolist() == [_CANONICAL_NAN] * 4
-
-
-@pytest.mark.deep
-def test_kernels_are_compiled_without_a_cache_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    njit = cpu_kernels.numba.njit
-    without_cache: list[bool] = []
-
-    def refuse_cache(signatures: object, **options: object) -> object:
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function '_split': no locator available")
-        without_cache.append(True)
-        return njit(signatures, **options)
-
-    monkeypatch.setattr(cpu_kernels.numba, "njit", refuse_cache)
-    fresh = cpu_kernels.kernels.__wrapped__()
-    assert len(without_cache) == len(fresh)
-    main = np.array([1.00390625], np.float32)
-    high, low = np.empty(1, np.int16), np.empty(1, np.int16)
-    fresh.split(main, high, low)
-    assert (int(high[0]), int(low[0])) == (0x3F81, -0x8000)
-
-
 @pytest.mark.deep
 def test_it_works_with_compilation_switched_off() -> None:
     code = (
         "import torch\n"
-        "from tests.unit.optim.test_remainder_updater import _Rig\n"
+        "from tests.unit.updates.test_chunk_updater import _Rig\n"
         "rig = _Rig(torch.optim.AdamW, {'fused': True}, 1000)\n"
         "rig.step(torch.ones(1000), None, seed=0)\n"
         "rig.require_equal()\n"
-        "raise SystemExit(1 if rig.updater._fused is not None else 0)\n"
+        "raise SystemExit(1 if rig.updater.fused is not None else 0)\n"
     )
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(_REPOSITORY)}
     answer = subprocess.run(

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from infinity.numerics import state_codec
-from infinity.numerics.state_codec import Noise, decode, encode
+from infinity.numerics.state_codec import Noise, StateWindow, decode, encode
 from infinity.numerics.state_format import StateFormat
-from infinity.numerics.state_window import StateWindow
 from tests.exactness.rounding import rounded
 
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -79,15 +78,6 @@ def test_what_was_read_is_stored_as_it_was(form: StateFormat, state: str) -> Non
         assert torch.equal(_round_trip(form, state, first, None), first)
 
 
-@pytest.mark.parametrize(("form", "state"), _EACH)
-def test_the_mean_is_right(form: StateFormat, state: str) -> None:
-    values = torch.rand(512, generator=torch.Generator().manual_seed(1)) * 0.9 + 0.1
-    found = torch.stack([_round_trip(form, state, values, Noise.of("a", state, n, 0)) for n in range(500)]).double()
-    variance = found.var(dim=0).sum() / len(found)
-    assert variance > 0
-    assert (found.mean(dim=0) - values.double()).sum().abs() < 4 * variance.sqrt()
-
-
 @pytest.mark.parametrize("form", _SMALL, ids=lambda form: form.value)
 def test_second_moments_follow_gradients_that_fall(form: StateFormat) -> None:
     """Half of the elements get smaller gradients; what is rounded to nearest does not notice."""
@@ -104,13 +94,6 @@ def test_second_moments_follow_gradients_that_fall(form: StateFormat) -> None:
     expected = 0.2 + 0.8 * 0.999**1500
     assert falling[True].mean().item() == pytest.approx(expected, rel=0.03)
     assert falling[False].mean().item() > 2 * expected
-
-
-def test_no_second_moment_becomes_zero() -> None:
-    values = torch.tensor([1.0, 1e-3, 1e-12, 1e-30, 0.0])
-    for noise in (None, *(Noise.of("a", "exp_avg_sq", count, 0) for count in range(50))):
-        found = _round_trip(StateFormat.INT8, "exp_avg_sq", values, noise)
-        assert found.bool().tolist() == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
@@ -153,9 +136,3 @@ def test_a_window_stores_what_was_changed_in_it(form: StateFormat) -> None:
         expected = _stored(form, numel)
         encode(form, state, wholes[state].mul_(0.999), expected, noise(state, 0))
         assert torch.equal(stored[state], expected)
-
-
-def test_one_update_draws_from_no_generator() -> None:
-    before = torch.get_rng_state()
-    _round_trip(StateFormat.INT8, "exp_avg", torch.ones(3), Noise.of("a", "exp_avg", 1, 0))
-    assert torch.equal(torch.get_rng_state(), before)

@@ -1,7 +1,8 @@
-"""A backend for `PagedOptimizer` that keeps everything in memory and updates piece by piece, and helpers around it."""
+"""A backend for `PagedOptimizer` that keeps everything in memory, and helpers around it."""
 
 from __future__ import annotations
 
+import copy
 import mmap
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -53,26 +54,18 @@ def equal_bits(left: Tensor, right: Tensor) -> bool:
     )
 
 
-@dataclass
-class _Kept:
-    tensors: dict[str, Tensor]
-    scalars: dict[str, Any]
-
-
 class MemoryBackend:
-    """Keeps state flat, per parameter. Weights are the parameters themselves."""
+    """Keeps states, per parameter. Weights are the parameters themselves."""
 
-    def __init__(self, template: Template, updater: PieceUpdater, num_pieces: int = 3) -> None:
+    def __init__(self, template: Template, updater: PieceUpdater) -> None:
         self._template = template
         self._updater = updater
-        self._num_pieces = num_pieces
-        self._kept: dict[Tensor, _Kept] = {}
+        self._states: dict[Tensor, dict[str, Any]] = {}
         self.num_gathers = self.num_loads = 0
-        self.overflow = False
         self.loose = LooseParameters(template)
 
     def was_step_skipped(self) -> bool:
-        return self.overflow
+        return False
 
     def optimizer_lock(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -80,62 +73,31 @@ class MemoryBackend:
     def optimizer_step(self) -> None:
         for param in self._template.params():
             if param.grad is not None:
-                self._update(param, param.grad.reshape(-1))
-
-    def _update(self, param: Tensor, grad: Tensor) -> None:
-        kept = self._kept.get(param)
-        group = self._template.snapshots()[group_index(self._template, param)]
-        weight = param.detach().view(-1)
-        made: list[dict[str, Tensor]] = []
-        scalars: dict[str, Any] = {}
-        for part in cut(weight.numel(), self._num_pieces, seed=weight.numel()):
-            state = {name: tensor[part] for name, tensor in kept.tensors.items()} if kept else None
-            tensors, scalars = self._updater.update(
-                group, weight[part], grad[part], state, kept.scalars if kept else {}
-            )
-            made.append(tensors)
-        if kept is None:
-            kept = self._kept[param] = _Kept({name: torch.cat([part[name] for part in made]) for name in made[0]}, {})
-        kept.scalars = scalars
+                index = group_index(self._template, param)
+                names = self._updater.state_names(index)
+                kept = self._states.get(param) or None
+                tensors = None if kept is None else {name: kept[name].view(-1) for name in names}
+                scalars = {name: value for name, value in (kept or {}).items() if name not in names}
+                made, scalars = self._updater.update(
+                    self._template.snapshots()[index], param.detach().view(-1), param.grad.reshape(-1), tensors, scalars
+                )
+                self._states[param] = scalars | {name: tensor.view(param.shape) for name, tensor in made.items()}
 
     def make_room(self) -> None: ...
-
-    def optimizer_zero_grad(self, *, set_to_none: bool) -> None:
-        for param in self._template.params():
-            if not set_to_none and param.grad is not None:
-                param.grad.zero_()
-            else:
-                param.grad = None
 
     def has_place(self, param: Tensor) -> bool:
         return param.requires_grad
 
     def has_state(self, param: Tensor) -> bool:
-        kept = self._kept.get(param)
-        return kept is not None and bool(kept.tensors or kept.scalars)
+        return bool(self._states.get(param))
 
     def gather_state(self, param: Tensor) -> dict[str, Any]:
         self.num_gathers += 1
-        if not self.has_state(param):
-            return {}
-        kept = self._kept[param]
-        scalars = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.scalars.items()}
-        return {**scalars, **{name: value.view(param.shape).clone() for name, value in kept.tensors.items()}}
+        return copy.deepcopy(self._states.get(param, {}))
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
         self.num_loads += 1
-        if not state:
-            self._kept.pop(param, None)
-            return
-        names = self._updater.state_names(group_index(self._template, param))
-        self._kept[param] = _Kept(
-            {name: state[name].reshape(-1).clone() for name in names},
-            {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in state.items()
-                if name not in names
-            },
-        )
+        self._states[param] = {name: copy.deepcopy(value) for name, value in state.items()}
 
 
 def page(

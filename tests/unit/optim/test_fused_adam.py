@@ -18,7 +18,7 @@ from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, THREADS
 from infinity.numerics.remainder import join, split
 from infinity.optim import fused_adam
 from infinity.optim.fused_adam import STATES, GpuAdam
-from infinity.optim.template import build_template
+from infinity.optim.template import Template, build_template
 from infinity.optim.worker import Worker
 
 _CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ extern "C" void launch(int blocks, int threads, short* a, short* b, const void* 
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def _compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Stands for `compiled_for`: the kernel as a function of the processor."""
     if shutil.which("g++") is None:
         pytest.skip("the source is compiled for the processor by g++, which is not installed")
@@ -77,6 +77,12 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 def _multiply_add(a: Any, b: Any, c: Any) -> Any:
     """Rounded once: the product of two float32 is exact in numpy's long double, the sum nearly always."""
     return (np.longdouble(a) * np.longdouble(b) + np.longdouble(c)).astype(np.float32)
+
+
+@pytest.fixture
+def launched(_compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel runs on the processor."""
+    monkeypatch.setattr(fused_adam, "compiled_for", _compiled)
 
 
 class _Torch:
@@ -109,9 +115,13 @@ class _Torch:
         return main - step_size * average / (np.sqrt(square) / correction + eps)
 
 
-def _made(kind: Any, **options: Any) -> tuple[GpuAdam, dict[str, Any]]:
+def _template(kind: Any, **options: Any) -> Template:
     weight = nn.Parameter(torch.zeros(4))
-    template = build_template(kind([weight], lr=3e-3, fused=True, **options), [("weight", weight)], _CPU)
+    return build_template(kind([weight], lr=3e-3, fused=True, **options), [("weight", weight)], _CPU)
+
+
+def _made(kind: Any, **options: Any) -> tuple[GpuAdam, dict[str, Any]]:
+    template = _template(kind, **options)
     kernel = GpuAdam(is_decoupled=kind is torch.optim.AdamW, device=_CPU)
     assert kernel._prepare()
     return kernel, template.snapshots()[0]
@@ -121,10 +131,7 @@ def _made(kind: Any, **options: Any) -> tuple[GpuAdam, dict[str, Any]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_it_computes_what_torchs_kernel_computes(
-    launched: Any, monkeypatch: pytest.MonkeyPatch, kind: Any, decay: float, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(fused_adam, "compiled_for", launched)
+def test_it_computes_what_torchs_kernel_computes(launched: None, kind: Any, decay: float, dtype: torch.dtype) -> None:
     kernel, group = _made(kind, weight_decay=decay)
     reference = _Torch(kind is torch.optim.AdamW)
     for numel in (1, 1000, THREADS * 5 + 3):
@@ -150,22 +157,21 @@ def test_it_computes_what_torchs_kernel_computes(
 
 def test_a_coefficient_in_host_memory_is_brought_to_the_kernels_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms of several processes, and of gradients that rest in host memory, are found there."""
-    launched: list[list[Any]] = []
-    monkeypatch.setattr(fused_adam, "compiled_for", lambda *args: lambda blocks, arguments: launched.append(arguments))
+    launches: list[list[Any]] = []
+    monkeypatch.setattr(fused_adam, "compiled_for", lambda *args: lambda blocks, arguments: launches.append(arguments))
     there = torch.device("meta")  # what is not the CPU is all that counts
     kernel = GpuAdam(is_decoupled=True, device=there)
     assert kernel._prepare()
     weight, remainder, gradient, *states = (torch.zeros(8, dtype=dtype, device=there) for dtype in _DTYPES)
     group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     kernel.update(group, weight, remainder, gradient, torch.tensor(0.5), dict(zip(STATES, states, strict=True)), {})
-    (arguments,) = launched
+    (arguments,) = launches
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     assert len(tensors) == 7
     assert all(tensor.device == there for tensor in tensors)
 
 
-def test_not_a_number_becomes_the_one_that_two_halves_can_hold(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_adam, "compiled_for", launched)
+def test_not_a_number_becomes_the_one_that_two_halves_can_hold(launched: None) -> None:
     kernel, group = _made(torch.optim.AdamW)
     weight, remainder = torch.ones(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int16)
     state = {name: torch.zeros(3) for name in STATES}
@@ -176,11 +182,10 @@ def test_not_a_number_becomes_the_one_that_two_halves_can_hold(launched: Any, mo
     assert joined.view(torch.int32)[1:].tolist() == [0x7FC00000] * 2
 
 
-def test_long_pieces_go_in_several_launches(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_pieces_go_in_several_launches(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And more elements than threads: each thread then takes several."""
     whole, parts = [], []
     for most, found in ((1 << 30, whole), (1000, parts)):
-        monkeypatch.setattr(fused_adam, "compiled_for", launched)
         monkeypatch.setattr(fused_adam, "MOST_NUMEL", most)
         monkeypatch.setattr(fused_adam, "MOST_BLOCKS", 2)
         kernel, group = _made(torch.optim.AdamW)
@@ -206,13 +211,11 @@ def _compute_as(rule: _Torch, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first_of", [None, 4])
 def test_decay_that_torch_adds_in_another_way_is_left_to_it(
-    launched: Any, monkeypatch: pytest.MonkeyPatch, first_of: int | None
+    launched: None, monkeypatch: pytest.MonkeyPatch, first_of: int | None
 ) -> None:
     """As its compiler has made it for Hopper: see `GpuAdam._adds_decay`. All else is the kernel's."""
-    monkeypatch.setattr(fused_adam, "compiled_for", launched)
     _compute_as(_Torch(False, first_of=first_of), monkeypatch)
-    weight = nn.Parameter(torch.zeros(4))
-    template = build_template(torch.optim.Adam([weight], weight_decay=0.1, fused=True), [("weight", weight)], _CPU)
+    template = _template(torch.optim.Adam, weight_decay=0.1)
     kernel = GpuAdam.of(template, _CPU)
     assert kernel is not None
     group = template.snapshots()[0]
@@ -222,22 +225,17 @@ def test_decay_that_torch_adds_in_another_way_is_left_to_it(
 
 
 @pytest.mark.parametrize("agrees", [True, False])
-def test_the_trial_at_the_start_decides(launched: Any, monkeypatch: pytest.MonkeyPatch, agrees: bool) -> None:
+def test_the_trial_at_the_start_decides(launched: None, monkeypatch: pytest.MonkeyPatch, agrees: bool) -> None:
     """Against a torch that computes as it does on a GPU; and against this one, which has other bits on a processor."""
-    monkeypatch.setattr(fused_adam, "compiled_for", launched)
     if agrees:
         _compute_as(_Torch(True), monkeypatch)
-    weight = nn.Parameter(torch.zeros(4))
-    template = build_template(torch.optim.AdamW([weight], fused=True), [("weight", weight)], _CPU)
-    assert (GpuAdam.of(template, _CPU) is not None) == agrees
+    assert (GpuAdam.of(_template(torch.optim.AdamW), _CPU) is not None) == agrees
 
 
 def test_without_a_compiler_there_is_no_kernel() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, and so a compiler")
-    weight = nn.Parameter(torch.zeros(4))
-    template = build_template(torch.optim.AdamW([weight], fused=True), [("weight", weight)], _CPU)
-    assert GpuAdam.of(template, torch.device("cuda")) is None
+    assert GpuAdam.of(_template(torch.optim.AdamW), torch.device("cuda")) is None
 
 
 def test_a_launch_that_fails_leaves_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +243,7 @@ def test_a_launch_that_fails_leaves_torchs_kernel(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("CUDA error: invalid argument")
 
     monkeypatch.setattr(fused_adam, "compiled_for", lambda *_: launch)
-    weight = nn.Parameter(torch.zeros(4))
-    template = build_template(torch.optim.AdamW([weight], fused=True), [("weight", weight)], _CPU)
-    assert GpuAdam.of(template, _CPU) is None
+    assert GpuAdam.of(_template(torch.optim.AdamW), _CPU) is None
 
 
 def test_a_learning_rate_on_the_device_is_left_to_torch() -> None:

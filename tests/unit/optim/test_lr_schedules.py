@@ -61,27 +61,19 @@ def test_warmup(kind: str) -> None:
         assert rates == pytest.approx([rate, rate], rel=1e-12)
 
 
-def test_warmup_begins_one_step_late() -> None:
-    rates = [first for first, _ in run(WarmupLR(two_groups(), warmup_num_steps=4, warmup_type="linear"), 7)]
-    assert rates == pytest.approx([0, 0, 0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
-
-
-def test_warmup_to_each_groups_own_rate() -> None:
-    assert run(WarmupLR(two_groups(), warmup_num_steps=4))[-1] == [1e-3, 2e-3]
-
-
 def test_one_value_per_group() -> None:
     schedule = WarmupLR(two_groups(), warmup_min_lr=[1e-6, 2e-6], warmup_max_lr=[3e-3, 4e-3], warmup_num_steps=4)
     rates = run(schedule)
     assert rates[0] == pytest.approx([1e-6, 2e-6])
     assert rates[-1] == pytest.approx([3e-3, 4e-3])
+    assert run(WarmupLR(two_groups(), warmup_num_steps=4))[-1] == [1e-3, 2e-3], "each group's own"
+    by_length = [run(WarmupLR(two_groups(), warmup_num_steps=length)) for length in (0, 1, 2)]
+    assert by_length[0] == by_length[1] == by_length[2], "two steps are the shortest"
 
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
 def test_warmup_decay(kind: str) -> None:
-    schedule = WarmupDecayLR(
-        two_groups(), total_num_steps=20, warmup_min_lr=1e-5, warmup_max_lr=4e-3, warmup_num_steps=6, warmup_type=kind
-    )
+    schedule = WarmupDecayLR(two_groups(), 20, 1e-5, 4e-3, 6, kind)
 
     def fraction(step: int) -> float:
         index = step - 1
@@ -95,9 +87,7 @@ def test_warmup_decay(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["log", "linear"])
 def test_warmup_cosine(kind: str) -> None:
-    schedule = WarmupCosineLR(
-        two_groups(), total_num_steps=20, warmup_min_ratio=0.2, warmup_num_steps=5, cos_min_ratio=0.1, warmup_type=kind
-    )
+    schedule = WarmupCosineLR(two_groups(), 20, 0.2, 5, 0.1, kind)
 
     def ratio(step: int) -> float:
         if step == 0:
@@ -113,11 +103,6 @@ def test_warmup_cosine(kind: str) -> None:
     assert rates == pytest.approx([1e-4, 2e-4])
 
 
-def test_shortest_warmup_is_two_steps() -> None:
-    by_length = [run(WarmupLR(two_groups(), warmup_num_steps=length)) for length in (0, 1, 2)]
-    assert by_length[0] == by_length[1] == by_length[2]
-
-
 def test_warmup_longer_than_training_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         WarmupDecayLR(two_groups(), total_num_steps=3, warmup_num_steps=9)
@@ -126,18 +111,8 @@ def test_warmup_longer_than_training_is_reported(caplog: pytest.LogCaptureFixtur
 
 def test_one_cycle() -> None:
     optimizer = two_groups()
-    schedule = OneCycle(
-        optimizer,
-        cycle_min_lr=1e-4,
-        cycle_max_lr=1e-2,
-        decay_lr_rate=0.5,
-        cycle_first_step_size=5,
-        cycle_second_step_size=10,
-        decay_step_size=3,
-        cycle_min_mom=0.7,
-        cycle_max_mom=0.9,
-        decay_mom_rate=0.1,
-    )
+    momenta = {"cycle_min_mom": 0.7, "cycle_max_mom": 0.9, "decay_mom_rate": 0.1}
+    schedule = OneCycle(optimizer, 1e-4, 1e-2, 0.5, 5, 10, decay_step_size=3, **momenta)  # type: ignore[arg-type]
     for step in range(NUM_STEPS):
         height = step / 5 if step <= 5 else (15 - step) / 10
         if step <= 15:
@@ -154,14 +129,8 @@ def test_one_cycle() -> None:
 
 
 def test_one_cycle_in_stairs() -> None:
-    schedule = OneCycle(
-        two_groups(),
-        cycle_min_lr=0.0,
-        cycle_max_lr=6.0,
-        cycle_first_step_size=6,
-        cycle_first_stair_count=3,
-        cycle_second_stair_count=2,
-    )
+    stairs = {"cycle_first_stair_count": 3, "cycle_second_stair_count": 2}
+    schedule = OneCycle(two_groups(), 0.0, 6.0, cycle_first_step_size=6, **stairs)  # type: ignore[arg-type]
     rates = [first for first, _ in run(schedule, 14)]
     assert rates == pytest.approx([0, 0, 2, 2, 4, 4, 6, 3, 3, 3, 0, 0, 0, 0])
 
@@ -184,13 +153,7 @@ def test_one_cycle_leaves_momentum_alone_when_told_or_without_betas(caplog: pyte
 
 @pytest.mark.parametrize("staircase", [False, True])
 def test_range_test(staircase: bool) -> None:
-    schedule = LRRangeTest(
-        two_groups(),
-        lr_range_test_min_lr=1e-4,
-        lr_range_test_step_size=4,
-        lr_range_test_step_rate=2.0,
-        lr_range_test_staircase=staircase,
-    )
+    schedule = LRRangeTest(two_groups(), 1e-4, 4, 2.0, staircase)
     for step, rates in enumerate(run(schedule)):
         interval = step // 4 if staircase else step / 4
         assert rates == pytest.approx([1e-4 * (1 + 2.0 * interval)] * 2, rel=1e-12)
@@ -205,11 +168,7 @@ MAKERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 }
 
 
-def test_makers_cover_all_schedules() -> None:
-    assert set(MAKERS) == set(SCHEDULES)
-
-
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_state_continues_where_it_was_saved(name: str) -> None:
     whole = run(MAKERS[name](two_groups()))
     first = MAKERS[name](two_groups())
@@ -222,7 +181,7 @@ def test_state_continues_where_it_was_saved(name: str) -> None:
     assert run(second, NUM_STEPS - 11) == whole[11:]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_takes_deepspeeds_state(name: str) -> None:
     whole = run(MAKERS[name](two_groups()))
     schedule = MAKERS[name](two_groups())
@@ -233,7 +192,7 @@ def test_takes_deepspeeds_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("keyword", [None, "last_batch_iteration", "batch_iteration"])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_to_a_batch_is_deepspeeds(name: str, keyword: str | None) -> None:
     """Its `step(n)` says which batch was the last, so the rate is that of step n + 1; without n it goes on from there."""
     whole = run(MAKERS[name](two_groups()))
@@ -247,22 +206,13 @@ def test_a_step_to_a_batch_is_deepspeeds(name: str, keyword: str | None) -> None
     assert schedule.get_last_lr() == whole[6]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_groups_that_come_later_are_left_alone(name: str) -> None:
     optimizer = two_groups()
     schedule, alone = MAKERS[name](optimizer), MAKERS[name](two_groups())
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.5, "betas": (0.1, 0.2)})
     assert [rates[:2] for rates in run(schedule)] == run(alone)
     assert optimizer.param_groups[2]["lr"] == 0.5 and optimizer.param_groups[2]["betas"] == (0.1, 0.2)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_is_a_torch_scheduler(name: str) -> None:
-    schedule = MAKERS[name](two_groups())
-    assert isinstance(schedule, LRScheduler)
-    run(schedule, 5)
-    assert schedule.last_epoch == 5
-    assert schedule.get_last_lr() == [group["lr"] for group in schedule.optimizer.param_groups]
 
 
 def test_tensor_rates_are_written_in_place() -> None:
@@ -282,11 +232,6 @@ def test_build_by_name_gives_the_same() -> None:
     )
     assert type(built) is WarmupDecayLR
     assert run(built) == run(MAKERS["WarmupDecayLR"](two_groups()))
-
-
-def test_build_torchs_own() -> None:
-    built = build_scheduler(SchedulerSection("CosineAnnealingLR", {"T_max": 10}), two_groups())
-    assert type(built) is torch.optim.lr_scheduler.CosineAnnealingLR
 
 
 def test_build_in_the_middle() -> None:
@@ -315,15 +260,9 @@ def test_base_classes_are_no_schedules(name: str) -> None:
 
 
 def test_parameters() -> None:
-    assert schedule_parameters("WarmupDecayLR") == {
-        "total_num_steps": True,
-        "warmup_min_lr": False,
-        "warmup_max_lr": False,
-        "warmup_num_steps": False,
-        "warmup_type": False,
-        "last_epoch": False,
-        "last_batch_iteration": False,
-    }
+    found = schedule_parameters("WarmupDecayLR")
+    assert [name for name, is_needed in found.items() if is_needed] == ["total_num_steps"]
+    assert {"warmup_type", "last_epoch", "last_batch_iteration"} < found.keys() and "optimizer" not in found
 
 
 @pytest.mark.parametrize(
@@ -346,22 +285,3 @@ def test_parameters() -> None:
 def test_bad_arguments(name: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build_scheduler(SchedulerSection(name, params), two_groups())
-
-
-def test_what_deepspeeds_schedules_tell_of_the_present_step() -> None:
-    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=0.1)
-    cosine = WarmupCosineLR(optimizer, total_num_steps=10, warmup_num_steps=4, warmup_type="linear")
-    assert cosine.get_lr_ratio() == 0.0
-    optimizer.step()  # else torch warns
-    for batch in range(8):
-        cosine.step(batch)
-        assert optimizer.param_groups[0]["lr"] == 0.1 * cosine.get_lr_ratio()
-    cycle = OneCycle(optimizer, 0.01, 0.1, cycle_first_step_size=3, cycle_second_step_size=1)
-    assert cycle.step_ratio == 0.75
-    assert cycle.get_mom() == [(0.9, 0.99)]  # of the formula: the optimizer starts from the least
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
-    for _ in range(6):
-        cycle.step()
-        assert cycle.get_mom() == [optimizer.param_groups[0]["betas"]]
-    plain = OneCycle(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1), 0.01, 0.1, cycle_momentum=False)
-    assert plain.get_mom() is None

@@ -14,7 +14,6 @@ import torch
 from infinity.device.compute import ComputeDevice, FlatBuffer
 from infinity.gradients.sources import GradientSource
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
-from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import CHUNK_GRANULE, Chunk, Piece
@@ -171,8 +170,7 @@ def slow_stream(
             lease.workspace.record.zero_()
             lease.write_back([], main_only=True)
     updater = Summing()
-    halves = RemainderUpdater(updater, None)
-    chunks = ChunkUpdater(updater, states, halves)
+    chunks = ChunkUpdater(updater, states, has_halves=record_format.main is MainWeight.REMAINDER)
     stream = UpdateStream(records, weights, chunks, device, states, num_workers=num_workers)
     yield SlowStream(stream, updater, records, weights, swapper, arena, units, states, dtype, device)
     updater.gate.set()

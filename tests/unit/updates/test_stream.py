@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ import torch
 from infinity.numerics.chunk_format import MainWeight
 from tests.lazy_device import LazyDevice
 from tests.unit.stage import Arrived
-from tests.unit.updates.slow_stream import NUMEL, WAIT_SECONDS, Gradients, SlowStream, slow_stream, soon, wait_for
+from tests.unit.updates.slow_stream import NUMEL, Gradients, SlowStream, slow_stream, soon, wait_for
 
 _KINDS = {
     "fp32": (torch.float32, MainWeight.MODEL_WEIGHT, 1),
@@ -93,12 +92,6 @@ def test_few_pages_are_enough(num_pages: int, num_workers: int) -> None:
         assert bench.arena.statistics().most_leased <= num_pages
 
 
-def test_gradients_are_clipped(bench: SlowStream) -> None:
-    bench.stream.submit(bench.job(bench.units[0], {0: 8.0}, coefficient=0.25))
-    bench.stream.drain()
-    assert bench.totals(bench.units[0]) == [2.0]
-
-
 def test_a_resident_unit_gets_its_new_weights_as_well(bench: SlowStream) -> None:
     unit = bench.units[0]
     unit.adopt(bench.flat(unit))
@@ -112,36 +105,6 @@ def test_a_resident_unit_gets_its_new_weights_as_well(bench: SlowStream) -> None
     assert not resident[unit.layout.slots[1].start :].any()
     bench.stream.drain()
     assert torch.equal(bench.stored_weights(unit)[: NUMEL - 200], resident[: NUMEL - 200])
-
-
-def test_weights_on_their_way_arrive_before_they_are_updated(bench: SlowStream) -> None:
-    unit = bench.units[0]
-    flat = bench.flat(unit)
-
-    class Late(Arrived):
-        """Brings the present weights only when somebody waits."""
-
-        def wait(self) -> None:
-            unit.trainable_view(flat.tensor()).fill_(10)
-
-        def done(self) -> bool:
-            return False
-
-    unit.fetch_into(flat, Late())
-    bench.weights.write_all(unit, torch.full((unit.num_bytes // bench.dtype.itemsize,), 10, dtype=bench.dtype)).wait()
-    if bench.dtype != torch.float32:
-        for chunk in bench.chunks(unit):
-            lease = bench.records.open(unit, chunk, is_blocking=True)
-            assert lease is not None
-            lease.wait()
-            lease.workspace.write_main(slice(0, chunk.numel), torch.full((chunk.numel,), 10.0))
-            lease.write_back([], main_only=True)
-    job = bench.job(unit, {0: 1.0, 1: 1.0})
-    bench.stream.submit(job)
-    wait_for(job)
-    for slot in unit.layout.slots:
-        values = unit.trainable_view(flat.tensor())[slot.start : slot.stop]
-        assert torch.equal(values, torch.full_like(values, 11))
 
 
 def test_weights_are_read_from_a_buffer_after_the_copy_that_brings_them() -> None:
@@ -186,13 +149,6 @@ def test_an_attached_buffer_is_filled_whole(bench: SlowStream) -> None:
         assert torch.equal(resident[slot.start : slot.stop], torch.full((slot.numel,), value, dtype=bench.dtype))
 
 
-def test_no_buffer_is_accepted_when_some_weights_are_not_updated(bench: SlowStream) -> None:
-    job = bench.job(bench.units[0], {1: 4.0})
-    assert len(job.chunks) < len(bench.chunks(bench.units[0]))
-    assert not job.accepts_buffer
-    assert not job.attach(bench.flat(bench.units[0]))
-
-
 def test_a_job_that_has_begun_accepts_no_buffer(bench: SlowStream) -> None:
     bench.updater.gate.clear()
     job = bench.job(bench.units[0], {0: 4.0, 1: 4.0})
@@ -224,61 +180,6 @@ def test_held_jobs_wait_until_somebody_needs_them(bench: SlowStream) -> None:
     assert not bench.stream.pending()
 
 
-def test_a_job_without_gradients_is_done_at_once(bench: SlowStream) -> None:
-    job = bench.job(bench.units[0], {})
-    bench.stream.submit(job)
-    wait_for(job)
-    assert bench.states[0, 0].is_fresh
-
-
-@pytest.mark.parametrize("fail_at", [0, 1, 3])
-def test_an_optimizer_that_fails_fails_everybody_who_waits(bench: SlowStream, fail_at: int) -> None:
-    bench.updater.gate.clear()
-    bench.updater.fail_at = fail_at
-    jobs = [bench.job(unit, {0: 1.0, 1: 1.0}) for unit in bench.units]
-    jobs[2].is_held = True
-    for job in jobs:
-        bench.stream.submit(job)
-    failures: list[BaseException] = []
-
-    def drain() -> None:
-        try:
-            bench.stream.drain()
-        except ArithmeticError as error:
-            failures.append(error)
-
-    waiter = threading.Thread(target=drain)
-    waiter.start()
-    bench.updater.gate.set()
-    waiter.join(WAIT_SECONDS)
-    assert len(failures) == 1
-    for number, job in enumerate(jobs):
-        # A unit has four pieces: the first job survives none of these failures.
-        with pytest.raises(ArithmeticError, match="the optimizer failed"):
-            wait_for(job)
-        gradients = job.gradients
-        assert isinstance(gradients, Gradients)
-        assert gradients.num_released == 1, f"job {number}"
-    with pytest.raises(ArithmeticError):
-        bench.stream.raise_error()
-    with pytest.raises(ArithmeticError):
-        bench.stream.submit(bench.job(bench.units[0], {0: 1.0}))
-    bench.swapper.flush()
-    soon(lambda: bench.arena.statistics().num_leased == 0)
-
-
-def test_a_failure_after_some_jobs_leaves_those_done(bench: SlowStream) -> None:
-    first = bench.job(bench.units[0], {1: 1.0})
-    bench.stream.submit(first)
-    wait_for(first)
-    bench.updater.fail_at = 0
-    second = bench.job(bench.units[1], {1: 1.0})
-    bench.stream.submit(second)
-    with pytest.raises(ArithmeticError):
-        wait_for(second)
-    first.wait()
-
-
 def test_a_read_that_fails_fails_the_job(bench: SlowStream) -> None:
     class Lost(Arrived):
         def wait(self) -> None:
@@ -292,20 +193,6 @@ def test_a_read_that_fails_fails_the_job(bench: SlowStream) -> None:
         wait_for(job)
     with pytest.raises(OSError, match="the drive is gone"):
         bench.stream.drain()
-
-
-def test_a_refused_job_does_not_make_anybody_wait_for_ever(bench: SlowStream) -> None:
-    """The unit knows its update before the stream does; if the stream refuses, the wait must end all the same."""
-    bench.updater.fail_at = 0
-    bench.stream.submit(bench.job(bench.units[0], {1: 1.0}))
-    with pytest.raises(ArithmeticError):
-        bench.stream.drain()
-    late = bench.job(bench.units[1], {1: 1.0})
-    with pytest.raises(ArithmeticError):
-        bench.stream.submit(late)
-    assert late.done()
-    with pytest.raises(ArithmeticError):
-        late.wait()
 
 
 def test_closing_ends_the_thread_and_everybodys_waiting(bench: SlowStream) -> None:

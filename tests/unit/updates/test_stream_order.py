@@ -32,12 +32,6 @@ def _held(bench: SlowStream, ranks: list[int]) -> list[UpdateJob]:
     return jobs
 
 
-def test_by_rank(bench: SlowStream) -> None:
-    _held(bench, [2, 0, 1])
-    bench.stream.drain()
-    assert bench.updater.order == [1.0, 2.0, 0.0]
-
-
 def test_what_is_released_together_is_taken_by_rank(bench: SlowStream, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a worker looks for the next one while they are."""
     release, looked = UpdateJob.release, threading.Event()
@@ -63,12 +57,6 @@ def test_what_is_released_together_is_taken_by_rank(bench: SlowStream, monkeypat
     assert looked.wait(60)
     bench.stream.drain()
     assert bench.updater.order == [1.0, 2.0, 0.0]
-
-
-def test_as_submitted_within_one_rank(bench: SlowStream) -> None:
-    _held(bench, [5, 5, 5])
-    bench.stream.drain()
-    assert bench.updater.order == [0.0, 1.0, 2.0]
 
 
 def test_who_is_waited_for_goes_first(bench: SlowStream) -> None:

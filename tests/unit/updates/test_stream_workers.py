@@ -29,21 +29,6 @@ def _around_updates(bench: SlowStream, around: Callable[[Callable[[], Any], dict
     bench.updater.update = called  # type: ignore[method-assign]
 
 
-def test_as_many_chunks_as_workers_are_updated_at_a_time() -> None:
-    together = threading.Barrier(3)
-
-    def around(update: Callable[[], Any], _: dict[str, Any]) -> Any:
-        together.wait(WAIT_SECONDS)  # raises where fewer than three come
-        return update()
-
-    with slow_stream(torch.float32, num_pages=12, num_workers=3) as bench:
-        _around_updates(bench, around)
-        for unit in bench.units:  # three chunks each, with one piece of the first parameter
-            bench.stream.submit(bench.job(unit, {0: 1.0}))
-        bench.stream.drain()
-        assert [bench.totals(unit) for unit in bench.units] == [[1.0]] * 3
-
-
 def test_the_last_piece_may_be_updated_before_the_first() -> None:
     """Step counts are once per parameter: those of all pieces are the ones before the update, whoever comes first."""
     num_left = [3]
@@ -156,7 +141,7 @@ def test_each_worker_computes_on_one_thread_and_as_the_training_thread_does() ->
             if not torch.set_flush_denormal(flushes):
                 pytest.skip("this processor cannot flush denormals")
             seen.clear()
-            for unit in bench.units:
+            for unit in bench.units:  # three chunks each, with one piece of the first parameter
                 bench.stream.submit(bench.job(unit, {0: 1.0}))
             bench.stream.drain()
             torch.set_flush_denormal(False)

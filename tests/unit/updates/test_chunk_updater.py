@@ -1,4 +1,4 @@
-"""Updates on two halves against torch on whole float32 weights, bit by bit."""
+"""Updates of chunks, whose main weights are kept in two halves, against torch on whole float32 weights, bit by bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.numerics.remainder import join, split
-from infinity.optim.classes.lion import Lion
+from infinity.numerics.state_format import StateFormat
+from infinity.optim.classes import Lion
 from infinity.optim.fused_adam import FusedAdam
 from infinity.optim.piece import PieceUpdater
-from infinity.optim.remainder_updater import RemainderUpdater
 from infinity.optim.template import Template, build_template
+from infinity.units.layout import Piece
+from infinity.updates.chunk_updater import ChunkUpdater
+from infinity.updates.job import ParameterState, advance
 from tests.unit.optim.memory_backend import cut, equal_bits
 
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -63,32 +68,38 @@ class _Rig:
         stand_in = nn.Parameter(initial.clone())
         self.template: Template = build_template(make([stand_in], **arguments), [("weight", stand_in)], "cpu")
         pieces = PieceUpdater(self.template)
-        self.updater = RemainderUpdater(pieces, FusedAdam.of(self.template, torch.device("cpu")))
+        fused = FusedAdam.of(self.template, torch.device("cpu"))
+        self.kept = ParameterState()
+        self.updater = ChunkUpdater(pieces, {(0, 0): self.kept}, fused=fused, has_halves=True)
         self.weight = torch.empty(numel, dtype=torch.bfloat16)
         self.remainder = torch.empty(numel, dtype=torch.int16)
         split(initial, self.weight, self.remainder)
         # What lies there before the first step means nothing.
         self.state = {name: torch.full((numel,), 7.0) for name in pieces.state_names(0)}
-        self.names: tuple[str, ...] = ()
-        self.scalars: dict[str, Any] = {}
-        self.is_first = True
 
     def step(self, gradient: Tensor, scale: Tensor | None, seed: int) -> None:
         self.main.grad = gradient.float() if scale is None else gradient.float() * scale
         self.plain.step()
-        before, kept = dict(self.scalars), gradient.clone()
+        kept = gradient.clone()
+        slot: Any = SimpleNamespace(index=0, spec=SimpleNamespace(fqn="weight"))
+        job: Any = SimpleNamespace(
+            unit=SimpleNamespace(index=0),
+            slots={0},
+            groups={0: self.template.snapshots()[0]},
+            clip_coefficient=scale,
+            advanced={},
+        )
         for span in cut(self.weight.numel(), 3, seed):
-            self.names, self.scalars = self.updater.update(
-                self.template.snapshots()[0],
-                self.weight[span],
-                self.remainder[span],
-                gradient[span],
-                scale,
-                {name: values[span] for name, values in self.state.items()},
-                before,
-                is_first=self.is_first,
+            states = {name: values[span] for name, values in self.state.items()}
+            weight, remainder = self.weight[span], self.remainder[span]
+            workspace = ChunkBuffer(
+                None, remainder, states, torch.empty(weight.shape), weight, torch.empty(0), StateFormat.FP32
             )
-        self.is_first = False
+            part = gradient[span]
+            job.gradients = SimpleNamespace(dtype=gradient.dtype, is_kept=False, of_chunk=lambda *_, part=part: part)
+            chunk: Any = SimpleNamespace(pieces=[Piece(slot, span.start, span.stop, 0)])
+            self.updater.update(job, chunk, workspace)
+        advance({(0, 0): self.kept}, job)
         assert torch.equal(gradient.view(torch.int16), kept.view(torch.int16)), (
             "the gradient is not the updater's to change"
         )
@@ -98,10 +109,10 @@ class _Rig:
         join(self.weight, self.remainder, joined)
         assert equal_bits(joined, self.main.detach())
         expected = self.plain.state[self.main]
-        assert set(self.names) | set(self.scalars) == set(expected)
-        for name in self.names:
+        assert set(self.kept.names or ()) | set(self.kept.scalars) == set(expected)
+        for name in self.kept.names or ():
             assert equal_bits(self.state[name], expected[name]), name
-        for name, value in self.scalars.items():
+        for name, value in self.kept.scalars.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name])), name
 
 
@@ -121,7 +132,7 @@ def test_pieces_in_halves_have_the_bits_of_torch(
             for group in (*rig.plain.param_groups, *rig.template.param_groups):
                 group["lr"] = group["lr"] * 0.75
             rig.require_equal()
-        runs = rig.updater._fused is not None and rig.updater._fused.runs(rig.template.snapshots()[0])
+        runs = rig.updater.fused is not None and rig.updater.fused.runs(rig.template.snapshots()[0])
         assert runs == (is_fused and _machine_has_kernel())
 
 
@@ -171,16 +182,9 @@ def test_a_kernel_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(FusedAdam, "update", spoiled)
     rig = _Rig(AdamW, {"fused": True}, 1000)
-    assert rig.updater._fused is None
+    assert rig.updater.fused is None
     rig.step(torch.ones(1000), None, seed=0)
     rig.require_equal()
-
-
-def test_a_subclass_has_rules_of_its_own() -> None:
-    class Own(AdamW):
-        pass
-
-    assert _Rig(Own, {"fused": True}, 64).updater._fused is None
 
 
 def test_it_runs_beside_another_thread() -> None:
@@ -209,7 +213,7 @@ def test_every_vector_width_of_torch(capability: str) -> None:
         pytest.skip(f"this processor has no AVX-512, torch runs {torch.backends.cpu.get_cpu_capability()}")
     code = (
         "import torch, pytest\n"
-        "from tests.unit.optim.test_remainder_updater import _Rig\n"
+        "from tests.unit.updates.test_chunk_updater import _Rig\n"
         "from torch.optim import AdamW\n"
         "torch.set_num_threads(2)\n"
         "for numel in (23, 4096, 100_003):\n"
