@@ -413,6 +413,8 @@ def gradient_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     A bf16 gradient gives the same bits as its fp32 copy would. It must have no gaps in memory: on the CPU there is no copy.
     """
+    if gradients and gradients[0].is_cpu and {each.dtype for each in gradients} == {torch.float32}:
+        return list(norms_of_each(gradients, 2.0))  # the same kernel, without Python in between
     norms: list[torch.Tensor] = []
     for gradient in gradients:
         if gradient.device.type != "cpu":
