@@ -150,8 +150,8 @@ class InfinityBlock(Block):
     scale for every 256) are smaller and change the numbers a little, see [Smaller states](#smaller-states)."""
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
     """Order of `engine.train_batch`, and of `InfinityTrainer`: `"vertical"` takes all micro-batches through a unit before
-    the next, `"ordinary"` one micro-batch after the other; `"auto"` takes the one that moves fewer bytes, and in the
-    Trainer keeps all bits."""
+    the next, `"ordinary"` one micro-batch after the other; `"auto"` takes the one that moves fewer bytes, beside a GPU the
+    vertical one, which sums gradients there, and in the Trainer keeps all bits."""
     activation_checkpointing: Flag = False
     """Compute each block (each module that is paged as one) once more in backward instead of keeping its activations, as
     `torch.utils.checkpoint` around the blocks does, non-reentrant. Only in training; blocks that the model checkpoints by
