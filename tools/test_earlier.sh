@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests of the integrations with one earlier minor of each library. Makes .venv as tools/test.sh does, and beside it
-# .venv-earlier, which holds the earlier libraries and finds everything else in .venv.
+# Runs the tests of the integrations with one earlier minor of each library, and those of the command line with the oldest
+# click. Makes .venv as tools/test.sh does, and beside it .venv-earlier, which holds the earlier libraries and finds
+# everything else in .venv.
 # Arguments go to pytest in place of those tests, e.g.: bash tools/test_earlier.sh tests/integration/test_trainer.py -k resume
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,7 +9,7 @@ cd "$(dirname "$0")/.."
 . tools/environment.sh
 make_environment dev,hf,plot
 
-earlier=(transformers==5.22.2 accelerate==1.14.0 lightning==2.5.6 pytorch-lightning==2.5.6)
+earlier=(transformers==5.22.2 accelerate==1.14.0 lightning==2.5.6 pytorch-lightning==2.5.6 click==8.1.8)
 stamp=.venv-earlier/.installed-$(printf '%s_' "${earlier[@]}")
 if [ ! -f "$stamp" ] || [ .venv/bin/python -nt "$stamp" ]; then
     rm -rf .venv-earlier
@@ -25,7 +26,7 @@ for name in trainer trainer_micro_batches derived_trainers accelerator lightning
     deepspeed_scripts deepspeed_names files_in_little_memory; do
     tests+=("tests/integration/test_$name.py")
 done
-tests+=(tests/distributed/test_integrations.py tests/distributed/test_lightning.py tests/unit/integrations)
+tests+=(tests/distributed/test_integrations.py tests/distributed/test_lightning.py tests/unit/integrations tests/unit/cli)
 [ $# -gt 0 ] || set -- "${tests[@]}"
 export HF_HUB_OFFLINE=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 exec timeout --kill-after=30 1800 .venv-earlier/bin/python -m pytest -n 2 --dist worksteal "$@"

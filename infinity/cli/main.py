@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 from click.shell_completion import shell_complete
@@ -97,6 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(commands, PROGRAM, sys.argv[1:] if arguments is None else arguments)
 
 
+_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+"""What a command without arguments raises; before click 8.2 it prints its help, and exits."""
+
+
 def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
     """Run a command; what was wrong is printed in one line, and the exit status returned."""
     _let_streams_take_all()
@@ -104,11 +109,11 @@ def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
         with command.make_context(name, list(arguments)) as context:
             status = command.invoke(context)
         sys.stdout.flush()
-    except click.exceptions.NoArgsIsHelpError as error:
+    except _NO_ARGUMENTS as error:
         click.echo(error.format_message(), err=True)
         return MISUSED
     except click.exceptions.Exit as ended:
-        return ended.exit_code
+        return ended.exit_code if arguments else MISUSED
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else name
         what = first_line(error.format_message()).removesuffix(".")
