@@ -210,12 +210,16 @@ class Loading:
         """``rest`` with the saved groups in the order of this optimizer's.
 
         Raises:
-            ValueError: they do not fit; nothing has been changed.
+            CheckpointError: they do not fit; nothing has been changed.
         """
         groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
         known = {id(parameter) for parameter in self._parameters.values()}
         if "names" in rest and {id(p) for g in groups for p in g["params"]} <= known:
-            rest = in_order_of(groups, rest, self._parameters, is_strict=self._is_strict)
+            try:
+                rest = in_order_of(groups, rest, self._parameters, is_strict=self._is_strict)
+            except ValueError as error:
+                problem, _, cure = str(error).partition(": pass ")
+                raise CheckpointError(self._saved.folder / REST, problem, cure=f"Pass {cure}") from error
         try:
             if len(groups) == len(rest["param_groups"]):  # else the optimizer says so
                 check_groups(rest["param_groups"], groups)

@@ -49,13 +49,13 @@ class FlatPool:
             self.reclaim()
         if self.used_bytes + num_bytes > self.capacity_bytes:
             return None
-        found = next((index for index, buffer in enumerate(self._free) if buffer.num_bytes == num_bytes), None)
-        if found is None:
+        sizes = [buffer.num_bytes for buffer in self._free]
+        if num_bytes not in sizes:
             while self._free and self.used_bytes + self.free_bytes + num_bytes > self.capacity_bytes:
                 self._free.pop(0).release()
             buffer = self._device.allocate_flat(num_bytes)
         else:
-            buffer = self._free.pop(found)
+            buffer = self._free.pop(sizes.index(num_bytes))
         self._lent[weakref.ref(buffer)] = num_bytes
         self.used_bytes += num_bytes
         return buffer

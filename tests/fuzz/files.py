@@ -10,6 +10,7 @@ file's own directory.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -100,7 +101,7 @@ def in_json(rng: random.Random, value: Any) -> Any:
         holder, key = rng.choice(places)
         kind = rng.randrange(8)
         if kind < 5:
-            holder[key] = rng.choice(_VALUES)
+            holder[key] = copy.deepcopy(rng.choice(_VALUES))  # which the next change may change
         elif kind == 5 and holder is not box:
             del holder[key]
         elif kind == 6:
@@ -510,10 +511,12 @@ def _in_child(name: str, place: Path, first: int, end: int, result: Result) -> i
     child = os.fork()
     if not child:
         os.close(reader)
+        code = 1
         try:
             _try_all(name, place, range(first, min(end, first + 500)), writer)
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     os.close(writer)
     number, rest = first, b""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +130,26 @@ def _deep_backward(function: Callable[[], None], depth: int) -> None:
         _Watched.apply(x, function if not depth else lambda: _deep_backward(function, depth - 1)).sum().backward()
 
 
+def _pool_belongs_to_the_backward() -> bool:
+    lock = EngineLock()
+    seen: list[bool] = []
+    threads: list[int] = []
+
+    def look() -> None:
+        threads.append(threading.get_ident())
+        seen.append(_in_lock(lock))
+
+    with lock.held("backward"):
+        _deep_backward(look, 70)
+    return seen == [True] and threads != [threading.get_ident()] and not lock.is_mine
+
+
+def _in_lock(lock: EngineLock) -> bool:
+    lock.acquire("a recomputation")
+    lock.release()
+    return lock.is_mine
+
+
 def test_another_threads_backward_is_none_of_the_call(other: Any) -> None:
     lock = EngineLock()
     with lock.held("backward"), pytest.raises(EngineBusyError):
@@ -140,3 +161,16 @@ def test_autograds_pool_for_deep_backwards_belongs_to_the_backward() -> None:
     """In a process of its own: one that has that pool can start no rank by a fork."""
     script = f"import {__name__} as test; assert test._pool_belongs_to_the_backward() and test._pool_holds_the_lock()"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3])
+
+
+def _pool_holds_the_lock() -> bool:
+    """As on a GPU, whose thread runs the backward of a plain ``loss.backward()``."""
+    lock = EngineLock()
+    states: list[bool] = []
+
+    def hold() -> None:
+        lock.acquire("backward")
+        states.append(lock.is_mine)
+
+    _deep_backward(hold, 70)  # and nothing releases it: an exception has cut it off
+    return states == [True] and lock.owner is not None
