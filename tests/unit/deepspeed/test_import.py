@@ -167,7 +167,7 @@ def test_groups_go_by_name(tmp_path: Path) -> None:
                 assert torch.equal(state, found["parameters", fqn, "exp_avg"])
     with (
         _engine(tmp_path, dataclasses.replace(case, groups=2)) as engine,
-        pytest.raises(ValueError, match="has 1 groups, and this one 2: pass model_parameters"),
+        pytest.raises(ValueError, match=r"has 1 groups, and this one 2\. Pass model_parameters"),
     ):
         engine.load_checkpoint(tmp_path / "ours")
 
