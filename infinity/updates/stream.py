@@ -383,13 +383,16 @@ class UpdateStream:
                 if found is not None:
                     return found
                 self._current = None
-            waiting = [job for job in tuple(self._pending) if not job.has_begun]
+            pending = tuple(self._pending)
+            waiting = [job for job in pending if not job.has_begun]
             first: UpdateJob | None = None
             for job in waiting * 2:  # `release_all` may go on, and releases a lower rank before a higher one
                 if not job.is_held and (first is None or job.rank < first.rank):
                     first = job
             if first is None:
                 return None
+            if tuple(self._pending) != pending:
+                continue  # others came meanwhile, and may go before this one: it was released with them, or after
             job = next(job for job in waiting if job.unit is first.unit)  # updates of one unit keep their order
             job.begin()
             self._expected.note(job.unit, job.chunks)
