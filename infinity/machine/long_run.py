@@ -6,11 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from infinity.machine.hardware import HOT_CELSIUS
 from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import Sample
+from swapper.measure.measurement import DriveTest, Sample
 
 _SAMPLE_SECONDS = 5.0
 _LEAST_SAMPLES = 12
@@ -18,14 +18,6 @@ _FALL = 0.1
 """A rate that ends so much below the first ones has fallen; less is noise."""
 _AT_ONCE = 3
 """Samples of which the median counts as one: a single one may be slow for any reason."""
-
-
-class Drive(Protocol):
-    """What can be measured: a `DriveTest`, or one that is played."""
-
-    def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
-        """Keep it busy for a time."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class LongRun:
 
 
 def hold(
-    test: Drive,
+    test: DriveTest,
     setting: IOSetting,
     seconds: float,
     celsius: Callable[[], float | None],

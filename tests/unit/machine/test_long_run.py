@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from infinity.machine.long_run import LongRun, hold
 from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import Sample
+from swapper.measure.measurement import DriveTest, Sample
 
 _SECONDS = 1e-3
 _SETTING = IOSetting("threads", 1 << 20, 4, 8)
@@ -31,7 +32,7 @@ class _Drive:
 def _run(drive: _Drive, heat: Iterator[float] | None = None) -> tuple[LongRun, list[Sample]]:
     kept: list[Sample] = []
     celsius = (lambda: next(heat)) if heat is not None else lambda: None
-    return hold(drive, _SETTING, _SECONDS, celsius, lambda what, share: None, kept.append), kept
+    return hold(cast(DriveTest, drive), _SETTING, _SECONDS, celsius, lambda what, share: None, kept.append), kept
 
 
 def test_a_drive_that_holds_its_rate_is_told_so() -> None:
