@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from infinity.checkpoint.rest_checks import check_groups
 from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
 from infinity.checkpoint.stored_weights import in_memory_order
 from infinity.checkpoint.training_checkpoint import Training, checksums_of
-from infinity.errors import CheckpointError, ModelError, listed
+from infinity.errors import CheckpointError, InfinityError, ModelError, listed
 from infinity.metrics.progress import Note, progress
 from infinity.numerics.chunk_format import WEIGHT
+from infinity.numerics.plain_data import UNREADABLE
 from infinity.optim.named_groups import in_order_of
 from infinity.optim.scheduler_state import scheduler_with
 from infinity.threads.openmp import one_thread
@@ -69,9 +70,9 @@ def load(
         changing: entered when the optimizer, which changes itself as the first, has taken what is its own.
 
     Raises:
-        CheckpointError: it is damaged, or not what this package reads.
+        CheckpointError: it is damaged, or not what this package reads, or does not fit to the optimizer; then nothing has
+            been changed.
         ModelError: it is of another model; nothing has been changed.
-        ValueError: it does not fit to the optimizer; nothing has been changed.
     """
     saved = Checkpoint(folder)
     saved.verify_small_files()
@@ -214,17 +215,11 @@ class Loading:
         """
         groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
         known = {id(parameter) for parameter in self._parameters.values()}
-        if "names" in rest and {id(p) for g in groups for p in g["params"]} <= known:
-            try:
+        with self._fitting():
+            if "names" in rest and {id(p) for g in groups for p in g["params"]} <= known:
                 rest = in_order_of(groups, rest, self._parameters, is_strict=self._is_strict)
-            except ValueError as error:
-                problem, _, cure = str(error).partition(": pass ")
-                raise CheckpointError(self._saved.folder / REST, problem, cure=f"Pass {cure}") from error
-        try:
             if len(groups) == len(rest["param_groups"]):  # else the optimizer says so
                 check_groups(rest["param_groups"], groups)
-        except ValueError as error:
-            raise CheckpointError(self._saved.folder / REST, str(error)) from error
         return rest
 
     def optimizer(self, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> None:
@@ -234,7 +229,7 @@ class Loading:
             rest: see `in_order`.
 
         Raises:
-            ValueError: it does not fit; nothing has been changed.
+            CheckpointError: it does not fit; nothing has been changed.
         """
         mine = self._tiled.without_tiles([p for group in optimizer.param_groups for p in group["params"]])
         ids = [key for group in rest["param_groups"] for key in group["params"]]
@@ -253,8 +248,22 @@ class Loading:
             }
             small = {name: each for name, each in entry.items() if name not in large}
             state[key] = self._entry(parameter, small, large)
-        with self._access.elements_following():
+        with self._fitting(), self._access.elements_following():
             optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """What saved groups and states bring about in code that expects this optimizer's is a `CheckpointError`."""
+        try:
+            yield
+        except InfinityError:
+            raise
+        except UNREADABLE as error:
+            problem, has_cure, cure = str(error).partition(": pass ")
+            if isinstance(error, LookupError):
+                problem = f"its groups name parameter {problem}, which it does not have"
+            cure = f"Pass {cure}" if has_cure else "Load another checkpoint, or pass load_optimizer_states=False"
+            raise CheckpointError(self._saved.folder / REST, problem.rstrip("."), cure=cure) from error
 
     def _entry(
         self, parameter: Any, scalars: Mapping[str, Any], large: dict[str, SavedTensor | torch.Tensor]

@@ -95,8 +95,6 @@ def check_states(states: Mapping[str, Any], names: Sequence[str]) -> None:
     """
     for fqn, (scalars, own_names, num_updates, is_fresh) in states.items():
         are_named = own_names is None or (isinstance(own_names, tuple | list) and {*own_names} <= {*names})
-        are_numbers = isinstance(scalars, dict) and all(
-            isinstance(each, Number | torch.Tensor) for each in scalars.values()
-        )
+        are_numbers = isinstance(scalars, dict) and all(_is_number(each) for each in scalars.values())
         if not are_named or not are_numbers or type(num_updates) is not int or type(is_fresh) is not bool:
             raise ValueError(f"the state of '{fqn}' is none")

@@ -429,14 +429,16 @@ class DurableRun:
         check_groups(rest["groups"], training.optimizer.param_groups)
         check_states(rest["states"], sorted({name for unit in self._units for name in self._records.names_of(unit)}))
         self._records.set_valid_bytes(rest["valid_bytes"])
+        for group, values in zip(training.optimizer.param_groups, rest["groups"], strict=True):
+            group.update(values)
         for unit in self._units:
             for slot in unit.layout.slots:
                 state = self._states.get((unit.index, slot.index))
                 if state is not None:
                     scalars, names, num_updates, is_fresh = rest["states"][slot.spec.fqn]
+                    if not is_fresh:
+                        training.optimizer.check_scalars(unit.parameters[slot.index], scalars)
                     state.load(scalars, None if is_fresh else names, num_updates)
-        for group, values in zip(training.optimizer.param_groups, rest["groups"], strict=True):
-            group.update(values)
         commit_parts.set_buffers(training.module, rest["buffers"], training.device)
         return rest
 
@@ -493,7 +495,8 @@ class DurableRun:
 
 def _header_of(head: bytes) -> dict[str, Any]:
     found = json.loads(head)
-    if not isinstance(found, dict) or any(type(found.get(name)) is not int for name in ("step", "line", "page_bytes")):
+    kinds = {"step": int, "line": int, "page_bytes": int, "time": float, "layout": dict, "places": dict}
+    if not isinstance(found, dict) or any(type(found.get(name)) is not kind for name, kind in kinds.items()):
         raise ValueError("its header is not that of a commit")
     return found
 

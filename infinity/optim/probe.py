@@ -109,11 +109,13 @@ class StateSchema:
     Attributes:
         elementwise: names of tensors with the parameter's shape, float32, in the order in which they were made.
         scalars: names of everything else: step counts and the like, one value per parameter.
+        tensors: those of the scalars that are tensors, of one element.
         shape: of a small parameter that the optimizer takes.
     """
 
     elementwise: tuple[str, ...]
     scalars: tuple[str, ...]
+    tensors: frozenset[str]
     shape: tuple[int, ...] = _VECTOR
 
 
@@ -156,7 +158,8 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
             raise worker.refusal(f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape {shape}")
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in leaves(value)):
             raise worker.refusal(f"its state '{name}' holds tensors inside a container")
-    return StateSchema(tuple(elementwise), tuple(scalars), shape)
+    tensors = frozenset(name for name in scalars if isinstance(state[name], Tensor))
+    return StateSchema(tuple(elementwise), tuple(scalars), tensors, shape)
 
 
 def _first_steps(

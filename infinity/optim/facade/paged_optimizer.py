@@ -339,6 +339,17 @@ class PagedOptimizer(Optimizer):
         """Copies of a parameter's state after all updates asked for; before the first step, what the constructor made."""
         return self._keeper.gather_state(param) or self._template.started_state(param)
 
+    def check_scalars(self, param: Tensor, scalars: Mapping[str, Any]) -> None:
+        """Check those of a state that was saved after an update. Raises ValueError where the next step could not go on."""
+        values = self._template.read().of(param)
+        if values is None:
+            return
+        schema = self._updater.schema_under(values)
+        for name in schema.scalars:
+            if name not in scalars or isinstance(scalars[name], Tensor) != (name in schema.tensors):
+                there = f"{scalars[name]!r:.40} as" if name in scalars else "no"
+                raise ValueError(f"the state of '{self._template.fqn(param)}' has {there} '{name}'")
+
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Replace a parameter's state; with an empty one it starts anew. Tensors belong to the caller, and are copied.
 
