@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,8 @@ import torch
 from torch import nn
 
 import infinity
-from tests.internals import MemoryGroup, compile_kernels, give_back_freed_memory
+from tests.internals import MemoryGroup
+from tests.little_memory import anonymous_bytes, config_on, load_libraries, settled_bytes
 
 BUDGET_BYTES = 240_000_000
 LONG_BUDGETS = {"memory": 48 << 20, "nvme": 48 << 20, "cpu": 700 << 20}
@@ -56,9 +55,8 @@ class Model(nn.Module):
 
 
 def _load_libraries() -> None:
-    """All of numba and torch that a training comes to need: torch loads its compiler with the first optimizer."""
-    compile_kernels()
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
+    """And what backward in 16 bits loads."""
+    load_libraries()
     small = nn.Linear(64, 64).bfloat16()
     small(torch.ones(8, 64).bfloat16()).sum().backward()
 
@@ -68,7 +66,7 @@ def _plain_bytes() -> int:
     the processor multiplies no bf16, the gradient in fp32 as well."""
     head = nn.Linear(_WIDTH, _NUM_RESULTS, bias=False, dtype=torch.bfloat16)
     x = torch.ones(1, _NUM_TOKENS, _WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    before = _anonymous_bytes()
+    before = anonymous_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     head(x).float().square().mean().backward()
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
@@ -91,11 +89,6 @@ def _batches() -> Iterator[tuple[torch.Tensor]]:
         yield (torch.randn(1, _NUM_TOKENS, _WIDTH, generator=generator).bfloat16(),)
 
 
-def _anonymous_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
-
-
 def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any]) -> None:
     """Print a line of JSON in the end, if the kernel has let it come that far.
 
@@ -110,21 +103,11 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
     torch.set_num_threads(1)
     _load_libraries()
     plain_bytes = _plain_bytes()
-    gc.collect()
-    give_back_freed_memory()
-    limit = _anonymous_bytes() + plain_bytes + BUDGET_BYTES + slack_bytes
+    limit = settled_bytes() + plain_bytes + BUDGET_BYTES + slack_bytes
     memory = MemoryGroup(Path(group))
     memory.limit(limit)
-    place = {"device": "nvme", "nvme_path": directory}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        **changes,
-        "infinity": {"host_memory_budget": BUDGET_BYTES, **changes.get("infinity", {})},
-    }
+    own = {"host_memory_budget": BUDGET_BYTES, **changes.get("infinity", {})}
+    config = {**config_on(directory), "gradient_clipping": 0.0, **changes, "infinity": own}
     engine, *_ = infinity.initialize(model=_make_model(), config=config)
     with engine:
         data = _batches()
@@ -136,9 +119,7 @@ def train(group: str, directory: str, slack_bytes: int, changes: dict[str, Any])
             "limit_bytes": limit,
         }
         engine.flush()
-        gc.collect()
-        give_back_freed_memory()
-        memory.limit(_anonymous_bytes() + _SAVING_BYTES)
+        memory.limit(settled_bytes() + _SAVING_BYTES)
         engine.save_16bit_model(Path(directory) / "weights")
     print(json.dumps(answer))
 
@@ -153,29 +134,18 @@ def save(group: str, directory: str, slack_bytes: int) -> None:
     """
     torch.set_num_threads(1)
     _load_libraries()
-    place = {"device": "nvme", "nvme_path": directory}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": BUDGET_BYTES, "keep_in_memory": False},
-    }
+    config = config_on(directory, host_memory_budget=BUDGET_BYTES, keep_in_memory=False)
     engine, optimizer, *_ = infinity.initialize(model=_make_model(), config=config)
     with engine:
         engine.train_batch(_batches())
         engine.flush()
-        gc.collect()
-        give_back_freed_memory()
         num_bytes: list[int] = []
         for owner in (engine.module, optimizer):
             file = Path(directory) / f"saved{len(num_bytes)}.pt"
-            MemoryGroup(Path(group)).limit(_anonymous_bytes() + slack_bytes)
+            MemoryGroup(Path(group)).limit(settled_bytes() + slack_bytes)
             torch.save(owner.state_dict(), file)
             owner.load_state_dict(torch.load(file, mmap=True))
             num_bytes.append(file.stat().st_size)
-            gc.collect()
-            give_back_freed_memory()
         print(json.dumps({"num_bytes": num_bytes}))
 
 
@@ -189,23 +159,15 @@ def train_on_long_sequences(group: str, directory: str, activations: str) -> Non
     """
     torch.set_num_threads(1)
     _load_libraries()
-    place = {"device": "nvme", "nvme_path": directory}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": LONG_BUDGETS[activations], "activations": activations},
-    }
+    own = {"host_memory_budget": LONG_BUDGETS[activations], "activations": activations}
+    config = {**config_on(directory, is_bf16=False, **own), "gradient_clipping": 0.0}
     torch.manual_seed(0)
     width, num_tokens, num_blocks = 256, 4096, 24
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)) for _ in range(num_blocks)]
     engine, *_ = infinity.initialize(model=nn.Sequential(*blocks), config=config)
     with engine:
         x = torch.randn(1, num_tokens, width)
-        gc.collect()
-        give_back_freed_memory()
-        before = _anonymous_bytes()
+        before = settled_bytes()
         memory = MemoryGroup(Path(group))
         memory.reset_peak()
         for _ in range(2):

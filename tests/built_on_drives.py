@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
-import mmap
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,28 +12,13 @@ import torch
 import transformers
 
 import infinity
-from tests.internals import Cgroup, MemoryGroup, compile_kernels, give_back_freed_memory, has_drive_tensors
+from tests.internals import MemoryGroup, has_drive_tensors
+from tests.little_memory import anonymous_bytes, config_on, load_libraries, settled_bytes
 
 BUDGET_BYTES = 190_000_000
 SLACK_BYTES = 150_000_000
 """Activations, the largest parameter while it moves, what is on its way to the drive, and the heap."""
 NUM_STEPS = 2
-
-
-def _config(directory: str, budget_bytes: int) -> dict[str, Any]:
-    place = {"device": "nvme", "nvme_path": directory}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": budget_bytes, "main_weights": "remainder"},
-    }
-
-
-def _anonymous_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
 
 
 class _Peak(threading.Thread):
@@ -49,7 +31,7 @@ class _Peak(threading.Thread):
 
     def run(self) -> None:
         while not self._ends.wait(0.01):
-            self.num_bytes = max(self.num_bytes, _anonymous_bytes())
+            self.num_bytes = max(self.num_bytes, anonymous_bytes())
 
     def end(self) -> int:
         self._ends.set()
@@ -62,45 +44,32 @@ def _sums(model: torch.nn.Module) -> list[int]:
     return [int(p.detach().view(torch.int32).sum()) for p in model.parameters()]
 
 
-def run(
-    group: str | None,
-    directory: str,
-    num_layers: int = 8,
-    width: int = 1024,
-    limit: int | None = None,
-    budget_bytes: int = BUDGET_BYTES,
-) -> None:
+def run(group: str | None, directory: str, num_layers: int) -> None:
     """Print a line of JSON: sums of the weights as built, losses, and peaks of memory.
 
     Args:
         group: directory of the memory control group that this process is in, which it limits. None: build in memory.
         directory: on a drive.
         num_layers: of the model.
-        width: of the model.
-        limit: of the group, in bytes. None: what it has after its imports, budget and slack.
-        budget_bytes: of the engine.
     """
     torch.set_num_threads(2)
-    compile_kernels()
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+    load_libraries()
+    config = config_on(directory, host_memory_budget=BUDGET_BYTES, main_weights="remainder")
     shape = transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
+        hidden_size=1024,
+        intermediate_size=2816,
         num_hidden_layers=num_layers,
         num_attention_heads=8,
         vocab_size=16_000,
     )
     with torch.device("meta"):
         num_bytes = 4 * sum(p.numel() for p in transformers.LlamaForCausalLM(shape).parameters())
-    gc.collect()
-    give_back_freed_memory()
-    before = _anonymous_bytes()
+    before = settled_bytes()
     bound = contextlib.nullcontext()
     if group is not None:
-        bound = infinity.Init(config=_config(directory, budget_bytes))
-        limit = limit or before + budget_bytes + SLACK_BYTES
+        bound = infinity.Init(config=config)
         memory = MemoryGroup(Path(group))
-        memory.limit(limit)
+        memory.limit(before + BUDGET_BYTES + SLACK_BYTES)
         memory.reset_peak()
     peak = _Peak()
     peak.start()
@@ -110,7 +79,7 @@ def run(
     answer: dict[str, Any] = {"parameters_bytes": num_bytes, "built_bytes": peak.end() - before, "sums": _sums(model)}
     peak = _Peak()
     peak.start()
-    engine, *_ = infinity.initialize(model=model, config=_config(directory, budget_bytes))
+    engine, *_ = infinity.initialize(model=model, config=config)
     answer["initialized_bytes"] = peak.end() - before
     answer["is_left"] = has_drive_tensors()
     with engine:
@@ -124,11 +93,4 @@ def run(
         answer["losses"] = losses
     if group is not None:
         answer["group_bytes"] = memory.peak_bytes
-        answer["limit_bytes"] = limit
     print(json.dumps(answer))
-
-
-if __name__ == "__main__":  # by hand: DIRECTORY LAYERS WIDTH LIMIT BUDGET, in a group of its own
-    with Cgroup("build", ("memory",)) as made, made.joined():
-        sizes = [int(float(given)) for given in sys.argv[2:]]
-        run(str(made.task_files[0].parent), sys.argv[1], *sizes)

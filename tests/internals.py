@@ -4,6 +4,8 @@ A module that moves changes one line here. Public ways come first: each name is 
 replace, something that users cannot reach.
 """
 
+# ruff: noqa: F401 (names are handed on)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -68,76 +70,3 @@ def compile_kernels() -> None:
     from infinity.numerics.kernels import kernels
 
     kernels()
-
-
-__all__ = [
-    "BY_NAME",
-    "CHUNK_GRANULE",
-    "Arrival",
-    "Arrivals",
-    "BackgroundSave",
-    "BlockFile",
-    "Cgroup",
-    "Checkpoint",
-    "ComputeDevice",
-    "Copy",
-    "CudaDevice",
-    "CudaFlatBuffer",
-    "DelayLine",
-    "DividedWeights",
-    "EngineResources",
-    "Fence",
-    "FlatBuffer",
-    "FlatPool",
-    "GradientStore",
-    "HostFlatBuffer",
-    "MainGradDtype",
-    "MemoryGroup",
-    "ParameterSpec",
-    "Pulls",
-    "Saving",
-    "ScratchFile",
-    "Shares",
-    "Slot",
-    "StepClock",
-    "Unit",
-    "UnitLayout",
-    "WeightExchange",
-    "WeightStore",
-    "agreement",
-    "arrays",
-    "block_device",
-    "checkpoint_loading",
-    "compile_kernels",
-    "cost_model",
-    "destroy_at_exit",
-    "device_for",
-    "drive_tensors",
-    "end_all_at_exit",
-    "find_blocks",
-    "foreign_arrays",
-    "give_back_freed_memory",
-    "gradient_norm",
-    "gradient_store",
-    "has_drive_tensors",
-    "host_memory",
-    "keys",
-    "main",
-    "manifest",
-    "on_drive",
-    "open_backend",
-    "placement",
-    "predict",
-    "publish",
-    "saved",
-    "scratch_file",
-    "seal",
-    "set_bandwidth",
-    "settle",
-    "tags",
-    "training_checkpoint",
-    "user_copies",
-    "why_unavailable",
-    "world",
-    "writing",
-]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,16 +13,12 @@ from typing import Any
 import torch
 
 from tests.internals import MemoryGroup
+from tests.little_memory import config_on, settled_bytes
 
 LIBRARIES = ("transformers", "accelerate", "lightning")
 _BUDGET_BYTES = 40 << 20
 _SLACK_BYTES = 48 << 20
 """Beyond what the process has when a step has ended: half of the weights, in 16 bits."""
-
-
-def _anonymous_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
 
 
 class Saves:
@@ -32,26 +27,16 @@ class Saves:
     def __init__(self, group: str, directory: str, is_deepspeed: bool) -> None:
         self._memory = MemoryGroup(Path(group))
         self._is_deepspeed = is_deepspeed
-        place = {"device": "nvme", "nvme_path": str(directory)}
-        self._config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": dict(place)},
-            "zero_allow_untested_optimizer": True,
-            "infinity": {"host_memory_budget": _BUDGET_BYTES, "keep_in_memory": False},
-        }
+        self._config = config_on(directory, host_memory_budget=_BUDGET_BYTES, keep_in_memory=False)
+        self._config |= {"gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+        self._config["zero_allow_untested_optimizer"] = True
+        del self._config["optimizer"]
 
     @contextmanager
     def _limited(self, engine: Any) -> Iterator[None]:
         """Within, the process gets little more than it has."""
-        from tests.internals import give_back_freed_memory
-
         engine.flush()
-        gc.collect()
-        give_back_freed_memory()
-        self._memory.limit(_anonymous_bytes() + _SLACK_BYTES)
+        self._memory.limit(settled_bytes() + _SLACK_BYTES)
         yield
         gc.collect()
         self._memory.limit(None)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,14 @@ import torch
 import transformers
 
 import infinity
-from tests.internals import MemoryGroup, compile_kernels, give_back_freed_memory, main
+from tests.internals import MemoryGroup, main
+from tests.little_memory import config_on, load_libraries, settled_bytes
 
 _BUDGET_BYTES = 160 << 20
 _SLACK_BYTES = 88 << 20
 """Beyond the budget, where there is an engine; in all, where there is none."""
 
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
-
-
-def _anonymous_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
 
 
 def run(group: str, directory: str, what: str) -> None:
@@ -37,26 +31,16 @@ def run(group: str, directory: str, what: str) -> None:
             the model, or to "export" a checkpoint.
     """
     torch.set_num_threads(1)
-    compile_kernels()
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+    load_libraries()
     transformers.MixtralForCausalLM(
         transformers.MixtralConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64)
     )
-    place = {"device": "nvme", "nvme_path": directory}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": _BUDGET_BYTES, "keep_in_memory": False},
-    }
+    config = config_on(directory, host_memory_budget=_BUDGET_BYTES, keep_in_memory=False)
     weights = Path(directory) / "weights"
     if what == "export":
         with _engine(weights, config) as engine:
             engine.save_checkpoint(Path(directory) / "checkpoints")
-    gc.collect()
-    give_back_freed_memory()
-    limit = _anonymous_bytes() + _SLACK_BYTES + (_BUDGET_BYTES if what == "train" else 0)
+    limit = settled_bytes() + _SLACK_BYTES + (_BUDGET_BYTES if what == "train" else 0)
     MemoryGroup(Path(group)).limit(limit)
     out = Path(directory) / "out"
     if what == "load":
@@ -80,16 +64,8 @@ def run(group: str, directory: str, what: str) -> None:
             engine.save_pretrained(out)
             engine.save_fp32_model(out)
     else:
-        words = [
-            "export",
-            f"{directory}/checkpoints",
-            str(out),
-            "--config-from",
-            str(weights),
-            "--max-shard-size",
-            "100MB",
-        ]
-        if main(words):
+        places = ["export", f"{directory}/checkpoints", str(out), "--config-from", str(weights)]
+        if main([*places, "--max-shard-size", "100MB"]):
             raise RuntimeError("the export has failed")
     weights_bytes = sum(file.stat().st_size for file in weights.glob("*.safetensors"))
     print(json.dumps({"weights_bytes": weights_bytes, "slack_bytes": _SLACK_BYTES}))

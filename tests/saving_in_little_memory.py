@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,8 @@ import torch
 from torch import nn
 
 import infinity
-from tests.internals import Checkpoint, MemoryGroup, compile_kernels, give_back_freed_memory
+from tests.internals import Checkpoint, MemoryGroup
+from tests.little_memory import config_on, load_libraries, settled_bytes
 
 _BUDGET_BYTES = 112 << 20
 _SLACK_BYTES = 128 << 20
@@ -20,27 +19,12 @@ _SLACK_BYTES = 128 << 20
 _WIDTH, _NUM_LAYERS = 2048, 16
 
 
-def _anonymous_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
-
-
 def run(group: str, directory: str) -> None:
     """In a process of its own, inside the control group: train, save, walk the states, load. Prints JSON."""
     torch.set_num_threads(1)
-    compile_kernels()
-    torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
-    place = {"device": "nvme", "nvme_path": directory}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": _BUDGET_BYTES},
-    }
-    gc.collect()
-    give_back_freed_memory()
-    limit = _anonymous_bytes() + _SLACK_BYTES + _BUDGET_BYTES
+    load_libraries()
+    config = config_on(directory, host_memory_budget=_BUDGET_BYTES)
+    limit = settled_bytes() + _SLACK_BYTES + _BUDGET_BYTES
     with infinity.Init(config=config):
         model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_NUM_LAYERS)])
     engine = infinity.initialize(model=model, config=config)[0]

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ for library in ("torch", "infinity", "transformers.trainer", "peft", "lightning"
     with contextlib.suppress(ImportError):
         importlib.import_module(library)
 for line in sys.stdin:
-    script, directory, environment, printed = json.loads(line)
+    script, words, directory, environment, printed = json.loads(line)
     child = os.fork()
     if child == 0:
         status = 1
@@ -30,7 +31,7 @@ for line in sys.stdin:
             file = os.open(printed, os.O_WRONLY | os.O_CREAT)
             os.dup2(file, 1)
             os.dup2(file, 2)
-            sys.argv = [script]
+            sys.argv = [script, *words]
             sys.path.insert(0, os.path.dirname(script))
             runpy.run_path(script, run_name="__main__")
             status = 0
@@ -67,8 +68,10 @@ def _server() -> subprocess.Popen[str]:
     return child
 
 
-def run_script(script: Path, directory: Path, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Run a Python file in a directory.
+def run_script(
+    script: Path, directory: Path, environment: dict[str, str] | None = None, words: Sequence[str] = ()
+) -> tuple[int, str]:
+    """Run a Python file in a directory, with words behind its name.
 
     Returns:
         The exit status, and everything that was printed.
@@ -77,7 +80,7 @@ def run_script(script: Path, directory: Path, environment: dict[str, str] | None
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as outside:
         printed = Path(outside, "printed")
-        server.stdin.write(json.dumps([str(script), str(directory), environment or {}, str(printed)]) + "\n")
+        server.stdin.write(json.dumps([str(script), words, str(directory), environment or {}, str(printed)]) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
         return status, printed.read_text()

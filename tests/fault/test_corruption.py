@@ -28,7 +28,7 @@ from swapper import (
 from swapper.backend import Direction
 from swapper.backends import FaultInjectingBackend, FaultRule, IntegrityBackend, MemoryBackend, ThreadsBackend
 from tests.exactness.faulty_drives import faulty_drives
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
 from tests.internals import ScratchFile
 from tests.ticking import LONG_SECONDS, ticking
 
@@ -144,11 +144,8 @@ def test_an_error_does_not_get_lost_because_its_place_cannot_be_named(caplog: py
 
 def _changes(directory: Path, **changes: Any) -> dict[str, Any]:
     """The smallest budget, so that everything comes from the drive in every step."""
-    config = everything_on_nvme(directory, {**changes, "infinity": {"host_memory_budget": 1}})
-    with pytest.raises(infinity.errors.BudgetTooSmallError) as refused:
-        infinity.initialize(model=PLAIN.make("none"), config=config)
-    budget = int(refused.value.minimum_bytes)
-    return {**changes, "infinity": {"host_memory_budget": budget, "verify_checksums": True, "io_backend": "threads"}}
+    own = {"verify_checksums": True, "io_backend": "threads"}
+    return with_smallest_budget(directory, {**changes, "infinity": own})
 
 
 def _train(engine: Any, first: int, last: int) -> None:

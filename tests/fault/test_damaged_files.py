@@ -13,5 +13,5 @@ _FEW, _CHUNK, _NUM_CHUNKS = 25, 500, 10
 @pytest.mark.parametrize("name", FORMATS)
 def test_damaged_files_are_errors(name: str, chunk: int, pytestconfig: pytest.Config) -> None:
     is_all = pytestconfig.getoption("--all", default=False)
-    found = run(name, chunk * _CHUNK, _CHUNK if is_all else _FEW)
-    assert not found.failures, "\n".join(f"file {number}: {problem}" for number, problem in found.failures.items())
+    failures = run(name, chunk * _CHUNK, _CHUNK if is_all else _FEW)
+    assert not failures, "\n".join(f"file {number}: {problem}" for number, problem in failures.items())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,30 +15,32 @@ from infinity.errors import InfinityError, StepError, StorageError
 from swapper import SwapperError
 from tests.exactness.lockstep import BF16
 from tests.integration.test_durable_runs import Model, everything, require_equal, train, training
-
-_HOLDER = """
-import sys
-from pathlib import Path
-from tests.exactness.lockstep import BF16
-from tests.integration.test_durable_runs import Model, train, training
-
-with training(Path(sys.argv[1]), BF16, Model()) as engine:
-    train(engine, 1)
-    print("holds", flush=True)
-    sys.stdin.read()
-"""
+from tests.killed import NEEDS_FORKS
 
 
-@pytest.mark.deep
+@NEEDS_FORKS
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _HOLDER, str(tmp_path / "drive")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None and other.stdout is not None
-        assert "holds" in other.stdout.readline()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            with training(tmp_path / "drive", BF16, Model()) as engine:
+                train(engine, 1)
+                os.write(writing, b"holds")
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        assert os.read(reading, 5) == b"holds"
         refused = pytest.raises(StorageError, match=r"durable_path.*in use, by another process")
         with refused, training(tmp_path / "drive", BF16, Model()):
             pass
-        other.kill()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
     with training(tmp_path / "drive", BF16, Model()) as engine:  # nobody was there to let go
         assert engine.global_steps in (0, 1)
 

@@ -6,8 +6,6 @@ can train.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,16 +80,7 @@ def refused(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gradient_acumulation_steps": 4}, ("gradient_acumulation_steps", "gradient_accumulation_steps")),
         ({"zero_optimization": {"offload_parm": {}}}, ("zero_optimization.offload_parm", "offload_param")),
-        ({"aio": {"queue_deph": 8}}, ("aio.queue_deph", "queue_depth")),
-        ({"zero_optimization": {"offload_optimizer": {"nvme_path": None}}}, ("offload_optimizer", "nvme_path")),
-        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, ("train_batch_size", "7", "2")),
-        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16", "bf16", "one of them")),
-        ({"zero_optimization": {"offload_param": {"device": "tape"}}}, ("offload_param.device", "tape", "nvme")),
-        ({"infinity": {"host_memory_budget": "lots"}}, ("host_memory_budget", "lots")),
-        ({"infinity": {"page_bytes": 5000}}, ("page_bytes", "5000", "8192")),
-        ({"gradient_clipping": -1.0}, ("gradient_clipping", "-1")),
         ({"infinity": {"update": "in_backward"}, "gradient_clipping": 1.0}, ("in_backward", "gradient_clipping")),
         ({"optimizer": {"type": "AdamWW", "params": {"lr": 1e-3}}}, ("AdamWW",)),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betaz": [0.9, 0.99]}}}, ("betaz",)),
@@ -102,93 +91,13 @@ def test_what_a_config_says_wrong_is_named(changes: dict[str, Any], words: tuple
     refused(InfinityError, *words, drive=drive, changes=changes)
 
 
-def test_unknown_key_is_a_warning_where_that_was_asked_for(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = everything_on_nvme(drive, {"no_such_key": 1, "infinity": {"strict": False}})
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
-    engine.close()
-    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == 1
-    assert "no_such_key" in warned[0]
-
-
-def test_keys_without_effect_are_listed_once_with_the_reason(drive: Path, caplog: pytest.LogCaptureFixture) -> None:
-    changes = {"zero_optimization": {"sub_group_size": 1e9, "offload_param": {"buffer_count": 5, "buffer_size": 1e8}}}
-    with caplog.at_level(logging.INFO, logger="infinity"):
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(drive, changes))
-        with engine:
-            engine.backward(engine(**make_batch(0)))
-            engine.step()
-    for key in ("sub_group_size", "buffer_count", "buffer_size"):
-        assert sum(key in record.getMessage() for record in caplog.records) == 1, key
-
-
 def test_a_data_set_without_a_batch_size(drive: Path) -> None:
     changes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     arguments = {"training_data": [1, 2, 3]}
     refused(ConfigError, "train_micro_batch_size_per_gpu", drive=drive, changes=changes, arguments=lambda _: arguments)
 
 
-def test_config_is_missing(drive: Path) -> None:
-    with pytest.raises(InfinityError, match="config"):
-        infinity.initialize(model=PLAIN.make("none"))
-
-
-def test_config_file_is_missing_or_broken(drive: Path, tmp_path: Path) -> None:
-    refused(ConfigError, "nowhere.json", drive=drive, config=str(tmp_path / "nowhere.json"))
-    path = tmp_path / "broken.json"
-    path.write_text('{"train_batch_size": 1, "train_batch_size": 2}')
-    refused(ConfigError, "train_batch_size", drive=drive, config=str(path))
-    path.write_text(json.dumps(everything_on_nvme(drive))[:-1])
-    refused(ConfigError, "broken.json", drive=drive, config=str(path))
-
-
 # --------------------------------------------------------------------------------- directories, budget
-
-
-@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-def test_directory_that_is_missing_is_made(section: str, drive: Path, tmp_path: Path) -> None:
-    path = tmp_path / "not_there"
-    changes = {"zero_optimization": {section: {"nvme_path": str(path)}}}
-    engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(drive, changes))
-    with engine:
-        assert path.is_dir()
-    path.rmdir()
-    wrong = {**changes, "infinity": {"host_memory_budget": 4096}}
-    refused(InfinityError, "budget", drive=drive, changes=wrong)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("place", "words"),
-    [
-        ("not_there/below", ("not_there/below", "nearest directory that exists")),
-        ("/proc/infinity/below", ("/proc/infinity/below",)),
-        ("file", ("file", "directory")),
-    ],
-)
-def test_directory_that_cannot_be_used(place: str, words: tuple[str, ...], drive: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("kept")
-    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(tmp_path / place)}}}
-    refused(StorageError, *words, drive=drive, changes=changes)
-    assert not (tmp_path / "not_there").exists() and (tmp_path / "file").read_text() == "kept"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_directory_is_not_writable(drive: Path, tmp_path: Path) -> None:
-    path = tmp_path / "locked"
-    path.mkdir(mode=0o500)
-    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(path)}}}
-    refused(StorageError, str(path), "writ", drive=drive, changes=changes)
-
-
-@pytest.mark.root
-def test_directory_on_a_read_only_file_system(drive: Path, small_tmpfs: Callable[[int], Path]) -> None:
-    import subprocess
-
-    point = small_tmpfs(1 << 20)
-    subprocess.run(["mount", "-o", "remount,ro", str(point)], check=True)
-    changes = {"zero_optimization": {"offload_param": {"nvme_path": str(point)}}}
-    refused(StorageError, str(point), "offload_param", drive=drive, changes=changes)
 
 
 @pytest.mark.root
@@ -351,27 +260,3 @@ def test_a_refused_model_trains_in_plain_torch_and_in_an_engine(drive: Path) -> 
     engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
     with engine:
         assert torch.equal(engine(**make_batch(0)), expected)
-
-
-def _containing_itself(kind: str) -> dict[str, Any]:
-    config: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}}
-    loop: list[Any] = []
-    loop.append(loop)
-    if kind == "block":
-        config["infinity"] = config
-    elif kind == "unknown key":
-        config["x"] = config
-    elif kind == "parameter":
-        config["optimizer"]["params"]["lr"] = config
-    elif kind == "list":
-        config["zero_optimization"] = {"offload_param": {"device": "nvme", "nvme_path": loop}}
-    else:
-        for _ in range(100_000):
-            config = {"infinity": config}
-    return config
-
-
-@pytest.mark.parametrize("kind", ["block", "unknown key", "parameter", "list", "deep"])
-def test_a_config_that_contains_itself_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match="Check that none of them contains itself"):
-        infinity.initialize(model=nn.Linear(2, 2), config=_containing_itself(kind))

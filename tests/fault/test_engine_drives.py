@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,21 @@ import infinity
 from infinity.errors import InfinityError
 from swapper import StallError, SwapperError, TransferError
 from swapper.backend import Direction
-from swapper.backends import FaultInjectingBackend, FaultRule
+from swapper.backends import FaultRule
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.faulty_drives import JitteringBackend, faulty_drives, wrapped_drives
 from tests.exactness.grid import Row
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme, make_batch
+from tests.exactness.lockstep import (
+    PLAIN,
+    SHAPES_BY_NAME,
+    Lockstep,
+    everything_on_nvme,
+    make_batch,
+    with_smallest_budget,
+)
 from tests.exactness.verification import require_exact_training
 from tests.ticking import LONG_SECONDS, ticking
-from tests.waiting import wait_until
 
 _CLIPPED = {"gradient_clipping": 0.1}
 
@@ -56,8 +60,7 @@ def test_an_io_error_stops_training_with_file_offset_bytes_and_errno(
     code: int, direction: Direction, changes: dict[str, Any], nth: int, tmp_path: Path
 ) -> None:
     with faulty_drives() as backends:
-        budget = {"infinity": {"host_memory_budget": _smallest(tmp_path, changes)}}
-        config = everything_on_nvme(tmp_path, {**changes, **budget})
+        config = everything_on_nvme(tmp_path, with_smallest_budget(tmp_path, changes))
         engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=config)
         with engine:
             _train(engine, 0, 2)
@@ -73,33 +76,23 @@ def test_an_io_error_stops_training_with_file_offset_bytes_and_errno(
             assert root.num_bytes > 0
 
 
-def _smallest(directory: Path, changes: dict[str, Any]) -> int:
-    config = everything_on_nvme(directory, {**changes, "infinity": {"host_memory_budget": 1}})
-    with pytest.raises(infinity.errors.BudgetTooSmallError) as refused:
-        infinity.initialize(model=PLAIN.make("none"), config=config)
-    return int(refused.value.minimum_bytes)
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("direction", [Direction.READ, Direction.WRITE])
 def test_a_failed_drive_is_never_trained_past(direction: Direction, tmp_path: Path) -> None:
     """Every call after the failure fails too, or trains on true data: never on stale data."""
-    with faulty_drives() as backends:
-        changes = {"infinity": {"host_memory_budget": _smallest(tmp_path, {})}}
-        both = Lockstep.start(tmp_path, changes=changes)
-        with both:
-            both.engine_step(0)
-            both.engine_step(1)
-            for backend in backends:
-                backend.add(FaultRule(direction=direction, errno=errno.EIO))
-            num_errors = 0
-            for step in range(2, 5):
-                try:
-                    both.engine_step(step)
-                    both.engine.flush()
-                except (InfinityError, SwapperError):
-                    num_errors += 1
-            assert num_errors == 3
+    with faulty_drives() as backends, Lockstep.start(tmp_path, changes=with_smallest_budget(tmp_path, {})) as both:
+        both.engine_step(0)
+        both.engine_step(1)
+        for backend in backends:
+            backend.add(FaultRule(direction=direction, errno=errno.EIO))
+        num_errors = 0
+        for step in range(2, 5):
+            try:
+                both.engine_step(step)
+                both.engine.flush()
+            except (InfinityError, SwapperError):
+                num_errors += 1
+        assert num_errors == 3
     assert os.listdir(tmp_path) == []
 
 
@@ -117,7 +110,7 @@ def _time_passing(engine: Any) -> Iterator[None]:
 def test_a_drive_that_hangs_is_an_error_within_the_deadline(direction: Direction, tmp_path: Path) -> None:
     with faulty_drives() as backends:
         # Time passes only while all that is under way hangs, or a busy machine's first step would miss the deadline.
-        changes = {"infinity": {"host_memory_budget": _smallest(tmp_path, {}), "io_deadline_seconds": LONG_SECONDS}}
+        changes = with_smallest_budget(tmp_path, {"infinity": {"io_deadline_seconds": LONG_SECONDS}})
         engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, changes))
         try:
             _train(engine, 0, 1)
@@ -170,29 +163,3 @@ def test_a_drive_that_fills_up_later_does_no_harm(tmp_path: Path, small_tmpfs: C
         both.engine_step(2)
         both.require_equal()
     assert os.listdir(point) == ["filler"]
-
-
-@pytest.mark.root
-def test_a_drive_that_is_unmounted_does_no_silent_harm(tmp_path: Path, small_tmpfs: Callable[[int], Path]) -> None:
-    point = small_tmpfs(8 << 20)
-    with Lockstep.start(point) as both:
-        both.engine_step(0)
-        subprocess.run(["umount", "--lazy", str(point)], check=True)
-        # Open files of a lazily unmounted file system live on.
-        both.engine_step(1)
-        both.require_equal()
-
-
-def test_no_thread_is_left_after_a_failure(tmp_path: Path) -> None:
-    with faulty_drives() as backends:
-        engine, *_ = infinity.initialize(model=PLAIN.make("none"), config=everything_on_nvme(tmp_path, _CLIPPED))
-        with pytest.raises((InfinityError, SwapperError)), engine:
-            _train(engine, 0, 1)
-            for backend in backends:
-                backend.add(FaultRule(direction=Direction.WRITE, errno=errno.EIO))
-            _train(engine, 1, 4)
-    del engine
-    names = ("infinity", "update")
-    wait_until(lambda: not any(name in thread.name for thread in threading.enumerate() for name in names), "their end")
-    assert isinstance(backends[0], FaultInjectingBackend)
-    assert os.listdir(tmp_path) == []

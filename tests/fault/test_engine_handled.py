@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import subprocess
 import sys
@@ -15,9 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-import infinity
-from infinity.errors import InfinityError
-from tests.exactness.lockstep import PLAIN, SHAPES_BY_NAME, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
 from tests.exactness.shapes.blocks import LENGTH, VOCABULARY
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -82,24 +79,6 @@ def test_a_deep_copy_is_an_ordinary_model_with_the_true_weights(tmp_path: Path) 
         both.require_equal()
 
 
-@pytest.mark.deep
-def test_a_pickled_model_has_the_true_weights_or_raises(tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        buffer = io.BytesIO()
-        try:
-            torch.save(both.model, buffer)
-        except InfinityError:
-            return
-        buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=False)
-        for fqn, param in loaded.named_parameters():
-            assert torch.equal(param, both.reference.model.get_parameter(fqn)), fqn
-        assert torch.equal(loaded(**both.batch(5)), both.reference.forward(both.batch(5)))
-        both.engine_step(1)
-        both.require_equal()
-
-
 # ----------------------------------------------------------------------------------------------- forks
 
 
@@ -148,23 +127,6 @@ def test_a_forked_child_neither_hangs_nor_harms(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ hooks
 
 
-@pytest.mark.deep
-def test_hooks_of_the_user_see_true_weights_and_gradients(tmp_path: Path) -> None:
-    seen: dict[str, list[torch.Tensor]] = {"paged": [], "plain": []}
-    with Lockstep.start(tmp_path) as both:
-        for name, model in (("paged", both.model), ("plain", both.reference.model)):
-            add = seen[name].append
-            for block in model.blocks:
-                block.register_forward_pre_hook(lambda module, _, add=add: add(module.up.weight.sum().detach()))
-                block.register_forward_hook(lambda module, _, out, add=add: add(module.down.weight.sum().detach()))
-                block.register_full_backward_hook(lambda _, gin, gout, add=add: add(gout[0].clone()))
-        for step in range(2):
-            both.engine_step(step)
-        both.require_equal()
-    assert len(seen["plain"]) == 18
-    assert all(torch.equal(a, b) for a, b in zip(seen["paged"], seen["plain"], strict=True))
-
-
 # --------------------------------------------------------------------------------------- process exits
 
 
@@ -196,13 +158,4 @@ def test_a_process_that_ends_without_close(end: str, found: tuple[int, str, str]
     command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False, cwd=_REPOSITORY)
     assert (done.returncode, done.stdout, done.stderr) == found
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_engine_closed_twice_and_after_its_model_is_gone(tmp_path: Path) -> None:
-    model = PLAIN.make("none")
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    del model
-    engine.close()
-    engine.close()
     assert os.listdir(tmp_path) == []

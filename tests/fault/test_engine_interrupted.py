@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import infinity
-from infinity.errors import BudgetTooSmallError, NonFiniteLossWarning, StepError
+from infinity.errors import NonFiniteLossWarning, StepError
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import Lockstep, everything_on_nvme
+from tests.exactness.lockstep import Lockstep
 
 _AT_STEP = {"infinity": {"update": "step"}}
 _CLIPPED = {"gradient_clipping": 0.1}
@@ -152,54 +151,6 @@ def test_an_exception_in_a_gradient_hook_of_the_plain_loop(tmp_path: Path) -> No
         both.plain_step(1)
         both.plain_step(2)
         both.require_equal()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("loop", ["engine", "plain"])
-def test_interrupts_below_a_model_that_is_never_called_itself_leave_nothing_open(loop: str, tmp_path: Path) -> None:
-    """As in the loops of GANs. Each interrupted layer would stay in memory, for which the budget has no room."""
-
-    def game() -> nn.ModuleDict:
-        torch.manual_seed(0)
-        return nn.ModuleDict({name: nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))) for name in ("g", "d")})
-
-    def loss_in(players: Any, step: int) -> torch.Tensor:
-        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
-        found: torch.Tensor = players["d"](players["g"](x)).square().mean()
-        return found
-
-    def adamw(players: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(players.parameters(), lr=1e-2)
-
-    twin, model = game(), game()
-    plain = adamw(twin)
-    changes = {"optimizer": None, "infinity": {"host_memory_budget": 1, "page_bytes": None}}
-    config = everything_on_nvme(tmp_path, changes)
-    with pytest.raises(BudgetTooSmallError) as refused:
-        infinity.initialize(model=model, config=config, optimizer=adamw(model))
-    config["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
-    engine, optimizer, *_ = infinity.initialize(model=model, config=config, optimizer=adamw(model))
-    players: Any = model
-    with engine:
-        for step in range(6):
-            handle = players["g"][step].register_forward_pre_hook(Interruption(KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                players["g"](torch.ones(2, 8))
-            handle.remove()
-            loss = loss_in(model, step)
-            if loop == "engine":
-                engine.backward(loss)
-                assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-                engine.step()
-            else:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            loss_in(twin, step).backward()
-            plain.step()
-            plain.zero_grad()
-        for (name, parameter), other in zip(twin.named_parameters(), model.parameters(), strict=True):
-            assert torch.equal(parameter, other.detach().clone()), name
 
 
 # ------------------------------------------------------------------------------------------------- NaN

@@ -24,7 +24,7 @@ from infinity.tiers.weight_store import WeightStore
 from infinity.units.unit import Unit
 from infinity.updates import stream as update_module
 from infinity.updates.stepper import Stepper
-from swapper import ReentryError, Swapper, SwapperConfig, SwapperError
+from swapper import Swapper, SwapperConfig, SwapperError
 from swapper.scheduling.transfer_queue import TransferQueue
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
 from tests.waiting import wait_until
@@ -147,41 +147,6 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
 # ------------------------------------------------------------------------------------------------- handlers in a swapper
 
 
-def test_a_handler_in_the_midst_of_a_change_is_refused() -> None:
-    """It never waits for a lock that its own thread has, and what is refused leaves nothing behind."""
-    opened = Swapper.in_memory(16 << 20, SwapperConfig(request_bytes=4096, deadline_seconds=60.0))
-    extent, other = opened.allocate(8 * 4096, "x"), opened.allocate(4096, "other")
-    data, mine = np.ones(8 * 4096, dtype=np.uint8), np.full(4096, 7, dtype=np.uint8)
-    handle = opened.write(other, mine)
-
-    def handler() -> None:
-        for attempt in (
-            lambda: opened.write(other, mine),
-            lambda: opened.read(other, np.zeros_like(mine)),
-            opened.flush,
-            lambda: opened.free(other),
-            handle.wait,
-        ):
-            with contextlib.suppress(ReentryError):
-                attempt()
-                if not handle.done():
-                    allowed.append(str(attempt))
-        opened.statistics()
-
-    allowed: list[str] = []
-    with opened:
-        with _signals("request", handler) as came:
-            opened.write(extent, data)
-            copy = np.zeros_like(data)
-            opened.read(extent, copy).wait()
-            opened.flush()
-        assert came and not allowed
-        assert (copy == data).all()
-        opened.read(other, copy[:4096]).wait()
-        assert (copy[:4096] == mine).all()
-        wait_until(lambda: opened.statistics().inflight == 0)  # a worker counts down after it has released who waits
-
-
 # ------------------------------------------------------------------------------------------------- dropped engines
 
 
@@ -236,38 +201,6 @@ def test_an_engine_dropped_while_it_works_is_collected_on_any_thread(
     assert threads[0].startswith(thread)
     # What another thread had in hand at that moment goes with a later collection.
     wait_until(lambda: gc.collect() >= 0 and set(threading.enumerate()) <= before)
-
-
-def test_a_finalizer_of_the_users_in_the_midst_of_an_update_is_refused_and_harms_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors: list[Exception] = []
-
-    class Holder:
-        def __init__(self, engine: Any) -> None:
-            self.engine = engine
-            self.me = self
-
-        def __del__(self) -> None:
-            try:
-                self.engine.close()
-            except InfinityError as error:
-                errors.append(error)
-
-    monkeypatch.setattr(gc, "garbage_is_there", False, raising=False)
-    threads = _collect_in(monkeypatch, TransferQueue, "count")
-    with Lockstep.start(tmp_path) as both:
-        both.engine_step(0)
-        gc.disable()  # or it is collected somewhere else
-        try:
-            Holder(both.engine)
-            monkeypatch.setattr(gc, "garbage_is_there", True)
-            for step in range(1, 3):
-                both.engine_step(step)
-        finally:
-            gc.enable()
-        both.require_equal()
-    assert threads and [type(error) for error in errors] == [EngineBusyError]
 
 
 def test_a_swapper_a_handle_and_an_arena_that_are_dropped_leave_nothing(tmp_path: Path) -> None:

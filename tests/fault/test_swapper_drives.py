@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from swapper import (
-    ALIGNMENT,
     Extent,
     Priority,
     Swapper,
@@ -28,7 +27,6 @@ from swapper import (
     Volume,
     describe_drive,
 )
-from swapper.backends import FaultInjectingBackend, FaultRule, ThreadsBackend
 from tests.internals import Cgroup
 
 _MIB = 1 << 20
@@ -191,16 +189,6 @@ def test_rewriting_needs_no_space_where_writing_makes_copies(loop_drive: Callabl
         copy = np.empty_like(data)
         swapper.read(extent, copy).wait()
         assert np.array_equal(copy, data)
-
-
-def test_a_file_system_that_is_full_in_spite_of_the_reservation_says_why(tmp_path: Path) -> None:
-    backend = FaultInjectingBackend(ThreadsBackend(Volume([tmp_path], ALIGNMENT)), [FaultRule(errno=errno.ENOSPC)])
-    with Swapper(backend) as swapper:
-        extent = swapper.allocate(ALIGNMENT, "unit")
-        with pytest.raises(
-            TransferError, match=r"ENOSPC\); the file system is full although .* \(btrfs, zfs, snapshots"
-        ):
-            swapper.write(extent, np.ones(ALIGNMENT, dtype=np.uint8)).wait()
 
 
 _STALLING = """

@@ -79,20 +79,6 @@ def test_an_io_error_names_everything(
     assert isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EIO
 
 
-def test_the_offset_is_that_of_the_file_also_with_stripes(tmp_path: Path) -> None:
-    directories = [tmp_path / "a", tmp_path / "b"]
-    for directory in directories:
-        directory.mkdir()
-    volume = Volume(directories, 16 * _BLOCK, stripe_bytes=4 * _BLOCK)
-    backend = FaultInjectingBackend(ThreadsBackend(volume), [FaultRule(offset=14 * _BLOCK, errno=errno.ENODEV)])
-    with Swapper(backend, _CONFIG) as swapper:
-        extent = swapper.allocate(16 * _BLOCK, "x")
-        with pytest.raises(TransferError, match="the drive has gone away") as caught:
-            swapper.write(extent, _bytes(16)).wait()
-        assert str(directories[1]) in caught.value.file
-        assert caught.value.offset == 4 * _BLOCK
-
-
 def test_a_file_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
     with Swapper.open([tmp_path], _CAPACITY, _CONFIG) as swapper:
         extent = _written(swapper, 8)
@@ -328,14 +314,3 @@ def test_an_unexpected_error_on_a_worker_thread_is_a_failed_transfer(
             swapper.read(extent, _bytes(1)).wait()
         monkeypatch.undo()
         swapper.read(extent, _bytes(1)).wait()
-
-
-def test_a_transfer_completed_twice_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    backend = ManualBackend(_CAPACITY)
-    with Swapper(backend, _CONFIG) as swapper:
-        extent = swapper.allocate(_BLOCK, "x")
-        handle = swapper.write(extent, _bytes(1))
-        request = backend.complete()
-        request.complete(0, OSError(errno.EIO, "too late"))
-        handle.wait()
-    assert "completed twice" in caplog.text

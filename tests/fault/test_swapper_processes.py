@@ -17,6 +17,7 @@ import torch
 
 from swapper import ALIGNMENT, StagingArena, Swapper, SwapperClosedError, SwapperConfig
 from tests.forked import require_in_child
+from tests.uring import needs_uring
 
 _ROOT = Path(__file__).resolve().parents[2]
 _CONFIG = SwapperConfig(deadline_seconds=20.0)
@@ -40,16 +41,17 @@ def _run(code: str, *arguments: object) -> tuple[int, str, str]:
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("backend", ["threads", "aiofiles", pytest.param("uring", marks=needs_uring)])
 @pytest.mark.parametrize(
     ("ending", "code"),
     [("pass", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("os.kill(os.getpid(), 9)", -9), ("os.abort()", -6)],
 )
-def test_any_other_end_leaves_nothing_and_is_quiet(tmp_path: Path, ending: str, code: int) -> None:
+def test_any_other_end_leaves_nothing_and_is_quiet(tmp_path: Path, ending: str, code: int, backend: str) -> None:
     returncode, _, err = _run(
         f"""
         import os, sys, numpy
-        from swapper import StagingArena, Swapper
-        swapper = Swapper.open([sys.argv[1]], 8 << 20)
+        from swapper import StagingArena, Swapper, SwapperConfig
+        swapper = Swapper.open([sys.argv[1]], 8 << 20, SwapperConfig(backend={backend!r}))
         arena = StagingArena(1 << 20, 2)
         page = arena.lease()
         extent = swapper.allocate(8 << 20, "x")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from swapper import (
-    ArgumentError,
     Swapper,
     SwapperConfig,
     Volume,
@@ -68,24 +67,6 @@ def test_a_read_only_drive(small_tmpfs: Callable[[int], Path]) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
     with pytest.raises(VolumeError, match=r"Read-only file system \(errno 30, EROFS"):
         Swapper.open([directory], 4096)
-
-
-def test_a_read_only_bind_mount_of_a_directory_that_can_be_written(tmp_path: Path) -> None:
-    source, point = tmp_path / "source", tmp_path / "point"
-    source.mkdir()
-    point.mkdir()
-    answer = subprocess.run(["mount", "--bind", str(source), str(point)], capture_output=True, text=True, check=False)
-    if answer.returncode != 0:
-        pytest.skip(f"bind mounts cannot be made here: {answer.stderr.strip()}")
-    try:
-        with pytest.raises(ArgumentError, match="given twice"):
-            Swapper.open([source, point], 4096)
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(point)], check=True)
-        with pytest.raises(VolumeError, match=r"point': Read-only file system .*write access"):
-            Swapper.open([point], 4096)
-        Swapper.open([source], 4096).close()
-    finally:
-        subprocess.run(["umount", "--lazy", str(point)], check=True)
 
 
 def test_tmpfs_passes_the_conformance_suite(small_tmpfs: Callable[[int], Path]) -> None:

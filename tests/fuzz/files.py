@@ -24,11 +24,10 @@ import struct
 import sys
 import tarfile
 import tempfile
-import time
 import traceback
 import zipfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -464,25 +463,14 @@ FORMATS = {
 # ------------------------------------------------------------------------------------------------------------- the tries
 
 
-@dataclass
-class Result:
-    """Of many files.
+def run(name: str, first: int, count: int) -> dict[int, str]:
+    """Try files; a child that dies or hangs fails with its file, and another one goes on behind that.
 
-    Attributes:
-        count: how many were tried.
-        failures: number of a file -> what went wrong.
-        seconds: all together.
+    Returns:
+        Number of a file -> what went wrong.
     """
-
-    count: int = 0
-    failures: dict[int, str] = field(default_factory=dict)
-    seconds: float = 0.0
-
-
-def run(name: str, first: int, count: int) -> Result:
-    """Try files; a child that dies or hangs fails with its file, and another one goes on behind that."""
     torch.set_num_threads(1)
-    result, begin = Result(), time.monotonic()
+    failures: dict[int, str] = {}
     memory = (
         "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     )  # each file is written and synced: a drive takes longer
@@ -493,11 +481,10 @@ def run(name: str, first: int, count: int) -> Result:
         (outside / "mine").write_text("mine")
         number = first
         while number < first + count:
-            number = _in_child(name, place, number, first + count, result)
+            number = _in_child(name, place, number, first + count, failures)
         if [(each.name, each.read_text()) for each in outside.iterdir()] != [("mine", "mine")]:
-            result.failures[first] = "files outside were touched"
-    result.count, result.seconds = count, time.monotonic() - begin
-    return result
+            failures[first] = "files outside were touched"
+    return failures
 
 
 def _made(path: Path) -> Path:
@@ -505,7 +492,7 @@ def _made(path: Path) -> Path:
     return path
 
 
-def _in_child(name: str, place: Path, first: int, end: int, result: Result) -> int:
+def _in_child(name: str, place: Path, first: int, end: int, failures: dict[int, str]) -> int:
     """Returns the number of the file to go on with."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -529,17 +516,17 @@ def _in_child(name: str, place: Path, first: int, end: int, result: Result) -> i
                 told = json.loads(line)
                 number = told["number"] + 1
                 if told["problem"]:
-                    result.failures[told["number"]] = told["problem"]
+                    failures[told["number"]] = told["problem"]
         else:
             os.kill(child, signal.SIGKILL)
-            result.failures[number] = f"it hangs: more than {SECONDS:.0f} s"
+            failures[number] = f"it hangs: more than {SECONDS:.0f} s"
             os.waitpid(child, 0)
             return number + 1
     finally:
         os.close(reader)
     status = os.waitpid(child, 0)[1]
     if status:
-        result.failures[number] = f"the interpreter ended with {os.waitstatus_to_exitcode(status)}"
+        failures[number] = f"the interpreter ended with {os.waitstatus_to_exitcode(status)}"
         return number + 1
     return number
 
@@ -605,14 +592,6 @@ def _watch(event: str, arguments: tuple[Any, ...], place: Path, touched: list[st
             touched.append(f"{event} {full}")
 
 
-def _shown(result: Result) -> Iterator[str]:
-    kinds: dict[str, list[int]] = {}
-    for number, problem in result.failures.items():
-        kinds.setdefault("\n".join(problem.splitlines()[-3:]), []).append(number)
-    for numbers in kinds.values():
-        yield f"--- {len(numbers)} files, such as {numbers[:5]}\n{result.failures[numbers[0]]}"
-    yield f"{result.count} files, {len(result.failures)} failures, {result.seconds:.0f} s"
-
-
 if __name__ == "__main__":
-    print("\n".join(_shown(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))))
+    for number, problem in run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])).items():
+        print(f"--- file {number}\n{problem}")

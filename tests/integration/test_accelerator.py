@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError, StepError
 from infinity.integrations.accelerate import InfinityAccelerator
 from tests.exactness.lockstep import PLAIN, everything_on_nvme
+from tests.stand_in.accelerate_script import forget
 from tests.stand_in.overflowing import OVERFLOWING, overflowing
 from tests.twins import on_nvme
 
@@ -25,14 +26,9 @@ from tests.twins import on_nvme
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """accelerate keeps what it was told for the whole process."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    _forget()  # what the tests of another file have told it
+    forget()  # what the tests of another file have told it
     yield
-    _forget()
-
-
-def _forget() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget()
 
 
 def network() -> nn.Module:

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
+from tests.integration.test_trainer import log_of
 from tests.stand_in import accelerate_script, models
 from tests.twins import on_nvme
 
 _ROOT = Path(__file__).resolve().parents[2]
-_OF_TIME = ("runtime", "per_second", "preparation_time")
 
 
 def run(words: Sequence[str], *, fails: bool = False, **environment: str) -> str:
@@ -48,12 +47,6 @@ def written(directory: Path, config: dict[str, Any]) -> str:
     path = directory / "ds_config.json"
     path.write_text(json.dumps(config))
     return str(path)
-
-
-def without_times(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without how long it took, and without the mean loss of the steps that one process made."""
-    kept = [{key: value for key, value in entry.items() if not key.endswith(_OF_TIME)} for entry in log]
-    return [{key: value for key, value in entry.items() if key != "train_loss"} for entry in kept]
 
 
 @pytest.mark.deep
@@ -88,7 +81,7 @@ def test_trainers(tmp_path: Path) -> None:
         expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
         num_losses = len(expected["losses"]) * (2 if name in killed else 3) // 3
         assert (name, found.pop("losses")) == (name, expected.pop("losses")[-num_losses:])
-        assert (name, without_times(found.pop("log"))) == (name, without_times(expected.pop("log")))
+        assert (name, log_of(found.pop("log"))) == (name, log_of(expected.pop("log")))
         assert (name, found) == (name, expected)
         if name == "predicting":
             continue
@@ -157,13 +150,9 @@ def test_it_is_seen_wherever_libraries_look() -> None:
             ("import deepspeed.moe.layer", "Experts in a ModuleList"),
             ("from deepspeed import PipelineModule", "engine.train_batch"),
             ("from deepspeed.zero import GatheredParams", "The nearest there is: "),
-            ("from deepspeed.utils import FusedAdam", "It is in ops.adam"),
-            ("deepspeed.runtime.engine.DeepSpedEngine", "runtime.engine.DeepSpeedEngine"),
             ("deepspeed.tp_model_init", "mesh_param= of initialize"),
             ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "that initialize returns"),
-            ("from deepspeed.runtime.utils import CheckOverflow", "optimizer.overflow"),
             ("from deepspeed.comm import enable_symm_mem_for_group", "torch.distributed"),
-            ("from deepspeed import set_optimizer_flags", "initialize does it"),
         ):
             try:
                 exec(statement)
@@ -271,12 +260,6 @@ def test_several_processes_of_srun_do_not_train_alone() -> None:
     assert "srun has started 4 processes (SLURM_STEP_NUM_TASKS)" in done.stderr
 
 
-def forget() -> None:
-    """accelerate keeps what it was told for the whole process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 @pytest.mark.deep
 def test_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Accumulation and clipping, in fp32 and in 16 bits: killed in the 17th step and resumed from the tenth."""
@@ -291,9 +274,9 @@ def test_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         here.mkdir(parents=True)
         with monkeypatch.context() as patched:
             patched.setenv("ACCELERATE_USE_CPU", "1")
-            forget()
+            accelerate_script.forget()
             accelerate_script.main([str(there), *options])
-            forget()
+            accelerate_script.forget()
         run([*launch, precision, script, str(here), *options, "--die-after", "17"], fails=True)
         assert not (here / "model.pt").exists()
         run([*launch, precision, script, str(here), *options, "--resume"])

@@ -183,13 +183,6 @@ def test_a_save_that_fails_cuts_no_step_off(held: _Held, tmp_path: Path, monkeyp
         engine.save_checkpoint(tmp_path / "saved")
 
 
-def test_the_end_of_the_engine_waits_for_a_save(tmp_path: Path) -> None:
-    with training(tmp_path / "drive", BF16) as engine:
-        steps_of(engine, 0)
-        engine.save_checkpoint(tmp_path / "saved", blocking=False)
-    assert Checkpoint.open(tmp_path / "saved").verify()
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_save_is_waited_for_where_an_exception_ends_the_engine(

@@ -109,19 +109,6 @@ def test_a_model_on_meta_is_told_what_gives_it_weights(tmp_path: Path) -> None:
         infinity.initialize(model=model, config=_config(tmp_path))
 
 
-def test_from_pretrained_inside_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive_tensors, "LEAST_BYTES", 1)
-    plain = _mixtral()
-    plain.save_pretrained(tmp_path / "weights")
-    with infinity.Init(config=_config(tmp_path / "states")):
-        model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "weights")
-    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
-    experts = [
-        p for name, p in model.named_parameters() if "experts" in name
-    ]  # merged; the others are mapped from the file
-    assert experts and all(on_drive(p) for p in experts)
-
-
 def test_a_full_drive_in_initialize_leaves_the_model_as_it_was(small_tmpfs: Callable[[int], Path]) -> None:
     config = _config(small_tmpfs(4 << 20))
     with infinity.Init(config=config):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +25,7 @@ from infinity.errors import (
 )
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
-
-_ROOT = Path(__file__).resolve().parents[2]
+from tests.warm_process import run_script
 
 
 def test_names_of_deepspeeds_alone_are_in_a_package_of_their_own(engine: Any, tmp_path: Path) -> None:
@@ -520,8 +516,9 @@ def test_the_script_beside_a_checkpoint_writes_its_weights(engine: Any, tmp_path
     _step(engine)
     engine.save_checkpoint(tmp_path / "saved")
     expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    words = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "out")]
-    subprocess.run(words, cwd=tmp_path / "saved", env={**os.environ, "PYTHONPATH": str(_ROOT)}, check=True)
+    saved = tmp_path / "saved"
+    status, printed = run_script(saved / "zero_to_fp32.py", saved, words=[".", str(tmp_path / "out")])
+    assert status == 0, printed
     found = torch.load(tmp_path / "out" / "pytorch_model.bin")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert engine.load_checkpoint(tmp_path / "saved")[0] is not None

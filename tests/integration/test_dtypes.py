@@ -100,15 +100,6 @@ def test_weights_with_gaps_are_warned_of_and_lie_as_their_clones(place: dict[str
             assert one.stride() == other.stride()
 
 
-@pytest.mark.filterwarnings("ignore::infinity.errors.OtherNumbersWarning")
-def test_a_model_that_is_fp64_as_a_whole_is_cast_as_a_whole(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    model[0].requires_grad_(False)
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path))
-    with engine:
-        assert engine(torch.ones(2, 4)).dtype == torch.float32
-
-
 class Scaled(nn.Module):
     """As an fp8 checkpoint has it: a float8 weight and its scale, both frozen, beside what is trained."""
 
@@ -215,31 +206,6 @@ def test_training_equals_plain_torch_with_its_buffers_as_they_came(changes: dict
             assert dtype == expected, fqn
 
 
-def test_rotary_frequencies_of_a_model_loaded_in_bf16_stay_fp32(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "saved")
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
-    batch = {
-        "input_ids": torch.arange(16).view(1, 16),
-        "labels": torch.arange(16).view(1, 16),
-        "position_ids": torch.arange(8000, 8016).view(1, 16),
-    }
-    changes = {**BF16, "gradient_accumulation_steps": 2}
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive, changes))
-    with engine:
-        assert torch.equal(engine.eval()(**batch).loss, plain.eval()(**batch).loss)
-        assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-        engine.train()
-        assert engine.train_batch(iter([batch, batch])).isfinite()
-
-
 class Positions(nn.Module):
     """The table of the tutorials: added in its own dtype, it makes the activations fp32."""
 
@@ -343,10 +309,3 @@ def test_notes_of_errors_about_dtypes_and_of_others() -> None:
     assert "What forward makes" in notes and "dtype=torch.bfloat16" in notes
     assert "torch.int64" in _notes(nn.Embedding(4, 4), torch.bfloat16, torch.ones(2, 4))  # not of whole numbers
     assert _notes(nn.Linear(4, 4), torch.bfloat16, torch.ones(2, 3, dtype=torch.bfloat16)) == ""
-
-
-def test_the_cure_works() -> None:
-    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True, "auto_cast": True}}
-    engine, *_ = infinity.initialize(model=nn.Linear(4, 4), config={**config, "optimizer": {"type": "AdamW"}})
-    with engine:
-        assert engine(torch.ones(2, 4)).dtype == torch.bfloat16

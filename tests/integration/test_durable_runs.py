@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import random
-import shutil
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,17 +14,13 @@ from torch import nn
 
 import infinity
 from infinity.errors import (
-    CheckpointError,
     ConfigError,
     ModelError,
     StepError,
     StorageError,
 )
-from swapper import ChecksumMismatchError
 from tests.exactness.lockstep import BF16, everything_on_nvme
-from tests.internals import BackgroundSave, Checkpoint, Saving
 from tests.states import everything, require_equal
-from tests.twins import Twins
 
 _MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -188,57 +180,6 @@ def test_going_back_forgets_the_gradients_of_a_step_that_has_not_ended(changes: 
 
 
 @pytest.mark.deep
-def test_a_checkpoint_that_is_being_saved_is_of_one_step_whoever_goes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin, run, wait = threading.Event(), Saving.run, BackgroundSave.wait
-
-    def held(saving: Saving) -> None:
-        begin.wait(60)
-        run(saving)
-
-    def waited(saving: BackgroundSave) -> None:
-        begin.set()
-        wait(saving)
-
-    monkeypatch.setattr(Saving, "run", held)
-    monkeypatch.setattr(BackgroundSave, "wait", waited)
-    with training(tmp_path / "drive", {"infinity": {"keep_last": 3}}, Model()) as engine:
-        _steps(engine, 1, 2, 3)
-        expected = everything(engine)
-        engine.save_checkpoint(tmp_path / "saved", blocking=False)
-        engine.rollback(2)
-        begin.set()
-        engine.wait_for_checkpoint()
-        assert engine.global_steps == 1
-    checkpoint = Checkpoint.open(tmp_path / "saved")
-    assert checkpoint.rest()["counters"]["global_steps"] == 3
-    weights = {fqn: saved.read() for fqn, saved in checkpoint.of("parameters").items()}
-    require_equal(weights, {fqn: expected[fqn] for fqn in weights})
-
-
-@pytest.mark.deep
-def test_going_back_makes_whole_what_a_load_has_left_in_parts(tmp_path: Path) -> None:
-    with training(tmp_path / "drive", BF16, Model()) as engine:
-        _steps(engine, 1)
-        engine.save_checkpoint(tmp_path / "saved")
-        damaged = Checkpoint.open(tmp_path / "saved").of("parameters")["first.weight"]
-        path = damaged.folder / damaged.path / damaged.file_name
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-        _steps(engine, 2)
-        expected = everything(engine)
-        with pytest.raises(CheckpointError, match="damaged"):
-            engine.load_checkpoint(tmp_path / "saved")
-        with pytest.raises(CheckpointError, match="failed midway"):
-            _steps(engine, 3)
-        engine.rollback(0)
-        require_equal(everything(engine), expected)
-        _steps(engine, 3)
-
-
-@pytest.mark.deep
 def test_nobody_goes_back_behind_a_checkpoint_that_was_loaded(tmp_path: Path) -> None:
     """Steps have the same numbers before and after it, and other weights."""
     changes = {**BF16, "infinity": {"keep_last": 6}}
@@ -328,66 +269,16 @@ def test_another_training_is_refused(what: str, tmp_path: Path) -> None:
         require_equal(everything(engine), expected)
 
 
-def test_a_second_engine_is_refused(tmp_path: Path) -> None:
-    refused = pytest.raises(StorageError, match=r"durable_path.*in use")
-    with training(tmp_path / "drive", BF16, Model()), refused, training(tmp_path / "drive", BF16, Model()):
-        pass
-    with training(tmp_path / "drive", BF16, Model()):
-        pass
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("what", ["states", "commit", "newest of two"])
-def test_a_flipped_bit_is_found(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    changes = {**BF16, "infinity": {"keep_last": 2 if what == "newest of two" else 1}}
+def test_a_damaged_commit_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    changes = {**BF16, "infinity": {"keep_last": 2}}
     with training(tmp_path / "drive", changes, Model()) as engine:
         train(engine, 2)
-    run = tmp_path / "drive" / "durable"
-    commits = sorted(run.glob("commit-*"))
-    path = run / "states-1-of-1" if what == "states" else commits[-1]
+    path = max((tmp_path / "drive" / "durable").glob("commit-*"))
     data = bytearray(path.read_bytes())
-    places = range(0, len(data), 512) if what == "states" else [len(data) // 2]
-    for place in places:  # of the states, wherever the commit's happen to lie
-        data[place] ^= 1
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    if what == "newest of two":
-        with training(tmp_path / "drive", changes, Model(1)) as engine:
-            assert engine.global_steps == 1 and "damaged" in caplog.text
-    elif what == "commit":
-        with pytest.raises(StorageError, match=r"damaged.*checksum"), training(tmp_path / "drive", changes, Model(1)):
-            pass
-    else:
-        found = pytest.raises(ChecksumMismatchError, match=r"states")
-        with found, training(tmp_path / "drive", changes, Model(1)) as engine:
-            everything(engine)
-
-
-@pytest.mark.deep
-def test_a_commit_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drive is full: the step is told, no later one is committed, and the run goes on from the one before."""
-    with training(tmp_path / "drive", BF16, Model()) as engine:
-        train(engine, 3)
-        engine.flush()
-
-        def refuse(fd: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", refuse)
-        train(engine, 4)
-        with pytest.raises(StepError, match=r"step 4 could not be committed.*No space left"):
-            train(engine, 5)
-        monkeypatch.undo()
-        engine.reset()
-        with pytest.raises(StepError, match=r"step 4 could not be committed"):
-            train(engine, 5)
-    with training(tmp_path / "drive", BF16, Model(1)) as engine:
-        assert engine.global_steps == 3
-        shutil.rmtree(tmp_path / "drive" / "durable")
-        train(engine, 4)
-        with pytest.raises(
-            StepError, match=r"No such file.*Mount the drive again, or restore the directory, and start"
-        ):
-            engine.flush()
+    with training(tmp_path / "drive", changes, Model(1)) as engine:
+        assert engine.global_steps == 1 and "damaged" in caplog.text
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -496,25 +387,6 @@ def test_drives_that_are_missing_or_exchanged(tmp_path: Path) -> None:
             pass
     with training(tmp_path / "scratch", changes[0], Model(1)) as engine:
         require_equal(everything(engine), expected)
-
-
-def test_going_back_and_on_with_another_learning_rate(tmp_path: Path) -> None:
-    """As plain torch does from the state that it had then."""
-    inputs = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(5))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
-    with Twins(tmp_path, model, infinity={"durable": True, "keep_last": 3}) as twins:
-        for step, batch in enumerate(inputs):
-            if step == 2:
-                saved = copy.deepcopy((twins.plain.state_dict(), twins.expected.state_dict()))
-            if step == 4:
-                twins.engine.rollback(2)
-                twins.plain.load_state_dict(saved[0])
-                twins.expected.load_state_dict(saved[1])
-                for _, optimizer in twins.sides:
-                    optimizer.param_groups[0]["lr"] = 1e-3
-            twins.step(lambda model, batch=batch: model(batch).square().mean())
-        twins.require_equal()
 
 
 @pytest.mark.deep

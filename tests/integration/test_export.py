@@ -132,19 +132,6 @@ def test_savers_at_the_same_time_leave_one_whole_save(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"head", *shards}
 
 
-@pytest.mark.parametrize("name", ["__metadata__", "lone\ud800"])
-def test_a_name_that_no_reader_takes_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    model = nn.Linear(2, 2)
-    model.register_parameter(name, nn.Parameter(torch.ones(2)))
-    engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(drive))
-    with engine:
-        with pytest.raises(ModelError, match="cannot be written"):
-            engine.save_16bit_model(tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     "buffer", [torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse(), torch.ones(2, device="meta")]
 )

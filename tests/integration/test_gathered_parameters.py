@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint import stored_weights
+from swapper import ALIGNMENT
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import BF16, IN_MEMORY, PLAIN, Lockstep, everything_on_nvme
 from tests.exactness.written import MODES, FollowingTorch
@@ -146,6 +147,19 @@ def test_blocks_inside_each_other(tmp_path: Path) -> None:
                 _own_methods(weight)
         both.engine_step(3)
         both.require_equal()
+
+
+def test_a_write_stores_no_more_than_the_parameter(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path) as both:
+        both.engine_step(0)
+        both.engine.flush()
+        storage, weight = both.engine._parts.storage, both.model.get_parameter(_NAME)
+        before = storage.counters().write_bytes
+        with torch.no_grad(), infinity.GatheredParameters(weight):
+            weight[0] = 0.5
+        both.engine.flush()
+        written = storage.counters().write_bytes - before
+        assert weight.nbytes <= written <= weight.nbytes + 2 * ALIGNMENT
 
 
 def test_reading_looks_for_no_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

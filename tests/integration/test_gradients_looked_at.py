@@ -405,25 +405,6 @@ def test_gradients_made_inside_the_model(kind: str, loop: str, mode: str, tmp_pa
     require_same(scenario, tmp_path, mode, case=Case(kind, build, token_batch, has_checkpointing=False))
 
 
-@pytest.mark.deep
-def test_hooks_see_whole_sums_in_train_batch(tmp_path: Path) -> None:
-    def scenario(side: Side) -> None:
-        seen: list[torch.Tensor] = []
-        for parameter in side.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-        for step in range(3):
-            batches = [side.batch(2 * step + micro_batch) for micro_batch in range(2)]
-            if side.engine is not None:
-                side.engine.train_batch(iter(batches))
-            else:
-                for batch in batches:
-                    (side.model(**batch) / 2).backward()
-                _finish(side)
-        side.note(*seen)
-
-    require_same(scenario, tmp_path, "smallest", changes={"gradient_accumulation_steps": 2})
-
-
 def test_reading_or_replacing_what_an_update_in_backward_has_used_up_is_an_error_that_names_the_key(
     tmp_path: Path,
 ) -> None:

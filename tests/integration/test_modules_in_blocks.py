@@ -96,18 +96,6 @@ def test_it_trains_to_the_same_bits(tmp_path: Path, run: _Run, first_apart: int)
         twins.require_equal()
 
 
-@pytest.mark.parametrize("run", [_reentrantly, _anew], ids=lambda run: run.__name__.strip("_"))
-def test_modules_that_are_called_by_themselves_bring_their_unit_from_then_on(tmp_path: Path, run: _Run) -> None:
-    """Else each of their operations would."""
-    engine, *_ = infinity.initialize(model=_Model(run), config=everything_on_nvme(tmp_path))
-    model: Any = engine.module
-    with engine:
-        assert model.blocks[0]._forward_pre_hooks and not model.blocks[0].shared._forward_pre_hooks
-        engine.backward(_loss(False, 0)(model))
-        engine.step()
-        assert all(block.shared.up._forward_pre_hooks for block in model.blocks)
-
-
 class Gated(nn.Module):
     """The checkpointed part is gated by the last block, which backward has finished with by then."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +11,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import infinity
 from infinity.errors import EngineBusyError
-from infinity.threads import engine_lock
-from tests.exactness.case import Case, loss_of
+from tests.exactness.case import loss_of
 from tests.exactness.lockstep import Lockstep, make_batch, with_smallest_budget
-from tests.exactness.shapes.blocks import Block, Net, token_batch
 from tests.states import state_of
 
 _NAMES = ("blocks.0.up.weight", "blocks.2.down.weight", "head.weight", "embedding.weight")
@@ -171,63 +167,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,))
 
 
-class InPool(Block):
-    """Calls its modules, or what they do, in threads of its own."""
-
-    by_hand = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        with _pool(2) as pool:
-            normed = self.norm(x) if self.by_hand else pool.submit(self.norm, x).result()
-            up = pool.submit(F.linear, normed, self.up.weight, self.up.bias).result()
-            down = pool.submit(self.down, F.gelu(up)).result()
-        return x + down
-
-
-@pytest.mark.parametrize("block", [InPool])
-def test_a_forward_with_threads_of_its_own_is_told_and_can_be_evaluated_around(
-    block: type[Block], tmp_path: Path
-) -> None:
-    kind = Case("in pool", lambda _: Net("none", make_block=block), token_batch)
-    with Lockstep.start(tmp_path, case=kind) as both:
-        for _ in range(2):
-            with pytest.raises(EngineBusyError, match="forward"):
-                both.engine(**both.batch(0))
-        twin = copy.deepcopy(both.model)
-        assert torch.equal(loss_of(twin(**both.batch(0))), both.reference.forward(both.batch(0)))
-
-
 # -------------------------------------------------------------------------------------------------------------- endings
-
-
-@pytest.mark.parametrize("lives_on", [True, False])
-@pytest.mark.parametrize("mode", ["deferred", "vertical"])
-def test_a_call_that_was_cut_off_in_another_thread_is_forgotten_by_reset(
-    mode: str, lives_on: bool, tmp_path: Path
-) -> None:
-    with Lockstep.start(tmp_path, changes=_changes(mode, tmp_path)) as both, ThreadPoolExecutor(1) as pool:
-        step = both.batch_step if mode == "vertical" else both.engine_step
-        step(0)
-        handle = both.model.blocks[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(SystemExit))
-
-        def cut_off() -> None:
-            with pytest.raises(SystemExit):
-                both.model(**both.batch(1))
-
-        if lives_on:
-            pool.submit(cut_off).result()
-        else:
-            thread = threading.Thread(target=cut_off)
-            thread.start()
-            thread.join()
-        handle.remove()
-        with pytest.raises(EngineBusyError, match=r"engine.reset\(\)"):
-            both.model.head.weight.clone()
-        both.engine.reset()
-        for number in range(1, 3):
-            step(number)
-        assert not pool.submit(engine_lock.is_inside).result()
-        both.require_equal()
 
 
 def test_a_state_dict_of_two_steps_is_an_error(tmp_path: Path) -> None:

@@ -206,15 +206,6 @@ def test_the_predictions_of_the_first_page_are_those_of_its_commands(capsys: pyt
     assert found == told
 
 
-def test_commands_that_cannot_be_run_are_noticed() -> None:
-    assert _problem(["python", "tools/no_such.py"])
-    assert _problem(["python", "tools/bench_step.py", "--again"])
-    assert _problem(["bash", "tools/demo.sh", "--no-such"])
-    assert _problem(["infinity", "checkpoint", "verify", "--no-such"])
-    assert _problem(["python", "-m", "tests.fuzz.nothing", "0"])
-    assert _problem(["pip", "install", "-e", ".[nothing]", "-c", "constraints.txt"])
-
-
 # -------------------------------------------------------------------------------------------------------- links and names
 
 
@@ -384,15 +375,6 @@ def test_the_page_of_public_names_is_what_its_tool_prints() -> None:
     status, printed = run_script(_ROOT / "tools" / "api_reference.py", _ROOT)
     assert status == 0, printed
     assert api_reference.PAGE.read_text() == printed, "run: python tools/api_reference.py --write"
-
-
-@pytest.mark.deep
-def test_a_public_name_without_a_docstring_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_reference, "INTEGRATIONS", {})
-    assert list(api_reference.undocumented()) == []
-    monkeypatch.setattr(infinity.load_config, "__doc__", None)
-    monkeypatch.setattr(infinity.Engine.step, "__doc__", "")
-    assert {"infinity.load_config", "infinity.Engine.step"} <= set(api_reference.undocumented())
 
 
 def test_the_chart_shows_the_figures_that_are_recorded() -> None:

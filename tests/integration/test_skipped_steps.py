@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.errors import BudgetTooSmallError, StepError
+from infinity.errors import StepError
 from tests.exactness import lockstep
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, with_smallest_budget
 from tests.exactness.reference import PlainTorch
 from tests.states import state_of
 from tests.updates_on_demand import num_pending, updates_on_demand
@@ -101,10 +101,7 @@ def test_fp16_unit_by_unit_over_all_micro_batches(case: str, tmp_path: Path) -> 
 
 @pytest.mark.deep
 def test_fp16_with_gradients_on_nvme(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {**_fp16(), "gradient_clipping": 0.05, "infinity": {"host_memory_budget": 1}}
-    with pytest.raises(BudgetTooSmallError) as caught:
-        Lockstep.start(tmp_path, changes=changes)
-    changes["infinity"]["host_memory_budget"] = caught.value.minimum_bytes
+    changes = with_smallest_budget(tmp_path, {**_fp16(), "gradient_clipping": 0.05})
     with Lockstep.start(tmp_path, changes=changes) as both:
         assert both.engine.plan.placement.spills
         assert _run(both, 10) > 0

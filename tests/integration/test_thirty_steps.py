@@ -10,14 +10,14 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
+from tests.integration.test_trainer import log_of
 from tests.killed import NEEDS_FORKS, run_killed
+from tests.stand_in.accelerate_script import forget
 from tests.twins import on_nvme
 
 _OPTIONS = "--accumulate 2 --clip 0.5"
@@ -31,7 +31,6 @@ _SCRIPTS = {
     "Lightning": "lightning_script OUT auto --accumulate 2 --clip 0.1",
 }
 _NEEDS = {"TRL": "trl", "Lightning": "lightning"}
-_OF_TIME = ("runtime", "per_second")
 pytestmark = [NEEDS_FORKS, pytest.mark.deep, pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 
@@ -39,17 +38,9 @@ pytestmark = [NEEDS_FORKS, pytest.mark.deep, pytest.mark.filterwarnings("ignore"
 def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """accelerate keeps what it was told for the whole process."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget()
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-def log_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Without times, and without what the libraries begin anew: the mean loss, and TRL's count of tokens."""
-    dropped = (*_OF_TIME, "train_loss", "num_tokens")
-    return [{key: value for key, value in entry.items() if not key.endswith(dropped)} for entry in found.pop("log", [])]
+    forget()
 
 
 def weights_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -84,7 +75,7 @@ def test_thirty_steps(name: str, precision: str, tmp_path: Path) -> None:
     main([str(there), *words[1:]])
 
     expected, found = (json.loads((folder / "found.json").read_text()) for folder in (there, here))
-    assert log_of(found) == log_of(expected)
+    assert log_of(found.pop("log", [])) == log_of(expected.pop("log", []))
     for key in ("losses", "norms", "rates"):
         values, resumed = expected.pop(key, []), found.pop(key, [])
         assert len(values) in (0, 30, 60) and 3 * len(resumed) == 2 * len(values)

@@ -10,14 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import infinity
-from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PNG = b"\x89PNG"
@@ -251,21 +249,3 @@ def test_an_interruption_gives_what_was_measured(nvme_dir: Path, outputs: Path) 
     assert (outputs / "config.json").read_text() == '{"train_batch_size": 1}', "half a measurement changes no config"
     assert list(nvme_dir.iterdir()) == []
     assert sorted(path.name for path in outputs.iterdir()) == ["config.json", "io.json"]
-
-
-def free_bytes(directory: Path) -> int:
-    stat = os.statvfs(directory)
-    return stat.f_bavail * stat.f_frsize
-
-
-@pytest.mark.deep
-def test_kill_leaves_nothing(small_tmpfs: Callable[[int], Path]) -> None:
-    directory = small_tmpfs(200 << 20)
-    before = free_bytes(directory)
-    process = start(directory, "profile_io.py", directory, *_SHORT, "--rounds", "9999")
-    wait_for(process, "round 1")
-    assert free_bytes(directory) < before - (90 << 20)
-    process.kill()
-    finish(process)
-    wait_until(lambda: free_bytes(directory) == before)  # a run of fio that goes on ends by itself
-    assert list(directory.iterdir()) == []

@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from infinity.errors import BudgetTooSmallError, ModelError
+from infinity.errors import BudgetTooSmallError
 from tests.twins import Twins
 
 # Forward-mode AD scripts its decompositions when it is first used.
@@ -104,15 +104,6 @@ def test_transforms_of_a_forward(call: str, tmp_path: Path) -> None:
         plain, engine = twins.plain, twins.engine
         expected = _CALLS[call](plain, _input(0))
         assert torch.equal(_CALLS[call](engine.module, _input(0)), expected)
-        _train(twins)
-
-
-def test_tracing_is_refused_by_name(tmp_path: Path) -> None:
-    with _both(Recursive(), tmp_path) as twins:
-        engine = twins.engine
-        with pytest.raises(ModelError, match=r"torch\.jit\.trace makes constants .*deepcopy"):
-            torch.jit.trace(engine.module, (_input(0),))
-        engine.reset()
         _train(twins)
 
 
@@ -245,31 +236,6 @@ def test_hooks_of_the_user_around_a_forward_see_all_that_is_saved(which: str, tm
             optimizer.zero_grad()
             engine.step()
         assert counts[0].numel == counts[1].numel
-
-
-class Slopes(nn.Module):
-    """Differentiates itself in forward, as networks for differential equations do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def value(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.sum()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return vmap(grad(self.value))(x) + vmap(jacrev(grad(self.value)))(x).sum(1) + self.value(x)
-
-
-def test_derivatives_by_torch_func_inside_a_forward_are_an_error(tmp_path: Path) -> None:
-    with _both(Slopes(), tmp_path) as twins:
-        engine = twins.engine
-        with pytest.raises(RuntimeError, match="saved tensor hooks"):
-            engine(_input(0))
-        engine.reset()
-        assert torch.equal(engine.module.value(_input(0)), engine.module.value(_input(0)))
 
 
 def test_derivatives_by_torch_func_around_a_forward(tmp_path: Path) -> None:

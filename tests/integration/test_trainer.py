@@ -18,7 +18,6 @@ from tests.stand_in import models
 from tests.stand_in.text import rows
 from tests.twins import on_nvme
 
-_OF_TIME = ("runtime", "per_second")
 _CHECKPOINTING = next(
     name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
 )
@@ -45,9 +44,9 @@ def trained(
 
 
 def log_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without times, and without the mean loss of the steps that one process made."""
-    kept = [{key: value for key, value in entry.items() if not key.endswith(_OF_TIME)} for entry in entries]
-    return [{key: value for key, value in entry.items() if key != "train_loss"} for entry in kept]
+    """Without times, and without what the libraries begin anew: the mean loss, and TRL's count of tokens."""
+    dropped = ("runtime", "per_second", "preparation_time", "train_loss", "num_tokens")
+    return [{key: value for key, value in entry.items() if not key.endswith(dropped)} for entry in entries]
 
 
 def assert_same_weights(first: Path, second: Path) -> None:
@@ -237,14 +236,11 @@ def test_a_training_after_one_that_was_cut_off(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
-@pytest.mark.deep(but=5)
+@pytest.mark.deep(but=3)
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
         ({"gradient_clipping": 0.5}, {}, ["gradient_clipping", "max_grad_norm 1.0", '"auto"']),
-        ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps"]),
-        ({"train_batch_size": 16}, {}, ["per_device_train_batch_size"]),
-        ({"bf16": {"enabled": True}}, {}, ["bf16.enabled"]),
         ({"torch_autocast": {"enabled": True}}, {}, ["torch_autocast"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, {}, ["optimizer.params.lr", "learning_rate"]),
         ({"bf16": {"enabled": False}, "gradient_clipping": 3}, {"bf16": True}, ["bf16.enabled", "max_grad_norm"]),

@@ -209,17 +209,6 @@ class Averaging(Weighing):
         return loss
 
 
-class Referring(Trainer):
-    """Calls the model without its adapters first."""
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        with torch.no_grad(), model.disable_adapter():
-            reference = model(**inputs).logits
-        return (model(**inputs).logits - reference.softmax(-1)).square().mean() / num_items_in_batch
-
-
 class Halving(Trainer):
     """Changes some gradients after each backward."""
 
@@ -251,7 +240,6 @@ def _adapted() -> Any:
         (Trainer, functools.partial(_llama, attention_dropout=0.1), "random numbers are drawn at several places"),
         (Averaging, _llama, "a step changes OurTrainer.average, and another micro-batch may look at it"),
         (Trainer, functools.partial(_llama, tie_word_embeddings=True), "is used at several places"),  # with little room
-        (Referring, _adapted, "a micro-batch calls the model several times"),
         (Halving, _llama, "the gradient of 'model.norm.weight' is looked at or changed before the step"),
         (Trainer, _llama, "Stopping.on_substep_end is called after each micro-batch"),
     ],

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from infinity.errors import BudgetTooSmallError
 from tests.exactness.case import Case
-from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep
+from tests.exactness.lockstep import SHAPES_BY_NAME, Lockstep, with_smallest_budget
 from tests.exactness.shapes.blocks import VOCABULARY, WIDTH, Block, Net, token_batch
 
 pytestmark = pytest.mark.deep
@@ -309,10 +308,7 @@ def test_what_the_config_and_the_loop_decide(tmp_path: Path) -> None:
 
 
 def test_auto_goes_vertically_where_weights_are_read(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"gradient_accumulation_steps": 3, "infinity": {"host_memory_budget": 1}}
-    with pytest.raises(BudgetTooSmallError) as refused:
-        Lockstep.start(tmp_path, changes=changes)
-    changes["infinity"]["host_memory_budget"] = refused.value.minimum_bytes
+    changes = with_smallest_budget(tmp_path, {"gradient_accumulation_steps": 3})
     with Lockstep.start(tmp_path, changes=changes) as both:
         both.engine.train_batch(iter([both.batch(0, index) for index in range(3)]))
         assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason

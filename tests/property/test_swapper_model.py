@@ -45,7 +45,6 @@ from swapper.backends import (
     UringBackend,
 )
 from tests.exactness.faulty_drives import JitteringBackend
-from tests.latency import delayed
 from tests.uring import needs_uring
 
 _CAPACITY = 48 * ALIGNMENT
@@ -375,25 +374,9 @@ class _Aiofiles(SwapperMachine):
             return AiofilesBackend(Volume([directory], _CAPACITY, direct=False), num_threads=2)
 
 
-class _AiofilesDirect(SwapperMachine):
-    def make_backend(self) -> IOBackend:
-        with tempfile.TemporaryDirectory() as directory:
-            return AiofilesBackend(Volume([directory], _CAPACITY), num_threads=2)
-
-
 class _Memory(SwapperMachine):
     def make_backend(self) -> IOBackend:
         return MemoryBackend(_CAPACITY, num_threads=2)
-
-
-class _MemoryInline(SwapperMachine):
-    def make_backend(self) -> IOBackend:
-        return MemoryBackend(_CAPACITY)
-
-
-class _Latency(SwapperMachine):
-    def make_backend(self) -> IOBackend:
-        return delayed(MemoryBackend(_CAPACITY, num_threads=2), 0.0002, 0.0001)
 
 
 class _Integrity(_Threads):
@@ -404,13 +387,6 @@ class _Integrity(_Threads):
 
     def wrap(self, faulty: IOBackend) -> IOBackend:
         return IntegrityBackend(faulty)
-
-
-class _IntegrityInMemory(_MemoryInline):
-    """Checksums of short pages, cut where the requests are."""
-
-    def wrap(self, faulty: IOBackend) -> IOBackend:
-        return IntegrityBackend(faulty, page_bytes=ALIGNMENT, boundary_bytes=2 * ALIGNMENT)
 
 
 class _IntegrityWithDamage(_Memory):
@@ -428,11 +404,8 @@ _MACHINES = [
     pytest.param(_Uring, marks=needs_uring),
     pytest.param(_UringStriped, marks=needs_uring),
     _Aiofiles,
-    _AiofilesDirect,
-    _MemoryInline,
-    _Latency,
+    _Memory,
     _Integrity,
-    _IntegrityInMemory,
     _IntegrityWithDamage,
 ]
 _SETTINGS = settings(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.stand_in import models
@@ -22,6 +23,12 @@ from tests.stand_in.reference import with_main_weights
 from tests.stand_in.text import rows
 
 NUM_STEPS, ACCUMULATION = 30, 2
+
+
+def forget() -> None:
+    """accelerate keeps what it was told for the whole process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def main(words: list[str] | None = None) -> None:

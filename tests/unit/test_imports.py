@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import os
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +134,6 @@ def test_names_are_what_type_checkers_take_them_for(package: Any) -> None:
 
 
 @pytest.mark.deep
-def test_submodules_are_attributes() -> None:
-    code = "import infinity, swapper; print(infinity.config.InfinityConfig.__name__, swapper.swapper.Swapper.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=_ROOT)
-    assert done.stdout == "InfinityConfig Swapper\n"
-
-
-@pytest.mark.deep
 def test_modules_by_deepspeeds_names_come_first() -> None:
     """Each in a process that has imported nothing of the package before."""
     names = ["runtime.zero.partition_parameters", "comm.comm", "zero.partition_parameters", "checkpoint.utils"]
@@ -194,53 +184,7 @@ def test_an_error_inside_is_not_hidden(lazy: Any) -> None:
         _ = lazy.typo
 
 
-def test_threads_get_the_same(lazy: Any) -> None:
-    entered, can_go_on, times = threading.Event(), threading.Event(), []
-
-    def enter() -> None:
-        times.append(1)
-        entered.set()
-        assert can_go_on.wait(60)
-
-    lazy.enter = enter
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(lazy.slow)) for _ in range(3)]
-    threads[0].start()
-    assert entered.wait(60)
-    for thread in threads[1:]:
-        thread.start()
-    can_go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == 3 and len({*found}) == 1 == len(times) and found[0].__name__ == "Name"
-
-
 # ---------------------------------------------------------------------------------------------------------- interrupts
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize(
-    ("arguments", "status", "told"),
-    [
-        (["-m", "infinity", "doctor"], 130, "Interrupted.\n"),
-        (["-c", "import infinity; infinity.initialize"], -signal.SIGINT, "KeyboardInterrupt\n"),
-    ],
-    ids=["command", "script"],
-)
-def test_an_interrupt_while_torch_is_imported(arguments: list[str], status: int, told: str, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("print('importing', flush=True)\nimport signal\nsignal.pause()")
-    started = subprocess.Popen(
-        ["env", "--default-signal=INT", sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(_ROOT)])},
-    )
-    assert started.stdout is not None and started.stdout.readline() == "importing\n"
-    started.send_signal(signal.SIGINT)
-    _, found = started.communicate()
-    assert started.returncode == status and found.endswith(told)
-    assert ("Traceback" in found) == (status != 130)
 
 
 def test_another_system_is_told() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,52 +74,6 @@ def _chain(x: torch.Tensor) -> torch.Tensor:
     for _ in range(12):
         x = torch.tanh(x) * x
     return x.sum()
-
-
-def _strided(x: torch.Tensor) -> torch.Tensor:
-    a, b, c = (x * 1.5).chunk(3, dim=1) if x.shape[1] % 3 == 0 else (x * 1.5)[:, ::2].split(43, dim=1)
-    y = (x.t() * 2)[::3].exp()
-    return (a * b).sum() + c.square().sum() + y.sum() + (x * 3).expand(2, 256, 256).square().sum()
-
-
-def _masked(x: torch.Tensor) -> torch.Tensor:
-    mask = (x > 0).repeat(2, 1)
-    index = torch.arange(256).repeat(64, 1)
-    return torch.where(mask, x.repeat(2, 1), -x.repeat(2, 1)).square().sum() + x[:64].gather(1, index).square().sum()
-
-
-def _complex(x: torch.Tensor) -> torch.Tensor:
-    y = torch.view_as_complex(torch.stack([x, x.t()], dim=-1))
-    return (y * y.conj() * y).abs().sum() + torch.fft.rfft(x).abs().square().sum()
-
-
-def _in_place(x: torch.Tensor) -> torch.Tensor:
-    y = x * 2
-    y.relu_()
-    z = y * y
-    z += 1
-    return z.sum() * 2
-
-
-_FUNCTIONS = [_chain, _strided, _masked, _complex, _in_place]
-
-
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("function", _FUNCTIONS, ids=lambda function: function.__name__)
-def test_gradients_have_the_same_bits(store: Store, function: Callable[..., Any], dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and function is _complex:
-        pytest.skip("torch has no complex numbers of that width")
-    plain, x = _leaf(dtype=dtype), _leaf(dtype=dtype)
-    function(plain).backward()
-    for _ in range(2):
-        x.grad = None
-        with store.active():
-            loss = function(x)
-        loss.backward()
-        assert torch.equal(x.grad, plain.grad)
-        assert not store.needed()
-    assert store.saved.kept_bytes > 0
 
 
 def test_what_exceeds_the_memory_is_written_and_read_ahead(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from bench.case import Case, CaseResult, DriveSample, Outcome
 from bench.cgroup import Cgroup
-from bench.measured.child import run_turn
-from bench.measured.models import Program, Workload
+from bench.measured.models import Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
 from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, find_alone
 
@@ -59,30 +58,6 @@ def test_a_vertical_step_is_held_against_compute_that_recomputes_too() -> None:
         result.outcomes += [alone, recomputing]
         assert find_alone([result], result) is expected
     assert find_alone([CaseResult(Case(_TINY, 300, ()), [outcome()])], CaseResult(Case(_TINY, 300, ()))) is None
-
-
-class _Program(Program):
-    """Counts what the turn asks of it."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def step(self) -> float:
-        self.calls.append("step")
-        return 0.5
-
-    def flush(self) -> None:
-        self.calls.append("flush")
-
-    def describe(self) -> dict[str, object]:
-        return {}
-
-
-def test_a_turn_ends_with_its_flush_and_counts_it() -> None:
-    program = _Program()
-    turn = run_turn(program, 3)
-    assert program.calls == ["step", "step", "step", "flush"]
-    assert turn["total_seconds"] >= sum(turn["seconds"])
 
 
 def test_a_participant_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:

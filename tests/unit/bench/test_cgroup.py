@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from bench import cgroup
-from bench.cgroup import Cgroup, set_bandwidth, why_unavailable
+from bench.cgroup import Cgroup, why_unavailable
 
 _FILES = {
     "memory": {
@@ -113,72 +113,6 @@ def test_a_group_is_made_beside_the_process_that_limits_it(tree: _Tree) -> None:
         assert {(folder / name).read_text() for name in ("memory.max", "memory.swap.max")} == {"max"}
     assert tree.killed == tree.removed == [folder]
     assert not folder.exists()
-
-
-def test_a_peak_is_counted_anew(tree: _Tree) -> None:
-    _session(tree)
-    with Cgroup("case", ("memory",)) as group:
-        peak = group.task_files[0].parent / "memory.peak"
-        assert group.peak_bytes == 7
-        assert group.reset_peak()
-        with peak.open("r+") as file:  # the kernel's later values; what is read is the descriptor that was reset
-            file.write("5")
-        peak.rename(peak.with_name("of_another_descriptor"))
-        assert group.peak_bytes == 5
-
-
-def test_a_kernel_that_cannot_reset_the_peak_says_so(tree: _Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    _session(tree)
-
-    def refuse(path: Path, mode: str, **how: int) -> None:
-        raise OSError(errno.EACCES, "memory.peak is read-only before Linux 6.12")
-
-    with Cgroup("case", ("memory",)) as group:
-        with monkeypatch.context() as patches:
-            patches.setattr(Path, "open", refuse)
-            assert not group.reset_peak()
-        assert group.peak_bytes == 7
-
-
-def test_both_controllers_share_one_group_where_both_can_be_enabled(tree: _Tree) -> None:
-    _session(tree)
-    with Cgroup("case") as group:
-        (file,) = group.task_files
-        assert file.parent.parent == tree.root, "only the root has the controller io"
-        assert (tree.root / "cgroup.subtree_control").read_text().split() == ["io", "memory"]
-        set_bandwidth(file.parent, "8:16", read=1_000, write=1_000)
-        assert (file.parent / "io.max").read_text() == "8:16 rbps=1000 wbps=1000"
-        set_bandwidth(file.parent, "8:16", read=1, write=None)
-        assert (file.parent / "io.max").read_text() == "8:16 rbps=1 wbps=max"
-
-
-def test_a_process_that_joins_goes_back_to_its_own_group(tree: _Tree) -> None:
-    user = _session(tree)
-    with Cgroup("case", ("memory",)) as group:
-        with group.joined():
-            assert group.task_files[0].read_text() == str(os.getpid())
-            assert (user / "session.scope" / "cgroup.procs").read_text() == ""
-        assert (user / "session.scope" / "cgroup.procs").read_text() == str(os.getpid())
-        assert (user / "cgroup.procs").read_text() == "", "groups with children may hold no process"
-
-
-def test_a_container_whose_only_group_holds_its_processes(tree: _Tree) -> None:
-    tree.fill(tree.root, ["io"])
-    tree.is_member("/")
-    assert "'memory'" in (why_unavailable("memory") or "")
-    reason = why_unavailable("blkio")
-    assert reason is not None and str(tree.root) in reason and "'io'" in reason
-    with pytest.raises(OSError, match="cannot be made: no control group"):
-        Cgroup("case", ("blkio",))
-    assert [path.name for path in tree.root.iterdir() if path.is_dir()] == []
-
-
-@pytest.mark.parametrize("path", ["/../../elsewhere", "/of/the/host", "/"])
-def test_a_membership_from_outside_of_the_container(tree: _Tree, path: str) -> None:
-    tree.fill(tree.root, ["memory"])
-    tree.is_member(path, holds=False)
-    with Cgroup("case", ("memory",)) as group:
-        assert group.task_files[0].parent.parent == tree.root
 
 
 def test_a_controller_of_version_1_beside_version_2(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import bench_step
@@ -37,20 +36,3 @@ def test_what_cannot_be_measured(
     told = capsys.readouterr().err
     assert cure in told
     assert list(nvme_dir.iterdir()) == []
-
-
-@pytest.mark.parametrize("options", [["--throttle", "600"], ["--throttle", "none", "--memory-limit", "1GB"]], ids=str)
-def test_limits_without_control_groups(
-    options: list[str], nvme_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bench.options.why_unavailable", lambda _: "control groups need root")
-    _refuse(["--nvme-path", str(nvme_dir), "--json", "-", *options])
-    assert f"{options[-2]} cannot be used: control groups need root; " in capsys.readouterr().err
-
-
-def test_a_file_system_without_a_drive(
-    small_tmpfs: Callable[[int], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = str(small_tmpfs(1 << 20))
-    _refuse(["--nvme-path", path, "--json", str(tmp_path / "step.json")])
-    assert "name a directory on a drive" in capsys.readouterr().err

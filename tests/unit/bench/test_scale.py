@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bench.cgroup import why_unavailable
 from bench.measured.models import Workload
-from bench_scale import Try, attempt, draw, largest, scale_table, ways
+from bench_scale import Try, attempt, largest, ways
 
 
 def _search(fits: int, most: int = 64) -> tuple[int, int | None, list[int]]:
@@ -26,34 +26,6 @@ def test_the_largest_is_found_in_few_tries(fits: int) -> None:
     best, following, tried = _search(fits)
     assert (best, following) == (fits, fits + 1)
     assert len(set(tried)) == len(tried) <= 2 * fits.bit_length() + 2
-
-
-@pytest.mark.parametrize("most", [1, 5, 8])
-def test_no_model_is_larger_than_asked_for(most: int) -> None:
-    best, following, tried = _search(100, most)
-    assert (best, following) == (most, None)
-    assert max(tried) == most
-
-
-def test_the_table_and_the_picture_tell_both(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    results = [
-        largest("one", 4, lambda layers: Try(layers, 5, 1.0, 100)),
-        largest("other", 4, lambda layers: Try(layers, problem="too large")),
-    ]
-    table = scale_table(results, 1 << 30)
-    assert [list(column.cells) for column in table.columns][:2] == [["one", "other"], ["4", "none"]]
-    assert list(table.columns[5].cells) == ["", "1"]
-    draw(results, 1 << 30, tmp_path / "scale.png")
-    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_ways_share_the_limit() -> None:
-    found = ways(1000, ())
-    assert [spec.memory_limit_bytes for spec in found.values()] == [1000] * 3
-    assert found["offload to RAM"].settings["budget"] == 500
-    roomy = ways(4 << 30, ())["offload to RAM"]
-    assert roomy.settings["budget"] == (4 << 30) - (800 << 20), "all but what the process takes besides"
 
 
 @pytest.mark.deep

@@ -201,38 +201,6 @@ def test_a_file_that_cannot_be_written_at_the_end(tmp_path: Path) -> None:
             check_picture(tmp_path / name, "--png", [".png"])
 
 
-def test_a_log_with_numbers_that_no_step_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "log.jsonl").write_text('{"kind": "start", "step": 1e999, "time": 0}\n')
-    for command in ("report", "watch"):
-        assert main([command, str(tmp_path)]) == _FAILED
-        assert "no start" in _told(capsys)
-
-
-@pytest.mark.parametrize("columns", ["0", "1"])
-def test_a_terminal_without_width(
-    columns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
-    (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
-    assert main(["config", "show", "ds.json"]) == 0
-    assert "train_batch_size" in capsys.readouterr().out
-
-
-def test_signs_that_the_encoding_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "\u4e2d.json").write_text('{"train_batch_size": 1}')
-    out = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding="ascii"))
-    assert main(["config", "check", "\u4e2d.json"]) == 0
-    assert out.getvalue() == b"?.json: valid\n"
-
-
-def test_closed_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ds.json").write_text('{"train_batch_size": 1}')
-    monkeypatch.setattr("sys.stdout", None)
-    monkeypatch.setattr("sys.stderr", None)
-    assert main(["config", "check", "ds.json"]) == 0
-
-
 def _raising(error: BaseException) -> Callable[..., object]:
     def invoke(*arguments: object, **more: object) -> object:
         raise error

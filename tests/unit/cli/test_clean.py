@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +92,6 @@ def test_files_of_others_stay_whatever_they_are_called(left: Path, capsys: pytes
     assert [file for file in theirs if not file.exists()] == []
 
 
-def test_what_is_in_use_stays(left: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with _started(left):
-        (run,) = _told(left, capsys, "--yes")["runs"]
-        assert run["is_in_use"]
-    assert _started(left).global_steps == 2
-
-
 def test_what_is_in_use_stays_on_each_of_its_drives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drives = [tmp_path / "first", tmp_path / "second"]
     for drive in drives:
@@ -143,27 +134,3 @@ def test_a_save_that_cannot_be_removed_is_a_failure(
     monkeypatch.setattr(clean_module, "remove_abandoned", lambda parent: None)  # what it does where it has no rights
     assert main(["clean", str(tmp_path), "--yes", *more]) == 1
     assert capsys.readouterr().err == f"{save} cannot be removed: change its permissions, or remove it yourself.\n"
-
-
-def test_a_save_on_a_file_system_that_is_read_only_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save = left_by_a_killed_save(tmp_path / ".tag.saving-0123456789abcdef")
-    opened = os.open
-
-    def open_for_reading(path: Any, flags: int, *more: Any, **named: Any) -> int:
-        if Path(path) == save / ".lock" and flags & os.O_ACCMODE != os.O_RDONLY:
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return opened(path, flags, *more, **named)
-
-    monkeypatch.setattr(os, "open", open_for_reading)
-    assert _told(tmp_path, capsys)["saves"] == [str(save)]
-
-
-def test_a_closed_stdin_cannot_be_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    left_by_a_killed_save(tmp_path / ".tag.saving-0123456789abcdef")
-    monkeypatch.setattr("sys.stdin", None)  # as after `<&-`
-    assert main(["clean", str(tmp_path)]) == 2
-    assert "pass --yes" in capsys.readouterr().err

@@ -110,10 +110,7 @@ def test_what_they_make_is_the_same_when_it_is_read_again(
     ("given", "key"),
     [
         ({"gradient_clipping": "auto"}, "gradient_clipping"),
-        ({"gradient_clipping": 0.5}, "gradient_clipping"),
-        ({"infinity": {"autotune_io": "auto"}}, "infinity.autotune_io"),
         ({"aio": {"thread_count": 9}}, "aio.thread_count"),
-        ({"aio": {"num_threads": 9}}, "aio.thread_count"),
         ({"bf16": True}, "bf16.enabled"),
         ({"bf16": True}, "bfloat16"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload"),

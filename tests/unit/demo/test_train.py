@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train import SIZES, main, make_config, parse_arguments, warm_up
+from train import SIZES, make_config, parse_arguments, warm_up
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -21,36 +21,6 @@ def test_larger_models_learn_at_lower_rates(tmp_path: Path, monkeypatch: pytest.
     for name, size in SIZES.items():
         config = make_config(parse_arguments(["--model", name]), size)
         assert config.optimizer is not None and config.optimizer.params["lr"] == size.learning_rate
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--plot", "missing/a.png"], "make it first"),
-        (["--plot", "a.foo"], ".png"),
-        (["--config", "missing"], "no such file"),
-        (["--no-such-option"], "unrecognized"),
-    ],
-    ids=str,
-)
-def test_a_wrong_option(
-    options: list[str],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="2"):
-        main(options)
-    assert told in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.txt").touch()
-    assert main(["--text", str(tmp_path / "empty.txt"), "--nvme-path", str(tmp_path)]) == 1
-    assert "the text has 0 bytes" in capsys.readouterr().err
 
 
 def test_the_rate_rises_first() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,15 +61,6 @@ def test_memory_in_use_and_kept_never_exceeds_the_capacity(room: int, actions: l
     assert device.live_bytes == 0
 
 
-def test_a_buffer_of_the_same_size_is_used_again() -> None:
-    pool = FlatPool(ComputeDevice(), 4 * _PAGE)
-    first = pool.allocate(2 * _PAGE)
-    assert first is not None
-    pool.give_back(first)
-    assert pool.allocate(2 * _PAGE) is first
-    pool.close()
-
-
 def test_views_are_seen_however_they_were_derived() -> None:
     flat = HostFlatBuffer(_PAGE)
     assert not flat.has_views
@@ -96,15 +86,6 @@ def test_a_view_that_autograd_saved_counts() -> None:
     flat.release()
 
 
-def test_all_tensors_of_a_buffer_share_one_storage() -> None:
-    flat = HostFlatBuffer(_PAGE)
-    one, two = flat.tensor(), flat.tensor()
-    one.fill_(7)
-    assert torch.equal(two, torch.full((_PAGE,), 7, dtype=torch.uint8))
-    assert one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr() == flat.address
-    flat.release()
-
-
 def test_released_memory_lives_as_long_as_its_last_view() -> None:
     flat = HostFlatBuffer(_PAGE)
     view = flat.tensor()
@@ -113,14 +94,6 @@ def test_released_memory_lives_as_long_as_its_last_view() -> None:
     del flat
     gc.collect()
     assert int(view.sum()) == 3 * _PAGE
-
-
-@pytest.mark.parametrize("num_bytes", [_PAGE, 3 * _PAGE, 1 << 21])
-def test_buffers_are_aligned_for_direct_transfers(num_bytes: int) -> None:
-    flat = HostFlatBuffer(num_bytes)
-    assert flat.address % _PAGE == 0
-    assert flat.tensor().numel() == num_bytes
-    flat.release()
 
 
 def test_the_front_of_a_buffer_makes_room_and_takes_no_memory() -> None:

@@ -103,20 +103,6 @@ def test_what_is_started_comes_in_its_order_and_stands_until_the_next_start(
     landing.close()
 
 
-def test_as_much_is_on_its_way_as_there_is_room_for() -> None:
-    landing: Landing[int] = Landing(_LateDevice(), 1024)
-    for number in range(4):
-        assert landing.fits([torch.zeros(256, dtype=torch.uint8)])
-        landing.start([torch.zeros(256, dtype=torch.uint8)], number)
-    assert not landing.fits([torch.zeros(1, dtype=torch.uint8)])
-    with pytest.raises(RuntimeError, match="no room"):
-        landing.start([torch.zeros(1, dtype=torch.uint8)], 4)
-    assert landing.take_first().purpose == 0
-    landing.start([torch.zeros(256, dtype=torch.uint8)], 4)  # where the first one was
-    assert [download.purpose for download in landing.coming] == [1, 2, 3, 4]
-    landing.close()
-
-
 @pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 1000])
 def test_what_is_larger_comes_block_by_block(numel: int) -> None:
     device = _LateDevice()

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-import infinity
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
-from infinity.errors import BudgetTooSmallError, InfinityError
 from infinity.gradients.store import GradientStore
 from infinity.updates.job import UpdateJob
 from infinity.updates.stream import UpdateStream
@@ -34,9 +32,9 @@ from swapper import (
 from swapper.backend import IOBackend
 from swapper.scheduling.scheduler import IOScheduler
 from tests.exactness.faulty_drives import wrapped_drives
-from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import Lockstep, with_smallest_budget
 from tests.manual_backend import ManualBackend
-from tests.unit.late_backend import LateBackend, await_hand_over, is_kept, stall, waits
+from tests.unit.late_backend import LateBackend, await_hand_over, stall, waits
 
 _BLOCK = ALIGNMENT
 _CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=1000.0)
@@ -218,13 +216,6 @@ def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def _smallest(directory: Path, changes: dict[str, Any]) -> int:
-    with pytest.raises(BudgetTooSmallError) as refused:
-        config = everything_on_nvme(directory, {**changes, "infinity": {"host_memory_budget": 1}})
-        infinity.initialize(model=PLAIN.make("none"), config=config)
-    return int(refused.value.minimum_bytes)
-
-
 @contextlib.contextmanager
 def _late_training(directory: Path, changes: dict[str, Any]) -> Iterator[tuple[Lockstep, list[LateBackend]]]:
     """Everything on a drive that answers late, at the smallest budget."""
@@ -234,9 +225,9 @@ def _late_training(directory: Path, changes: dict[str, Any]) -> Iterator[tuple[L
         backends.append(LateBackend(inner))
         return backends[-1]
 
-    own = {"host_memory_budget": _smallest(directory, changes), **changes.get("infinity", {})}
-    own["io_deadline_seconds"] = 1000
-    with wrapped_drives(wrap), Lockstep.start(directory, changes={**changes, "infinity": own}) as both:
+    own = {**changes.get("infinity", {}), "io_deadline_seconds": 1000}
+    smallest = with_smallest_budget(directory, {**changes, "infinity": own})
+    with wrapped_drives(wrap), Lockstep.start(directory, changes=smallest) as both:
         yield both, backends
         for backend in backends:
             backend.answer_all()
@@ -251,86 +242,6 @@ def after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[.
 
 
 _ACCUMULATED = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("changes", [{"gradient_clipping": 0.1}, _ACCUMULATED], ids=["clip", "accumulation"])
-def test_a_late_answer_changes_no_other_weights_and_gradients(
-    changes: dict[str, Any], seed: int, tmp_path: Path
-) -> None:
-    """Reads hang, their errors are caught, training goes on; then they answer, at any moment."""
-    dice = random.Random(seed)
-    num_answers = num_stalls = 0
-    smallest = _smallest(tmp_path, changes)
-    with _late_training(tmp_path, {**changes, "infinity": {"host_memory_budget": smallest + 60_000}}) as (
-        both,
-        backends,
-    ):
-        engine = both.engine
-        is_armed = False
-
-        def answer(backend: LateBackend) -> None:
-            nonlocal num_answers
-            num_answers += 1
-            units = [
-                u
-                for u in engine._pager.residency.units
-                if u.flat is not None and u.arrival is None and u.update is None
-            ]
-            before = [unit.flat.tensor().clone() for unit in units]
-            backend.answer(dice.randrange(len(backend.kept)))
-            for unit, old in zip(units, before, strict=True):
-                assert torch.equal(old, unit.flat.tensor()), f"the weights of {unit.name} have changed"
-
-        def on_wait(scheduler: Any, operation: Any) -> None:
-            nonlocal num_stalls
-            for backend in backends:
-                if is_kept(backend, operation) or (backend.kept and operation.state.name != "RUNNING"):
-                    num_stalls += 1
-                    stall(scheduler, lambda transfer: any(is_kept(b, transfer.operation) for b in backends))
-                elif backend.kept and dice.random() < 0.3:
-                    answer(backend)
-
-        def is_late(request: Any) -> bool:
-            return is_armed and request.direction is Direction.READ and dice.random() < 0.3
-
-        for backend in backends:
-            backend.is_late = is_late
-        with waits(on_wait):
-            step = 0
-            while step < 3 or num_stalls < 6 or num_answers < 9:
-                for _ in range(8):
-                    is_armed = True
-                    try:
-                        for index in range(engine.gradient_accumulation_steps()):
-                            engine.backward(engine(**both.batch(100 + step, index)))
-                            if index + 1 < engine.gradient_accumulation_steps():
-                                engine.step()
-                    except (SwapperError, InfinityError):
-                        pass
-                    finally:
-                        is_armed = False
-                    engine.reset()
-                for backend in backends:
-                    while backend.kept:
-                        answer(backend)
-                while not _is_well(both):
-                    pass
-                both.engine_step(step)
-                step += 1
-                assert step < 20, f"too little was late: {num_stalls} stalls, {num_answers} answers"
-        both.require_equal()
-
-
-def _is_well(both: Lockstep) -> bool:
-    """Whether no error of earlier reads is left that nobody has seen."""
-    try:
-        with torch.no_grad():
-            both.engine(**both.batch(0))
-    except SwapperError:
-        return False
-    return True
 
 
 _VERTICALLY = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.1, "infinity": {"schedule": "vertical"}}

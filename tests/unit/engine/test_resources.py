@@ -79,17 +79,6 @@ def test_one_swapper_for_blocks_with_the_same_directories(
     assert len(opened) == 1
 
 
-def test_a_capacity_that_is_too_small(tmp_path: Path) -> None:
-    model = _model()
-    before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(StorageError, match=r"cannot hold the states.*Choose another nvme_path") as caught:
-        config = _raw([{"path": str(tmp_path), "capacity": "8KiB"}], keep_in_memory=False)
-        infinity.initialize(model=model, config=config, device="cpu")
-    assert caught.value.directory == tmp_path
-    assert os.listdir(tmp_path) == []
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def test_a_backend_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(volume: Volume, config: SwapperConfig) -> IOBackend:
         raise BackendUnavailableError(config.backend, "the kernel forbids it", "set kernel.io_uring_disabled to 0")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.exactness.case import Case, Draw, loss_of
-from tests.exactness.driver import reference_record, reference_trainer, train
+from tests.exactness.driver import reference_trainer, train
 from tests.exactness.grid import Row
 from tests.exactness.optimizers import MAX_NORM, decay_learning_rates, torch_optimizer
-from tests.exactness.record import Difference, Record, Snapshot, describe_difference, require_equal
+from tests.exactness.record import Difference, Record, Snapshot, require_equal
 from tests.exactness.shapes import SHAPES
 
 _BY_NAME = {case.name: case for case in SHAPES}
@@ -79,24 +78,6 @@ class _WithoutEvaluation:
         return torch.zeros(())
 
 
-def test_bf16_keeps_main_weights_from_before_the_cast() -> None:
-    case = _BY_NAME["plain"]
-    before = {fqn: param.detach().clone() for fqn, param in case.make("none").named_parameters()}
-    trainer = reference_trainer(case, Row(dtype="bf16"))
-    for fqn, param in trainer.model.named_parameters():
-        assert torch.equal(trainer.main[fqn], before[fqn])
-        assert torch.equal(param, before[fqn].to(torch.bfloat16))
-    assert any(not torch.equal(before[fqn], before[fqn].bfloat16().float()) for fqn in before)
-
-    train(trainer, case.batch, dtype=torch.bfloat16, accumulation=1)
-
-    for fqn, param in trainer.model.named_parameters():
-        assert param.dtype == torch.bfloat16
-        assert trainer.main[fqn].dtype == torch.float32
-        assert not torch.equal(trainer.main[fqn], before[fqn]), fqn
-        assert torch.equal(param, trainer.main[fqn].to(torch.bfloat16))
-
-
 def test_bf16_gradients_are_added_in_fp32() -> None:
     """Adding up in bf16, as p.grad does by itself, gives other bits: the rule matters."""
     case = _BY_NAME["plain"]
@@ -113,28 +94,6 @@ def test_bf16_gradients_are_added_in_fp32() -> None:
     assert all(torch.allclose(main[fqn], summed[fqn].float(), rtol=0.1, atol=1e-2) for fqn in main)
 
 
-def test_a_parameter_without_gradient_is_left_alone() -> None:
-    case = _BY_NAME["unused_parameter"]
-    initial = dict(case.make("none").named_parameters())
-    trainer = reference_trainer(case, Row())
-    train(trainer, case.batch, dtype=torch.float32, accumulation=1)
-    for fqn, main in trainer.main.items():
-        is_unused = "never" in fqn
-        # Weight decay alone would change it.
-        assert torch.equal(main, initial[fqn]) == is_unused, fqn
-        assert (len(trainer.optimizer.state.get(main, {})) == 0) == is_unused, fqn
-
-
-def test_a_parameter_that_skips_steps_skips_them_in_its_step_count() -> None:
-    case = _BY_NAME["skipped_blocks"]
-    trainer = reference_trainer(case, Row())
-    train(trainer, case.batch, dtype=torch.float32, accumulation=1)
-    counts = {fqn: int(trainer.optimizer.state[main]["step"]) for fqn, main in trainer.main.items()}
-    assert counts["head.weight"] == 4
-    assert counts["blocks.0.up.weight"] == 3
-    assert counts["blocks.3.up.weight"] == 2
-
-
 def _record() -> Record:
     entries = {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor(1.0)}
     record = Record()
@@ -145,38 +104,12 @@ def _record() -> Record:
     return record
 
 
-def test_equal_records_are_equal() -> None:
-    require_equal(_record(), _record())
-
-
 def test_the_first_difference_is_shown() -> None:
     changed = _record()
     assert changed.final is not None
     changed.final.main_weights["a"][1] = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0))
     with pytest.raises(Difference, match=r"plain with row[\s\S]*1 of 6 differ[\s\S]*main_weights\[a\]: 1 of 3.*\[1\]"):
         require_equal(_record(), changed, context="plain with row")
-
-
-def test_missing_and_unexpected_entries_are_differences() -> None:
-    changed = _record()
-    assert changed.final is not None
-    changed.final.state["b"] = changed.final.state.pop("a")
-    with pytest.raises(Difference, match=r"state\[a\]\[step\]: missing[\s\S]*state\[b\]\[step\]: not expected"):
-        require_equal(_record(), changed)
-
-
-@pytest.mark.parametrize(
-    ("expected", "actual", "words"),
-    [
-        (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype torch.float64"),
-        (torch.ones(2), torch.ones(1, 2), "shape torch.Size"),
-        (torch.tensor(1.0), torch.tensor(1.5), r"1 of 1 elements, first at \[\]: 1.5, expected 1.0"),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")]), r"first at \[1\]: nan"),
-    ],
-)
-def test_differences_in_words(expected: torch.Tensor, actual: torch.Tensor, words: str) -> None:
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(describe_difference(expected, actual))
 
 
 def test_a_draw_from_the_global_generator_is_a_difference() -> None:
@@ -191,8 +124,3 @@ def test_a_draw_from_the_global_generator_is_a_difference() -> None:
     expected = train(_WithoutEvaluation(reference_trainer(case, Row())), case.batch, **settings)
     with pytest.raises(Difference, match="next random number"):
         require_equal(expected, train(Drawing(reference_trainer(case, Row())), case.batch, **settings))
-
-
-def test_references_are_shared_between_rows_of_equal_numerics() -> None:
-    case, row = _BY_NAME["odd_sizes"], Row(prefetch=False, page="small")
-    assert reference_record(case, row.numerics) is reference_record(case, replace(row, page="large").numerics)

@@ -92,15 +92,6 @@ def _expected(make_loss: Callable[[], torch.Tensor], parameters: list[nn.Paramet
     return list(torch.autograd.grad(make_loss(), parameters, allow_unused=True))
 
 
-def _accumulated(make_loss: Callable[[], torch.Tensor], *modules: nn.Module) -> list[torch.Tensor]:
-    """The gradients that autograd accumulates in the first module."""
-    make_loss().backward()
-    found = [parameter.grad for parameter in modules[0].parameters() if parameter.grad is not None]
-    for module in modules:
-        module.zero_grad()
-    return found
-
-
 _X = torch.linspace(-1, 1, 6).view(2, 3)
 
 
@@ -123,77 +114,6 @@ def test_after_one_recorded_backward_units_are_delivered_inside_it_last_first() 
         assert all(plain_grad(parameter) is None for parameter in parameters), "they belong to the receiver"
 
 
-def test_gradients_that_hooks_from_before_hand_in_are_noticed_and_make_a_history() -> None:
-    module = _linear(1)
-    for index, parameter in enumerate(module.parameters()):
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, index=index: bench.collector.hand_in(bench.units[0], bench.units[0].layout.slots[index])
-        )
-    bench = _Bench(module)
-    for number in range(1, 3):
-        deliveries = bench.backward(module(_X).sum())
-        assert sorted(slot for _, gradients, _ in deliveries for slot in gradients) == [0, 1], "each once"
-        assert bench.num_noticed == 2 * number
-        assert bench.collector.has_history
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_parameter_that_was_not_expected_comes_too(order: tuple[int, int]) -> None:
-    module = nn.ModuleList([_linear(1), _linear(2)])
-
-    def loss() -> torch.Tensor:
-        return module[order[0]](module[order[1]](_X)).square().sum()
-
-    expected = _expected(loss, list(module.parameters()))
-    bench = _Bench(module)
-    bench.backward(module[0](_X).sum())
-    bench.backward(module[0](_X).sum())
-    found = [item for _, gradients, _ in bench.backward(loss()) for item in gradients.items()]
-    assert sorted(slot for slot, _ in found) == [0, 1, 2, 3], "each once"
-    assert all(torch.equal(gradient, expected[slot]) for slot, gradient in found)
-
-
-@pytest.mark.parametrize("num_calls", [1, 2, 3])
-def test_reentrant_checkpoints_deliver_once_and_whole(num_calls: int) -> None:
-    """Each checkpoint fires the hooks again; only the last firing completes the sum, with autograd's rounding."""
-    module, before = _linear(), _linear(5)
-
-    def loss() -> torch.Tensor:
-        x = before(_X)
-        for _ in range(num_calls):
-            x = checkpoint(module, x, use_reentrant=True)
-        return x.square().sum()
-
-    expected = _accumulated(loss, module, before)
-    bench = _Bench(module, before)
-    for number in range(3):
-        deliveries = [d for d in bench.backward(loss()) if d[0] == 0]
-        assert len(deliveries) == 1
-        if number or num_calls > 1:
-            assert deliveries[0][2] == (num_calls == 1)
-        for slot, gradient in deliveries[0][1].items():
-            assert torch.equal(gradient, expected[slot])
-
-
-def test_a_weight_used_in_and_outside_a_reentrant_checkpoint_is_never_early() -> None:
-    """Its module is called once and owned once, yet it fires twice."""
-    module, before = _linear(), _linear(5)
-
-    def loss() -> torch.Tensor:
-        x = checkpoint(module, before(_X), use_reentrant=True)
-        return (x + torch.nn.functional.linear(_X, module.weight)).square().sum()
-
-    expected = _accumulated(loss, module, before)[0]
-    bench = _Bench(module, before)
-    for _ in range(3):
-        bench.collector.note_call(bench.units[0], bench.units[0].layout.slots[:1])  # the fault notes the foreign read
-        deliveries = [d for d in bench.backward(loss()) if d[0] == 0]
-        weights = [(gradients[0], early) for _, gradients, early in deliveries if 0 in gradients]
-        assert len(weights) == 1
-        assert torch.equal(weights[0][0], expected)
-        assert not weights[0][1]
-
-
 def test_a_gradient_after_its_delivery_is_an_error_and_never_happens_again() -> None:
     module, before = _linear(), _linear(5)
     bench = _Bench(module, before)
@@ -209,21 +129,3 @@ def test_a_gradient_after_its_delivery_is_an_error_and_never_happens_again() -> 
     once = checkpoint(module, before(_X) + foreign, use_reentrant=True)
     deliveries = bench.backward(once.sum())
     assert [(unit, early) for unit, _, early in deliveries if unit == 0] == [(0, False)]
-
-
-def test_a_use_after_completion_delays_the_unit_from_then_on() -> None:
-    module = _linear()
-    bench = _Bench(module)
-    (unit,) = bench.units
-
-    def deliver_and_recompute(unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
-        bench.deliveries.append((unit.index, {}, torch._C._current_graph_task_id() != -1))
-        if bench.deliveries[-1][2]:
-            bench.collector.note_use(unit, is_saved=False, is_updated=False)
-
-    bench.collector.deliver = deliver_and_recompute
-    bench.backward(module(_X).sum())
-    bench.backward(module(_X).sum())
-    assert not bench.backward(module(_X).sum())[0][2]
-    with pytest.raises(StepError, match="unit 0"):
-        bench.collector.note_use(unit, is_saved=True, is_updated=True)

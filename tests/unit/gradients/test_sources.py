@@ -1,4 +1,4 @@
-"""Memory of gradients on their way into an update: whichever is free first goes to whoever comes next."""
+"""Gradients on their way into an update: in their parameters' order, and whatever memory is free first goes to who comes next."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
+from infinity.gradients.sources import in_slot_order
 from infinity.gradients.store import GradientStore
 from infinity.metrics.clock import StepClock
 from infinity.units.layout import Slot
@@ -56,35 +57,6 @@ def test_room_comes_from_the_loan_that_ends_first(swapper: Swapper, ended: int) 
     store.close()
 
 
-def test_what_was_kept_for_a_unit_is_free_for_all_when_its_update_has_it(swapper: Swapper) -> None:
-    store, units, pool = _make(swapper, room_for=3, in_memory=(0, 1))
-    for unit in units[:2]:
-        store.add(unit, _ones(unit))
-    norms: dict[tuple[int, int], torch.Tensor] = {}
-    sources = [store.hand_over(unit, _ones(unit), norms) for unit in units[:2]]
-    assert len(norms) == 2 * len(_SHAPES)
-    assert not store.has_any
-    for source in sources:
-        source.release()
-    held = [store.hand_over(unit, _ones(unit), {}) for unit in units[:3]]
-    assert pool.used_bytes == pool.capacity_bytes
-    for source in held:
-        source.release()
-    store.add(units[1], _ones(units[1]))
-    slot = units[1].layout.slots[0]
-    assert store.norms_of(units[1])[slot.index] == torch.ones(slot.spec.shape).norm()
-    store.close()
-
-
-def test_a_failed_update_gives_its_memory_back(swapper: Swapper) -> None:
-    store, units, _ = _make(swapper, room_for=1)
-    source = store.hand_over(units[0], _ones(units[0]), {})
-    source.release()
-    source.release()
-    store.hand_over(units[1], _ones(units[1]), {}).release()
-    store.close()
-
-
 _HUGE_PAGE = 2 << 20
 
 
@@ -119,3 +91,17 @@ def test_memory_that_an_update_has_used_up_makes_room_before_it_ends(swapper: Sw
     store._retire()
     assert pool.used_bytes == 0
     store.close()
+
+
+def test_gradients_are_reordered_like_their_parameters() -> None:
+    unit = trainable_unit(0, [(4, 6)])
+    slot = unit.layout.slots[0]
+    gradient = torch.arange(24.0).view(6, 4).t()
+    ordered = in_slot_order(gradient, slot)
+    assert torch.equal(ordered, gradient)
+    assert ordered.stride() == slot.spec.stride
+    assert in_slot_order(ordered, slot) is ordered
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2], [1, 3]]), torch.tensor([1.0, 2.0]), (4, 6), check_invariants=True
+    )
+    assert torch.equal(in_slot_order(sparse, slot), sparse.to_dense())

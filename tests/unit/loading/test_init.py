@@ -6,7 +6,6 @@ import copy
 import gc
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -232,15 +231,6 @@ def test_blocks_nest_and_end_with_an_exception(config: dict[str, Any]) -> None:
         raise KeyError
     assert torch.get_default_dtype() == torch.float32
     assert not on_drive(nn.Linear(4, 4).weight)
-
-
-def test_a_block_is_that_of_its_thread(config: dict[str, Any]) -> None:
-    found: list[bool] = []
-    with infinity.Init(config=config):
-        thread = threading.Thread(target=lambda: found.append(on_drive(nn.Linear(4, 4).weight)))
-        thread.start()
-        thread.join()
-    assert found == [False]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from pathlib import Path
 
@@ -109,15 +108,6 @@ def test_every_ready_config_can_be_changed(tmp_path: Path) -> None:
             assert changed[name] == value if not isinstance(value, dict) else value.items() <= changed[name].items()
 
 
-def test_a_link_to_a_config_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real.json").write_text(_CONFIG)
-    link = tmp_path / "link.json"
-    link.symlink_to("real.json")
-    apply(link)
-    assert link.is_symlink()
-    assert "intra_op_parallelism" in (tmp_path / "real.json").read_text()
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -136,17 +126,3 @@ def test_what_is_no_config_is_refused_and_left_alone(tmp_path: Path, text: str, 
         with pytest.raises(config_file.ConfigRefused, match=words):
             use(path)
     assert path.read_text() == text
-
-
-def test_a_config_that_cannot_be_written_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(_CONFIG)
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(config_file.ConfigRefused, match="No space left"):
-        apply(path)
-    assert path.read_text() == _CONFIG
-    assert [each.name for each in tmp_path.iterdir()] == ["config.json"]

@@ -22,7 +22,7 @@ from infinity.machine.drive_profile import (
     settings_for,
     sweep,
 )
-from swapper.errors import ArgumentError, VolumeError, WrongDataError
+from swapper.errors import ArgumentError, WrongDataError
 from swapper.measure.io_setting import IOSetting
 from tests.unit.machine.fake_drive import FakeDrive
 
@@ -47,12 +47,6 @@ def test_a_backend_that_is_missing_is_told_with_its_reason(tmp_path: Path) -> No
     found = measured(tmp_path, FakeDrive(errors={"uring": ArgumentError("the kernel forbids io_uring")}))
     assert found.unusable == {"uring": "the kernel forbids io_uring"}
     assert {setting.backend for setting in found.settings} == {"threads"}
-
-
-def test_no_backend_at_all_is_an_error_with_the_reasons(tmp_path: Path) -> None:
-    errors: dict[str, Exception] = {name: ArgumentError(f"no {name}") for name in ("threads", "uring")}
-    with pytest.raises(ArgumentError, match=r"threads: no threads; uring: no uring"):
-        measured(tmp_path, FakeDrive(errors=errors))
 
 
 def test_other_bytes_than_were_written_end_it(tmp_path: Path) -> None:
@@ -106,11 +100,3 @@ def test_plans_and_autotune_take_what_was_found(tmp_path: Path, monkeypatch: pyt
     )
     tuned = tune_io(config).io
     assert (tuned.backend, tuned.request_bytes, tuned.num_threads) == ("threads", 2 * _MIB, 8)
-
-
-def test_a_directory_that_is_given_twice(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(VolumeError, match="twice"):
-        directories_of([tmp_path, tmp_path])
-    with pytest.raises(VolumeError, match="same directory"):
-        directories_of([tmp_path, tmp_path / "link"])

@@ -151,34 +151,6 @@ def test_computing_is_cut_where_it_waits_and_named_by_unit(stamps: _Stamps) -> N
     assert clock.compute_seconds == 0
 
 
-def test_waiting_outside_of_the_model_is_no_computing(stamps: _Stamps) -> None:
-    stamps.has_passed = 1e9
-    clock, timeline = _clock(stamps)
-    with clock.waiting("write"):
-        stamps.now = 4
-    clock.pause_compute()
-    clock.resume_compute("layer 0")
-    stamps.now = 5
-    clock.pause_compute()
-    assert _row(timeline, Row.COMPUTE) == []
-    assert clock.compute_seconds == 0
-
-
-def test_a_wait_while_the_engine_pages_does_not_start_the_computing(stamps: _Stamps) -> None:
-    stamps.has_passed = 1e9
-    clock, timeline = _clock(stamps)
-    clock.begin_compute("forward")
-    stamps.now = 1
-    clock.pause_compute()
-    with clock.waiting("read"):
-        stamps.now = 2
-    stamps.now = 3
-    clock.resume_compute("layer 0")
-    stamps.now = 4
-    clock.end_compute()
-    assert _row(timeline, Row.COMPUTE) == [("forward", 0, 1), ("forward layer 0", 3, 4)]
-
-
 def test_a_wait_that_fails_counts_all_the_same(stamps: _Stamps) -> None:
     clock, _ = _clock(stamps)
     with pytest.raises(OSError, match="gone"), clock.waiting("read"):

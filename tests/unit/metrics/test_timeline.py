@@ -7,9 +7,7 @@ import json
 import math
 import os
 import tempfile
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,11 +15,9 @@ from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
 from infinity.metrics.timeline import Row, Span, Timeline, check_writable
-from swapper import Direction, TransferRecord
 from tests.step_reports import report
 
 _ELSEWHERE = Path(tempfile.gettempdir()) / "trace.json"
-_TITLES = ["steps", "compute", "waiting", "reads", "writes", "optimizer", "copies"]
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
@@ -92,77 +88,6 @@ def test_a_full_ring_drops_the_oldest_and_says_so(tmp_path: Path, caplog: pytest
     assert "the oldest 15 spans were dropped" in process["args"]["name"]
 
 
-def test_any_thread_may_add() -> None:
-    timeline = Timeline(_ELSEWHERE)
-
-    def add(row: Row) -> None:
-        for number in range(500):
-            timeline.add(row, f"{row.name} {number}", number, number + 0.5, num_bytes=1)
-
-    threads = [threading.Thread(target=add, args=(row,)) for row in Row if row is not Row.STEPS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for row, spans in timeline.spans().items():
-        assert [span.name for span in spans] == [f"{row.name} {number}" for number in range(500)]
-
-
-def test_a_recording_takes_transfers_in_their_rows(tmp_path: Path) -> None:
-    recording = Timeline(tmp_path / "trace.json")
-    recording.on_transfer(TransferRecord(Direction.READ, "weights", 5, 0.25, 1.0, 2.0))
-    recording.on_transfer(TransferRecord(Direction.WRITE, "state", 7, 0.0, 1.5, 2.5))
-    spans = recording.spans()
-    assert spans[Row.READS] == [Span(Row.READS, "weights", 1.0, 2.0, 5, 1, 0.25)]
-    assert spans[Row.WRITES] == [Span(Row.WRITES, "state", 1.5, 2.5, 7)]
-
-
-def _events(path: Path) -> list[dict[str, Any]]:
-    def refuse(text: str) -> None:
-        raise ValueError(f"{text} is no JSON")
-
-    events: list[dict[str, Any]] = json.loads(path.read_text(), parse_constant=refuse)["traceEvents"]
-    return events
-
-
-def test_the_file_has_a_named_thread_for_each_row_and_events_that_do_not_overlap(tmp_path: Path) -> None:
-    timeline = Timeline(_ELSEWHERE)
-    zero = timeline.began_seconds
-    timeline.add_step(
-        zero, zero + 1, report(1, loss=math.nan, read_bytes=600, compute_busy_seconds=0.5, read_busy_seconds=0.9)
-    )
-    for number in range(200):
-        begin = zero + number / 300  # thirds of a microsecond, which no rounding leaves as they are
-        for row in Row:
-            if row is not Row.STEPS:
-                timeline.add(row, f"part {number}", begin, begin + 1 / 300, num_bytes=3)
-    path = tmp_path / "trace.json"
-    timeline.save(path)
-    events = _events(path)
-    assert {event["ph"] for event in events} == {"M", "X"}
-    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert [threads[number] for number in sorted(threads)] == _TITLES
-    for thread, title in threads.items():
-        row = [event for event in events if event["ph"] == "X" and event["tid"] == thread]
-        assert row, title
-        assert {event["cat"] for event in row} == {title}
-        for before, after in itertools.pairwise(row):
-            assert before["ts"] >= 0
-            assert before["dur"] >= 0
-            # Perfetto counts whole nanoseconds.
-            assert round((before["ts"] + before["dur"]) * 1e3) <= round(after["ts"] * 1e3)
-    (step,) = [event for event in events if event["ph"] == "X" and event["tid"] == 1]
-    assert (step["name"], step["args"]["loss"], step["args"]["bound_by"]) == ("step 1", "nan", "read")
-    reads = [event for event in events if event["ph"] == "X" and threads[event["tid"]] == "reads"]
-    assert sum(event["args"]["bytes"] for event in reads) == 600
-    assert {event["args"]["step"] for event in reads} == {1}
-
-
-def test_an_empty_timeline_is_a_valid_file(tmp_path: Path) -> None:
-    Timeline(tmp_path / "trace.json").save()
-    assert all(event["ph"] == "M" for event in _events(tmp_path / "trace.json"))
-
-
 def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "trace.json"
     path.write_text("old")
@@ -208,11 +133,3 @@ def test_a_path_that_cannot_be_written_is_refused_in_words(tmp_path: Path, name:
     assert refused.value.key == "infinity.timeline"
     assert str(tmp_path) in str(refused.value)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a_file", "fifo"]
-
-
-def test_a_path_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new.json")
-    assert not list(tmp_path.iterdir())
-    (tmp_path / "old.json").write_text("old")
-    check_writable(tmp_path / "old.json")
-    assert (tmp_path / "old.json").read_text() == "old"

@@ -77,23 +77,6 @@ def test_the_model_weight_is_the_nearest_and_halves_go_away_from_zero() -> None:
 
 
 @pytest.mark.deep
-def test_it_works_with_compilation_switched_off() -> None:
-    code = (
-        "import torch\n"
-        "from tests.unit.updates.test_chunk_updater import _Rig\n"
-        "rig = _Rig(torch.optim.AdamW, {'fused': True}, 1000)\n"
-        "rig.step(torch.ones(1000), None, seed=0)\n"
-        "rig.require_equal()\n"
-        "raise SystemExit(1 if rig.updater.fused is not None else 0)\n"
-    )
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(_REPOSITORY)}
-    answer = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=560, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-
-
-@pytest.mark.deep
 def test_a_package_that_cannot_be_written_to(tmp_path: Path) -> None:
     """Home and package are read-only, as in many containers: it starts all the same, and leaves nothing behind."""
     for name in ("infinity", "swapper"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import pickle
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from infinity.optim.lr_schedules import (
     WarmupLR,
     build_scheduler,
     find_schedule,
-    schedule_parameters,
 )
 
 NUM_STEPS = 30
@@ -103,12 +101,6 @@ def test_warmup_cosine(kind: str) -> None:
     assert rates == pytest.approx([1e-4, 2e-4])
 
 
-def test_warmup_longer_than_training_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        WarmupDecayLR(two_groups(), total_num_steps=3, warmup_num_steps=9)
-    assert "total_num_steps 3 is less than warmup_num_steps 9" in caplog.text
-
-
 def test_one_cycle() -> None:
     optimizer = two_groups()
     momenta = {"cycle_min_mom": 0.7, "cycle_max_mom": 0.9, "decay_mom_rate": 0.1}
@@ -133,11 +125,6 @@ def test_one_cycle_in_stairs() -> None:
     schedule = OneCycle(two_groups(), 0.0, 6.0, cycle_first_step_size=6, **stairs)  # type: ignore[arg-type]
     rates = [first for first, _ in run(schedule, 14)]
     assert rates == pytest.approx([0, 0, 2, 2, 4, 4, 6, 3, 3, 3, 0, 0, 0, 0])
-
-
-def test_one_cycle_stays_at_the_end_without_decay() -> None:
-    rates = run(OneCycle(two_groups(), cycle_min_lr=1e-4, cycle_max_lr=1e-2, cycle_first_step_size=3))
-    assert rates[6:] == [[1e-4, 1e-4]] * (NUM_STEPS - 6)
 
 
 def test_one_cycle_leaves_momentum_alone_when_told_or_without_betas(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,44 +229,21 @@ def test_build_in_the_middle() -> None:
     assert [group["lr"] for group in built.optimizer.param_groups] == whole[3]
 
 
-def test_unknown_name_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler.type.*'WarmUpDecay'.*Did you mean 'WarmupDecayLR'"):
-        find_schedule("WarmUpDecay")
-
-
 @pytest.mark.parametrize("name", ["ReduceLROnPlateau", "LambdaLR", "SequentialLR"])
 def test_what_json_cannot_describe_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"scheduler.type.*lr_scheduler=lambda optimizer: {name}"):
         find_schedule(name)
 
 
-@pytest.mark.parametrize("name", ["LRScheduler", "_LRScheduler", "Optimizer"])
-def test_base_classes_are_no_schedules(name: str) -> None:
-    with pytest.raises(ConfigError, match="no such schedule"):
-        find_schedule(name)
-
-
-def test_parameters() -> None:
-    found = schedule_parameters("WarmupDecayLR")
-    assert [name for name, is_needed in found.items() if is_needed] == ["total_num_steps"]
-    assert {"warmup_type", "last_epoch", "last_batch_iteration"} < found.keys() and "optimizer" not in found
-
-
 @pytest.mark.parametrize(
     ("name", "params", "words"),
     [
         ("WarmupLR", {"warmup_type": "cosine"}, r"warmup_type' = 'cosine'.*linear"),
-        ("WarmupLR", {"warmup_num_steps": 1.5}, r"warmup_num_steps' = 1.5.*whole number"),
         ("WarmupLR", {"warmup_num_steps": -1}, r"warmup_num_steps' = -1"),
-        ("WarmupLR", {"warmup_num_steps": None}, r"warmup_num_steps' = None.*whole number"),
-        ("WarmupDecayLR", {"total_num_steps": 10, "warmup_num_steps": None}, r"warmup_num_steps' = None"),
         ("WarmupLR", {"warmup_max_lr": [1e-3]}, r"warmup_max_lr.*1 values for 2 parameter groups"),
         ("WarmupCosineLR", {}, r"total_num_steps.*missing.*give a number"),
-        ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps' = 0.*at least 1"),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "cycle_first_step_size"),
-        ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size' = 0"),
         ("WarmupLR", {"warmup": 3}, r"scheduler.params.*unexpected keyword argument 'warmup'.*takes warmup_min_lr"),
-        ("CosineAnnealingLR", {"T_max": 10, "eta": 1}, "takes T_max, eta_min"),
     ],
 )
 def test_bad_arguments(name: str, params: dict[str, Any], words: str) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.classes import Lamb, Lion, OneBitAdam, UncorrectedAdam
@@ -236,23 +235,6 @@ def test_fused_kernels_on_many_pieces(
     assert equal_bits(paged.weight, whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_default_dtype_and_device_are_the_models_business(dtype: torch.dtype) -> None:
-    """Users set them to build a model; scalars then follow torch's own rule, tensors stay float32."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            updater, optimizer = _updater(AdamW, {"lr": 0.1}, device="cpu")
-            group = dict(optimizer.param_groups[0])
-            weight, grad = (torch.ones(3, dtype=torch.float32, device="cpu") for _ in range(2))
-            tensors, _ = updater.update(group, weight, grad, None, {})
-    finally:
-        torch.set_default_dtype(previous)
-    assert updater.state_names(0) == ("exp_avg", "exp_avg_sq")
-    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())
-
-
 def test_tensor_hyperparameters_are_taken_at_the_snapshot() -> None:
     """Torch's schedulers fill a tensor lr in place; an update asked for before must not see that."""
     param = torch.nn.Parameter(torch.ones(3))
@@ -265,14 +247,6 @@ def test_tensor_hyperparameters_are_taken_at_the_snapshot() -> None:
     updater.update(group, weight, torch.ones(3), None, {})
     assert weight.tolist() == [0.5, 0.5, 0.5]
     assert group["lr"] is not lr and param.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_groups_may_keep_different_state() -> None:
-    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    groups = [{"params": params[:1], "momentum": 0.9}, {"params": params[1:]}]
-    updater = PieceUpdater(build_template(SGD(groups, lr=0.1), [("a", params[0]), ("b", params[1])], "cpu"))
-    assert updater.state_names(0) == ("momentum_buffer",)
-    assert updater.state_names(1) == ()
 
 
 class _Replacing(Optimizer):
@@ -315,21 +289,6 @@ def test_state_that_appears_later_is_refused() -> None:
         updater.update(group, torch.ones(3), torch.ones(3), {}, {})
     with pytest.raises(OptimizerNotPageableError, match="'momentum_buffer' appeared after"):
         updater.update(group, torch.ones(3), torch.ones(3), None, {})
-
-
-def test_hooks_do_not_run_for_pieces() -> None:
-    """A step hook is for the step of the whole model."""
-    calls: list[str] = []
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = SGD([param], lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: calls.append("own"))
-    handle = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
-    try:
-        updater = PieceUpdater(build_template(optimizer, [("weight", param)], "cpu"))
-        updater.update(dict(optimizer.param_groups[0]), torch.ones(3), torch.ones(3), None, {})
-    finally:
-        handle.remove()
-    assert calls == []
 
 
 def test_ranks_with_parts_of_the_states_are_refused() -> None:

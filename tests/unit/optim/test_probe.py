@@ -168,22 +168,14 @@ def test_classes_that_mix_elements_get_whole_parameters(name: str) -> None:
 
 _SELDOM: dict[str, Callable[[Any, Any, int], Any]] = {
     "clips above a norm of 1e4": lambda p, g, n: g * (1e4 / g.norm()).clamp(max=1.0),
-    "clips above a norm of 1e11": lambda p, g, n: g * (1e11 / g.norm()).clamp(max=1.0),
-    "normalizes below a norm of 1e-8": lambda p, g, n: _normalized(g) if g.norm() < 1e-8 else g,
     "skips a gradient of zeros": lambda p, g, n: g if g.any() else torch.ones_like(g),
-    "skips infinities": lambda p, g, n: g if g.isfinite().all() else torch.zeros_like(g),
     "trust ratio of large weights": lambda p, g, n: g * p.norm() if p.norm() > 500 else g,
     "trust ratio of small weights": lambda p, g, n: g * p.norm() if p.norm() < 1e-5 else g,
-    "normalizes every 5th step": lambda p, g, n: _normalized(g) if n % 5 == 0 else g,
-    "normalizes every 10th step": lambda p, g, n: _normalized(g) if n % 10 == 0 else g,
     "normalizes every 100th step": lambda p, g, n: _normalized(g) if n % 100 == 0 else g,
     "normalizes every 1000th step": lambda p, g, n: _normalized(g) if n % 1000 == 0 else g,
-    "normalizes every 360th step": lambda p, g, n: _normalized(g) if n % 360 == 0 else g,
-    "normalizes after 500 steps": lambda p, g, n: _normalized(g) if n > 500 else g,
     "normalizes after 100000 steps": lambda p, g, n: _normalized(g) if n > 100_000 else g,
     "centers convolutions": lambda p, g, n: g - g.mean(dim=(1, 2, 3), keepdim=True) if g.dim() == 4 else g,
     "another rule for large tensors": lambda p, g, n: g * 2 if g.numel() > 500_000 else g,
-    "looks at the largest element": lambda p, g, n: g.clamp(max=float(g.median() * 1e9 + 1)) if g.max() > 1e9 else g,
 }
 
 
@@ -369,13 +361,6 @@ def test_what_cannot_be_run_by_parameters_is_refused(
     assert re.search(message, _refused(cls, **options))
 
 
-class CountsInTensors(CountsElementwise):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["k"] += 1
-        super(CountsOncePerGroup, self).step(closure)
-
-
 class Stacked(Optimizer):
     """As nanochat's MuonAdamW: one state for all matrices of a group, under the first, and numbers on itself."""
 
@@ -416,7 +401,6 @@ class ByTheFirstGroup(_Custom):
         param.sub_(self.param_groups[0]["lr"] * grad)
 
 
-_SHARED = torch.tensor(0)
 _TOGETHER = r"all its groups together.*an entry of each group"
 
 
@@ -428,9 +412,6 @@ _TOGETHER = r"all its groups together.*an entry of each group"
         (ByRatesAtFirst, [{"lr": 0.1}, {"lr": 0.1}], None),
         (ByTheFirstGroup, [{"lr": 0.1}, {"lr": 0.1}], _TOGETHER),
         (SignMomentum, [{"lr": 0.1}, {"lr": 0.2}], None),
-        # In torch, what a step writes into a tensor in one group is there when it comes to the next.
-        (CountsInTensors, [{"k": _SHARED}, {"k": _SHARED}], _TOGETHER),
-        (CountsInTensors, [{"k": torch.tensor(0)}, {"k": torch.tensor(0)}], None),
         (Stacked, [{"kind": "adamw"}, {"kind": "muon"}], "one tensor for all parameters of a group, stacked"),
     ],
 )
@@ -439,42 +420,6 @@ def test_groups_that_know_of_each_other_are_refused(cls: Any, groups: list[dict[
         assert not _updater(cls, groups=groups).mixes_elements
     else:
         assert re.search(message, _refused(cls, groups=groups))
-
-
-class DrawsFromItsOwn(_Custom):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.generator = torch.Generator().manual_seed(3)
-
-    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
-        param.add_(torch.randn(grad.shape, generator=self.generator), alpha=0.1)
-
-
-def test_noise_of_a_generator_of_its_own_is_called_so_and_drawn_again() -> None:
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = DrawsFromItsOwn([param])
-    with pytest.raises(OptimizerNotPageableError, match="draws random numbers"):
-        PieceUpdater(build_template(optimizer, [("weight", param)], "cpu"))
-    assert torch.equal(optimizer.generator.get_state(), torch.Generator().manual_seed(3).get_state())
-
-
-def test_wrappers_around_optimizers_are_refused() -> None:
-    class Wrapper(Optimizer):
-        def __init__(self, inner: Optimizer) -> None:
-            self.inner = inner
-            self.defaults = inner.defaults
-
-        @property
-        def param_groups(self) -> Any:
-            return self.inner.param_groups
-
-        @property
-        def state(self) -> Any:
-            return self.inner.state
-
-    param = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(OptimizerNotPageableError, match=r"Wrapper cannot be paged.*'inner' \(AdamW\)\. Pass that one"):
-        build_template(Wrapper(AdamW([param])), [("weight", param)], "cpu")
 
 
 class _Delegating(Optimizer):
@@ -497,35 +442,8 @@ class Lookahead(_Delegating):
         self.fast.step()
 
 
-class Several(Lookahead):
-    def keep(self, inner: Optimizer) -> None:
-        self.all = {"first": inner}
-
-
-class HoldsTheMethod(_Delegating):
-    def keep(self, inner: Optimizer) -> None:
-        self.inner_step = inner.step
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner_step()
-
-
-class OwnListOfParameters(_Custom):
-    """Its groups are for show."""
-
-    def __init__(self, params: Any) -> None:
-        self.own = list(params)
-        super().__init__(self.own)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.own:
-            if param.grad is not None:
-                param.sub_(param.grad)
-
-
 @pytest.mark.deep(but=2)
-@pytest.mark.parametrize("cls", [Lookahead, Several, HoldsTheMethod, OwnListOfParameters])
+@pytest.mark.parametrize("cls", [Lookahead])
 def test_an_optimizer_that_passes_its_step_on_is_refused_and_changes_nothing(cls: type[Optimizer]) -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     gradient = param.grad = torch.ones(2)
@@ -617,21 +535,6 @@ def test_values_that_a_class_keeps_by_parameter_are_refused(make: Callable[[Any]
     PieceUpdater(build_template(_LooksAtParameters([param], {"weight": 1.0}), [("weight", param)], "cpu"))
 
 
-class WarmsUp(_Custom):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self._is_warm = True
-
-    def set_warm(self, is_warm: bool) -> None:
-        self._is_warm = is_warm
-
-    def warmth(self) -> float:
-        return 0.1 if self._is_warm else 1.0
-
-    def update(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> None:
-        param.sub_(group["lr"] * self.warmth() * grad)
-
-
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize("on_own_instance", [False, True])
 @pytest.mark.parametrize(
@@ -639,7 +542,6 @@ class WarmsUp(_Custom):
     [
         (_Scaled, "factor", lambda optimizer: setattr(optimizer, "factor", 3.0)),
         (_LooksAtParameters, "factor", lambda optimizer: setattr(optimizer, "factor", 3.0)),
-        (WarmsUp, "_is_warm", lambda optimizer: optimizer.set_warm(False)),
     ],
 )
 def test_attributes_that_change_later_are_refused(cls: Any, name: str, change: Any, on_own_instance: bool) -> None:

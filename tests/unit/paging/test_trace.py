@@ -111,36 +111,6 @@ def test_the_next_use_of_a_unit_is_counted_from_the_one_in_use(order: list[int],
 _orders = st.lists(st.integers(0, 5), min_size=1, max_size=14)
 
 
-def _brute_force(
-    order: Sequence[int], sizes: Sequence[int], room: int, *, prefetches: bool, num_cycles: int
-) -> list[tuple[int, int]]:
-    """Holds a set, looks into the future afresh for every decision, and runs until the start is forgotten."""
-    future = [order[step % len(order)] for step in range(40 * len(order))]
-    held: list[int] = []
-    fetches = []
-    num_warm = len(order)
-    for now in range((num_cycles + 1) * len(order)):
-        needed: list[int] = []
-        for unit in future[now : now + len(order)] if prefetches else [future[now]]:
-            if unit in needed:
-                continue
-            if prefetches and sum(sizes[other] for other in [*needed, unit]) > room:
-                break
-            needed.append(unit)
-        for unit in needed or [future[now]]:
-            if unit in held:
-                continue
-            while held and sum(sizes[other] for other in held) + sizes[unit] > room:
-                free = [other for other in held if other not in needed]
-                if not free:
-                    break
-                held.remove(max(free, key=lambda other: future.index(other, now)))
-            held.append(unit)
-            if now >= num_warm:
-                fetches.append((now - num_warm, unit))
-    return fetches
-
-
 @st.composite
 def _scans(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
     order = draw(_orders)
@@ -148,16 +118,6 @@ def _scans(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
     # The plan gives room for any two units at least.
     room = draw(st.integers(sum(sorted(sizes)[-2:]), sum(sizes) + 2))
     return order, sizes, room
-
-
-@given(_scans(), st.booleans(), st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
-def test_simulated_fetches_are_those_of_brute_force(
-    scan: tuple[list[int], list[int], int], prefetches: bool, num_cycles: int
-) -> None:
-    order, sizes, room = scan
-    expected = _brute_force(order, sizes, room, prefetches=prefetches, num_cycles=num_cycles)
-    assert simulate(order, sizes, room, prefetches=prefetches, num_cycles=num_cycles).fetches == expected
 
 
 @given(_scans(), st.booleans())

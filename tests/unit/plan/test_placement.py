@@ -168,26 +168,6 @@ def test_the_minimum_that_is_named_is_the_minimum(question: tuple[list[UnitSize]
     assert str(minimum) in str(caught.value)
 
 
-@given(_questions(), st.floats(0, 1), st.floats(0, 1))
-@settings(max_examples=80, deadline=None)
-def test_more_memory_keeps_more_in_it(question: tuple[list[UnitSize], Request], one: float, other: float) -> None:
-    units, request = question
-    # Larger pages may well leave less for the weights: here there are none.
-    request = dataclasses.replace(
-        request, optimizer_tier="none", shares_host_memory=True, can_spill=request.param_tier == "nvme"
-    )
-    minimum = _minimum(units, request)
-    roomy = 2 * minimum + 2 * sum(unit.weight_bytes + 16 * unit.trainable_numel for unit in units)
-    kept = []
-    for generosity in sorted([one, other]):
-        budget = minimum + int(generosity * (roomy - minimum))
-        placement = place(units, dataclasses.replace(request, budget_bytes=budget))
-        gradients = sum(units[index].trainable_numel for index in placement.gradients_in_memory)
-        kept.append((placement.weights_bytes, gradients))
-    assert kept[0][0] <= kept[1][0]
-    assert kept[0][1] <= kept[1][1]
-
-
 def _model(num_blocks: int = 4, granules: int = 1000) -> list[UnitSize]:
     numel = granules * CHUNK_GRANULE
     return [UnitSize(f"block {index}", 2 * numel, numel, 2, True) for index in range(num_blocks)]
@@ -241,16 +221,6 @@ def test_the_least_device_memory_holds_the_two_largest_units(param_tier: str) ->
     assert everything == sum(unit.weight_bytes for unit in units)
 
 
-def test_weights_that_stay_on_the_device_must_fit_into_its_budget() -> None:
-    units = _model()
-    total = sum(unit.weight_bytes for unit in units)
-    staged = _request(shares_host_memory=False, param_tier="none")
-    assert place(units, dataclasses.replace(staged, device_budget_bytes=total)).weights_bytes == total
-    with pytest.raises(BudgetTooSmallError) as caught:
-        place(units, dataclasses.replace(staged, device_budget_bytes=total - 1))
-    assert caught.value.key == DEVICE_KEY
-
-
 def test_a_device_that_has_little_free_holds_fewer_weights() -> None:
     units = _model(num_blocks=8)
     largest = max(unit.weight_bytes for unit in units)
@@ -267,15 +237,6 @@ def test_a_device_that_has_little_free_holds_fewer_weights() -> None:
     assert caught.value.key == DEVICE_KEY
     # What the user says is taken: he may know that activations are small.
     assert place(units, dataclasses.replace(staged, device_free_bytes=others, device_budget_bytes=total)).weights_bytes
-
-
-@pytest.mark.parametrize("states", ["none", "nvme"])
-def test_states_on_the_device_count(states: str) -> None:
-    units = _model(num_blocks=8)
-    staged = _request(shares_host_memory=False, optimizer_tier=states, device_free_bytes=0)
-    with pytest.raises(BudgetTooSmallError) as caught:
-        place(units, staged)
-    assert ("optimizer states" in str(caught.value)) == (states == "none")
 
 
 @pytest.mark.parametrize(
@@ -337,17 +298,6 @@ def test_what_fits_wholly_moves_nothing(question: tuple[list[UnitSize], Request]
     placement = place(units, request)
     assert not placement.weights_on_nvme(len(units))
     assert not placement.spills
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 1.2])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_units_that_stay_save_more_than_a_larger_pool(share: float, num_micro_batches: int) -> None:
-    units = _model(num_blocks=24)
-    request = _request(num_micro_batches=num_micro_batches)
-    weights = sum(unit.weight_bytes for unit in units)
-    request = dataclasses.replace(request, budget_bytes=_minimum(units, request) + int(share * weights))
-    without = _predicted(units, dataclasses.replace(request, keeps_in_memory=False))[0]
-    assert _predicted(units, request)[0] < without
 
 
 @given(_questions(), st.floats(0, 1))
@@ -440,40 +390,6 @@ def test_a_divided_unit_has_room_to_be_put_together(num: int, tier: str, num_on_
     assert placement.kept_bytes == states + len(placement.hosted_units) * size // num
     serving = request.serving_bytes(units) if moving else 0
     assert _host_bytes(placement, request) + serving <= request.budget_bytes
-
-
-def test_memory_may_be_left_alone() -> None:
-    units = _model(num_blocks=8)
-    placement = place(units, _request(keeps_in_memory=False))
-    assert not placement.resident_units
-    assert not placement.hosted_units
-    assert not any(placement.states_in_memory)
-    assert placement.weights_bytes == sum(unit.weight_bytes for unit in units), "read once, and not given up"
-
-
-@pytest.mark.parametrize(("itemsize", "rounds"), [(4, False), (2, False), (2, True)])
-def test_spilled_gradients_move_their_size_each_way(itemsize: int, rounds: bool) -> None:
-    units = _model(num_blocks=64)
-    request = _request(
-        record_format=_FORMATS["remainder"], update="deferred", gradient_itemsize=itemsize, rounds_gradients=rounds
-    )
-    tight = place(units, dataclasses.replace(request, budget_bytes=_minimum(units, request)))
-    assert not tight.gradients_in_memory
-    roomy = dataclasses.replace(tight, gradients_in_memory=tuple(range(64)))
-    order = [*range(64), *reversed(range(64))]
-    spilled, kept = (predict(units, request, placement, order, 64) for placement in (tight, roomy))
-    total = sum(unit.trainable_numel for unit in units)
-    assert spilled.read_bytes - kept.read_bytes == itemsize * total
-    assert spilled.write_bytes - kept.write_bytes == itemsize * total
-    assert kept.write_bytes == 12 * total
-    assert 13.5 * total < kept.read_bytes <= 14 * total
-
-
-def test_states_in_memory_move_nothing() -> None:
-    units = _model()
-    request = _request(param_tier="cpu", optimizer_tier="cpu", can_spill=False)
-    prediction = predict(units, request, place(units, request), [0, 1, 2, 3, 3, 2, 1, 0], 4)
-    assert (prediction.read_bytes, prediction.write_bytes) == (0, 0)
 
 
 def _on_a_gpu(**changes: Any) -> Request:

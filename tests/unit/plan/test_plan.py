@@ -136,15 +136,3 @@ def test_pauses_of_the_script_do_not_count() -> None:
     assert plan.compute_seconds == pytest.approx(2.0)
     assert plan.overlap_factor == pytest.approx(5.0 / 4.0)
     assert plan.seen_bytes_per_second == pytest.approx(1e6)
-
-
-def test_a_pause_before_the_only_known_step_does_not_count() -> None:
-    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, _GUESS), Trace(_GUESS)
-    for pause in (3.0, 0.1, 60.0):
-        report = dataclasses.replace(
-            _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=2.0, drive_busy_seconds=4.0, read_bytes=4_000_000
-        )
-        plan_tracker.on_step(report)
-    plan = plan_tracker.plan(trace, Traffic())
-    assert plan.compute_seconds == pytest.approx(2.1), "what the script does before every step stays"
-    assert plan.overlap_factor == pytest.approx(5.1 / 4.0)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity.cli.main import INTERRUPTED, main
+from infinity.cli.main import main
 from infinity.errors import CheckpointError
 from infinity.metrics import RunLog
 from infinity.plan.plan import as_record
@@ -79,21 +75,6 @@ def test_a_run_that_goes_on_is_followed_to_its_end(log: RunLog) -> None:
     assert ended == [True] and "has ended" in _text(console)
 
 
-def test_steps_behind_a_rollback_are_shown(log: RunLog) -> None:
-    console = _console()
-    thread = threading.Thread(target=lambda: watch(log.path.parent, console))
-    thread.start()
-    for number in (1, 2, 3):
-        log.note_step(step(number), None)
-    wait_until(lambda: "step 3:" in _text(console))
-    log.write("rollback", 3, text="went back", to=1)
-    log.note_step(step(2), None)
-    wait_until(lambda: _text(console).count("step 2:") == 2)
-    log.close(2)
-    thread.join(60)
-    assert [_text(console).count(f"step {number}:") for number in (1, 2, 3)] == [1, 2, 1]
-
-
 def test_a_run_whose_process_is_gone(log: RunLog) -> None:
     log.note_step(step(1, loss=float("nan")), None)
     log.release()
@@ -109,21 +90,6 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text("x\n")
     with pytest.raises(CheckpointError, match="has no start"):
         watch(tmp_path, _console())
-
-
-@pytest.mark.deep
-def test_ctrl_c_ends_it_without_a_traceback(log: RunLog) -> None:
-    log.note_step(step(1), None)
-    command = [sys.executable, "-m", "infinity", "watch", str(log.path.parent)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
-    try:
-        assert child.stdout is not None and "step 1:" in child.stdout.readline()
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=560)
-    finally:
-        child.kill()
-        child.wait()
-    assert child.returncode == INTERRUPTED and err.strip() == "Interrupted."
 
 
 @pytest.mark.deep

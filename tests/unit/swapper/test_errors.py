@@ -41,15 +41,6 @@ def test_the_documented_tree_is_the_real_one() -> None:
     assert {cls.__name__ for cls in classes} <= set(swapper.__all__)
 
 
-def test_builtin_parents() -> None:
-    for name, builtin in (
-        ("ArgumentError", ValueError),
-        ("StallError", TimeoutError),
-        ("ArenaExhaustedError", TimeoutError),
-    ):
-        assert issubclass(getattr(errors, name), builtin)
-
-
 def test_owners_of_files_memory_or_threads_cannot_be_copied(tmp_path: Path) -> None:
     region = AlignedRegion(1)
     with (

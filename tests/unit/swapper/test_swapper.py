@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import doctest
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +19,6 @@ from swapper import (
     ALIGNMENT,
     AlignedRegion,
     ArgumentError,
-    BackendUnavailableError,
     ExtentError,
     Handle,
     OutOfSpaceError,
@@ -29,13 +26,11 @@ from swapper import (
     Swapper,
     SwapperClosedError,
     SwapperConfig,
-    TransferError,
 )
 from swapper.backend import IOBackend, IORequest
 from swapper.backends.memory import MemoryBackend
 from swapper.wrappers.integrity import IntegrityBackend
 from swapper.wrappers.versions import VersionedBackend
-from tests.open_files import open_files
 from tests.waiting import wait_until
 
 _CAPACITY = 8 << 20
@@ -96,21 +91,6 @@ def test_a_request_that_is_over_looks_at_no_memory(wrapped: Callable[[IOBackend]
         swapper.read(extent, memory).wait()
         del memory
         assert view() is None and keeping.kept
-
-
-def test_ranges_inside_an_extent(swapper: Swapper) -> None:
-    model = np.zeros(200_000, dtype=np.uint8)
-    extent = swapper.allocate(model.size, "ranges")
-    swapper.write(extent, model)
-    dice = np.random.default_rng(0)
-    for value in range(1, 60):
-        start, stop = sorted(dice.integers(0, model.size, 2).tolist())
-        model[start:stop] = value
-        swapper.write(extent, np.full(stop - start, value, dtype=np.uint8), offset=start)
-        low, high = sorted(dice.integers(0, model.size, 2).tolist())
-        copy = np.empty(high - low, dtype=np.uint8)
-        swapper.read(extent, copy, offset=low).wait()
-        assert np.array_equal(copy, model[low:high])
 
 
 def test_num_bytes_takes_the_front_of_the_buffer(swapper: Swapper) -> None:
@@ -232,31 +212,6 @@ def test_callbacks(swapper: Swapper, caplog: pytest.LogCaptureFixture) -> None:
     swapper.write(extent, np.zeros(1, dtype=np.uint8)).wait()
 
 
-@pytest.mark.deep(but=4)
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
-@pytest.mark.parametrize("backend", ["threads", "aiofiles", "uring", "memory"])
-def test_a_callback_that_would_end_a_thread_ends_none(
-    backend: str, error: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(_: object) -> None:
-        raise error("not this thread")
-
-    config = SwapperConfig(deadline_seconds=30.0, num_threads=1, backend=backend)  # type: ignore[arg-type]
-    try:
-        swapper = Swapper.in_memory(_CAPACITY) if backend == "memory" else Swapper.open(tmp_path, _CAPACITY, config)
-    except BackendUnavailableError as reason:
-        pytest.skip(str(reason))
-    with swapper:
-        extent = swapper.allocate(1 << 20, "x")
-        swapper.observe(refuse)
-        for _ in range(9):
-            handle = swapper.write(extent, np.ones(1 << 20, dtype=np.uint8))
-            handle.add_done_callback(refuse) if not handle.done() else None
-            handle.wait()
-        swapper.read(extent, bytearray(1 << 20)).wait()
-        wait_until(lambda: "an observer of transfers raised" in caplog.text)
-
-
 def test_statistics_count_what_users_asked_for(swapper: Swapper) -> None:
     extent = swapper.allocate(40 * ALIGNMENT, "x")
     before = swapper.statistics()
@@ -318,84 +273,24 @@ def test_worker_threads_are_named_daemons_and_end_with_close(tmp_path: Path) -> 
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_a_float_is_refused_where_a_number_of_bytes_belongs(tmp_path: Path) -> None:
-    for refused in (
-        lambda: SwapperConfig(request_bytes=2**20 / 2),  # type: ignore[arg-type]
-        lambda: Swapper.open(tmp_path, 1e6),  # type: ignore[arg-type]
-        lambda: Swapper.in_memory(1e6),  # type: ignore[arg-type]
-        lambda: StagingArena(4096.0, 1),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(ArgumentError, match=r"must be an int, got .*int\(\)"):
-            refused()
-    with Swapper.in_memory(4096) as swapper, pytest.raises(ArgumentError, match="num_bytes must be an int"):
-        swapper.allocate(4096.0, "x")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("seconds", [0, 0.0, -1, -1e300, 1e300, np.float32(2)])
-@pytest.mark.parametrize("backend", ["threads", "aiofiles", "memory"])
-def test_an_idle_swapper_closes_within_any_patience(backend: str, seconds: float, tmp_path: Path) -> None:
-    before, files = set(threading.enumerate()), open_files(tmp_path)
-    config = SwapperConfig(backend=backend, verify_checksums=True) if backend != "memory" else SwapperConfig()  # type: ignore[arg-type]
-    swapper = Swapper.in_memory(4096) if backend == "memory" else Swapper.open(tmp_path, 4096, config)
-    handle = swapper.write(swapper.allocate(1, "x"), b"x")
-    handle.wait()
-    handle.wait(-1)
-    swapper.close(seconds)
-    assert set(threading.enumerate()) <= before and open_files(tmp_path) == files
-
-
-@pytest.mark.parametrize("seconds", [float("nan"), "1", True, 1j, [1]])
-def test_times_that_are_no_numbers_change_nothing(seconds: Any) -> None:
-    with Swapper.in_memory(4096) as swapper:
-        extent = swapper.allocate(1, "x")
-        with pytest.raises(ArgumentError, match="patience_seconds must be a number of seconds"):
-            swapper.close(seconds)
-        swapper.write(extent, b"x").wait()
-    with pytest.raises(ArgumentError, match="deadline_seconds must be a number of seconds"):
-        SwapperConfig(deadline_seconds=seconds)
-
-
-@pytest.mark.parametrize("extent", [None, 0, "x"])
-def test_what_is_no_extent_is_refused(swapper: Swapper, extent: Any) -> None:
-    for refused in (lambda: swapper.read(extent, bytearray(1)), lambda: swapper.free(extent)):
-        with pytest.raises(ArgumentError, match="an extent is needed"):
-            refused()
-
-
-def test_negative_and_odd_numbers_are_refused(swapper: Swapper) -> None:
-    extent = swapper.allocate(8192, "x")
-    for offset in (-1, True, 1.0, "0", None):
-        with pytest.raises(ArgumentError, match="offset"):
-            swapper.write(extent, bytearray(8), offset=offset)  # type: ignore[arg-type]
-    for num_bytes in (-1, True, 1.0):
-        with pytest.raises(ArgumentError, match="num_bytes"):
-            swapper.write(extent, bytearray(8), num_bytes=num_bytes)  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match=r"num_bytes|cannot have"):
-            swapper.allocate(num_bytes, "y")  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match="capacity_bytes"):
-            Swapper.in_memory(num_bytes)  # type: ignore[arg-type]
-
-
-def test_a_swapper_closes_although_its_file_cannot_be_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    before = set(threading.enumerate())
-    swapper = Swapper.open(tmp_path, 4096, SwapperConfig(backend="threads"))
-    extent = swapper.allocate(1, "x")
-    os.close(swapper.backend.volume.files[0].fd)  # type: ignore[attr-defined]
-    with pytest.raises(TransferError, match="EBADF"):
-        swapper.write(extent, b"x").wait()
-    swapper.close()
-    assert swapper.is_closed and set(threading.enumerate()) <= before
-    assert "was closed with an error: Bad file descriptor" in caplog.text
-
-
-def test_a_swapper_closes_although_its_backend_raises(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(MemoryBackend):
-        def close(self, timeout_seconds: float) -> bool:
-            super().close(timeout_seconds)
-            raise OSError(5, "broken")
-
-    before = set(threading.enumerate())
-    swapper = Swapper(Broken(4096))
-    swapper.close()
-    assert swapper.is_closed and set(threading.enumerate()) <= before
-    assert "the backend raised while it was closed" in caplog.text
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda swapper, extent: swapper.write(extent, bytearray(8), offset=-1), "offset"),
+        (lambda swapper, extent: swapper.write(extent, bytearray(8), offset=True), "offset"),
+        (lambda swapper, extent: swapper.write(extent, bytearray(8), offset="0"), "offset"),
+        (lambda swapper, extent: swapper.write(extent, bytearray(8), num_bytes=1.0), "num_bytes"),
+        (lambda swapper, extent: swapper.read(None, bytearray(1)), "an extent is needed"),
+        (lambda swapper, extent: swapper.free("x"), "an extent is needed"),
+        (lambda swapper, extent: swapper.allocate(-1, "y"), "cannot have -1 bytes"),
+        (lambda swapper, extent: swapper.allocate(4096.0, "y"), "num_bytes must be an int"),
+        (lambda swapper, extent: swapper.close(float("nan")), "patience_seconds must be a number of seconds"),
+        (lambda swapper, extent: Swapper.in_memory(1e6), r"must be an int, got .*int\(\)"),
+        (lambda swapper, extent: SwapperConfig(request_bytes=2**20 / 2), r"must be an int, got .*int\(\)"),
+        (lambda swapper, extent: SwapperConfig(deadline_seconds="1"), "deadline_seconds must be a number of seconds"),
+        (lambda swapper, extent: StagingArena(4096.0, 1), r"must be an int, got .*int\(\)"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(call: Callable[..., Any], words: str) -> None:
+    with Swapper.in_memory(1 << 20) as swapper, pytest.raises(ArgumentError, match=words):
+        call(swapper, swapper.allocate(8192, "x"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -65,40 +63,6 @@ def test_a_call_that_was_cut_off_ends_by_its_thread_or_is_broken_off(other: Any)
     lock.break_off()
     assert _use(lock)
     assert not other(is_inside)
-
-
-def _is_cut_off(call: Callable[[], Any], at: int) -> bool:
-    """Whether a KeyboardInterrupt came before the given line of all that the engine lock's module runs in a call."""
-    lines = itertools.count(1)
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.endswith("engine_lock.py"):
-            return None
-        if event == "line" and next(lines) == at:
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
-def test_an_interrupt_at_any_line_of_taking_and_freeing_is_gone_on_with_and_a_reset_ends_it(other: Any) -> None:
-    for at in itertools.count(1):
-        lock = EngineLock()
-        is_cut_off = _is_cut_off(lambda lock=lock: _use(lock), at)
-        assert _use(lock), at  # its thread goes on with it
-        lock.break_off()
-        assert not is_inside(), at
-        assert other(lambda lock=lock: _use(lock)), at
-        if not is_cut_off:
-            break
-    assert at > 20
 
 
 def test_a_lock_that_is_dropped_while_it_is_held_leaves_its_thread_outside() -> None:

@@ -1,4 +1,4 @@
-"""Optimizer state in working memory: laid out as stored, read back as written, its pages returned in time."""
+"""Pages of optimizer state in working memory: lent without waiting if that is asked, and returned in time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
-from infinity.numerics.state_format import StateFormat
-from infinity.tiers.state_store import Lease, PagedStateStore, ResidentStateStore, StateStore
+from infinity.tiers.state_store import Lease, PagedStateStore, StateStore
 from infinity.units.layout import CHUNK_GRANULE, Chunk
 from infinity.units.unit import Unit
 from swapper import StagingArena, Swapper
@@ -17,18 +16,7 @@ from tests.unit.stage import trainable_unit
 from tests.waiting import wait_until
 
 _NAMES = ("exp_avg", "exp_avg_sq")
-_FP32 = ChunkFormat(torch.float32, MainWeight.MODEL_WEIGHT)
 _BF16 = ChunkFormat(torch.bfloat16, MainWeight.FP32)
-_HALVES = ChunkFormat(torch.bfloat16, MainWeight.REMAINDER)
-_SMALL = [
-    ChunkFormat(dtype, main, states)
-    for states in (StateFormat.BF16, StateFormat.INT8)
-    for dtype, main in ((torch.float32, MainWeight.MODEL_WEIGHT), (torch.bfloat16, MainWeight.REMAINDER))
-]
-_FORMATS = [
-    *(pytest.param(form, id=name) for form, name in ((_FP32, "fp32"), (_BF16, "bf16"), (_HALVES, "remainder"))),
-    *(pytest.param(form, id=f"{form.main.name.lower()}-{form.states.value}_states") for form in _SMALL),
-]
 
 
 @pytest.fixture
@@ -52,87 +40,6 @@ def _open(records: StateStore, unit: Unit, chunk: Chunk) -> Lease:
     assert lease is not None
     lease.wait()
     return lease
-
-
-@pytest.mark.parametrize("form", _FORMATS)
-@pytest.mark.parametrize("num_states", [0, 1, 3])
-def test_the_working_memory_has_no_overlaps(form: ChunkFormat, num_states: int) -> None:
-    numel = CHUNK_GRANULE
-    total = form.workspace_bytes(numel, num_states)
-    memory = torch.zeros(total, dtype=torch.uint8)
-    names = [f"state{index}" for index in range(num_states)]
-    workspace = form.lay_out(memory, numel, names)
-    assert list(workspace.states) == names
-    for state in workspace.states.values():
-        assert (state.dtype, state.nbytes) == (form.states.dtype, form.states.num_bytes(numel))
-    parts = [workspace.gradient, workspace.weight]
-    assert workspace.weight.dtype == form.weight_dtype
-    if form.main is MainWeight.MODEL_WEIGHT:
-        assert workspace.weight is workspace.main
-    elif workspace.main is not None:
-        parts.append(workspace.main)
-    if form.main is MainWeight.REMAINDER:
-        assert workspace.main is None
-        assert workspace.remainder is not None
-        parts.append(workspace.remainder)
-    assert all(part.shape == (numel,) for part in parts)
-    for part in [*parts, *workspace.states.values()]:
-        part.view(torch.uint8).add_(1)
-    workspace.record[form.record_bytes(numel, num_states) :].add_(1)
-    assert torch.equal(memory, torch.ones_like(memory)), "each byte belongs to one part"
-    assert workspace.record.numel() == form.stored_bytes(numel, num_states)
-    assert workspace.needs_weight == form.needs_weight == (form.main is not MainWeight.FP32)
-
-
-@pytest.mark.parametrize("form", _FORMATS)
-@pytest.mark.parametrize("kind", ["paged", "resident"])
-def test_what_was_written_back_comes_again(swapper: Swapper, form: ChunkFormat, kind: str) -> None:
-    unit, chunks = _unit(form.weight_dtype)
-    records: StateStore
-    records = (
-        PagedStateStore(swapper, _arena(2, form), form)
-        if kind == "paged"
-        else ResidentStateStore(torch.device("cpu"), form)
-    )
-    records.allocate(unit, chunks, _NAMES)
-    assert records.names_of(unit) == _NAMES
-    for chunk in chunks:
-        lease = _open(records, unit, chunk)
-        assert not any(state.any() for state in lease.workspace.states.values()), "a fresh record is zero"
-        for number, state in enumerate(lease.workspace.states.values()):
-            state.fill_(10 * chunk.index + number)
-        _main_of(lease).fill_(100 + chunk.index)
-        lease.write_back([])
-    for chunk in reversed(chunks):
-        lease = _open(records, unit, chunk)
-        for number, state in enumerate(lease.workspace.states.values()):
-            assert torch.equal(state, torch.full_like(state, 10 * chunk.index + number))
-        if form.main is not MainWeight.MODEL_WEIGHT:
-            main = _main_of(lease)
-            assert torch.equal(main, torch.full_like(main, 100 + chunk.index))
-
-
-def _main_of(lease: Lease) -> torch.Tensor:
-    """What comes before the states."""
-    main = lease.workspace.remainder if lease.workspace.main is None else lease.workspace.main
-    assert main is not None
-    return main
-
-
-@pytest.mark.parametrize(("form", "num_bytes"), [(_BF16, 4), (_HALVES, 2)], ids=["bf16", "remainder"])
-def test_the_main_weight_alone_leaves_states_of_zero(swapper: Swapper, form: ChunkFormat, num_bytes: int) -> None:
-    unit, chunks = _unit(torch.bfloat16)
-    records = PagedStateStore(swapper, _arena(1, form), form)
-    records.allocate(unit, chunks, _NAMES)
-    lease = _open(records, unit, chunks[0])
-    _main_of(lease).fill_(5)
-    lease.workspace.states["exp_avg"].fill_(9)  # what an earlier user of the page left
-    lease.write_back([], main_only=True)
-    before = swapper.statistics().read_bytes
-    lease = _open(records, unit, chunks[0])
-    assert torch.equal(_main_of(lease), torch.full_like(_main_of(lease), 5))
-    assert not any(state.any() for state in lease.workspace.states.values())
-    assert swapper.statistics().read_bytes - before == num_bytes * CHUNK_GRANULE, "zeros are not read"
 
 
 def test_no_page_is_said_and_not_waited_for(swapper: Swapper) -> None:
@@ -166,37 +73,3 @@ def test_a_page_is_free_when_all_writes_from_it_are_done(swapper: Swapper) -> No
         weights = page.tensor[: 2 * CHUNK_GRANULE].view(torch.bfloat16)
         swapper.read(extent, weights).wait()
         assert torch.equal(weights, torch.full_like(weights, 2))
-
-
-@pytest.mark.parametrize("form", _FORMATS)
-def test_records_in_memory_are_worked_on_in_place(swapper: Swapper, form: ChunkFormat) -> None:
-    unit, chunks = _unit(form.weight_dtype)
-    assert len(chunks) == 2
-    arena = _arena(1, form)
-    records = PagedStateStore(swapper, arena, form)
-    records.allocate(unit, chunks, _NAMES, numel_in_memory=CHUNK_GRANULE)
-    weight = torch.zeros(chunks[0].numel, dtype=form.weight_dtype)
-    before = swapper.statistics()
-    for value in (0, 7):
-        lease = records.open(unit, chunks[0], is_blocking=False, weight=weight, needs_scratch=False)
-        assert lease is not None
-        assert arena.statistics().num_leased == 0, "there is nothing to put into a page"
-        workspace = lease.workspace
-        assert workspace.weight.data_ptr() == weight.data_ptr()
-        assert torch.equal(workspace.states["exp_avg"], torch.full_like(workspace.states["exp_avg"], value))
-        workspace.states["exp_avg"].fill_(7)
-        lease.write_back([])
-    lease = _open(records, unit, chunks[0])
-    assert arena.statistics().num_leased == 1, "for the weight and the gradient"
-    assert torch.equal(lease.workspace.states["exp_avg"], torch.full_like(lease.workspace.states["exp_avg"], 7))
-    lease.workspace.gradient.fill_(1)
-    lease.workspace.weight.fill_(1)
-    lease.write_back([])
-    assert arena.statistics().num_leased == 0
-    assert swapper.statistics() == before, "no drive was asked"
-    lease = _open(records, unit, chunks[1])
-    lease.workspace.states["exp_avg"].fill_(3)
-    num_bytes = lease.workspace.record.numel()
-    lease.write_back([])
-    swapper.flush()
-    assert swapper.statistics().write_bytes - before.write_bytes == num_bytes

@@ -74,18 +74,6 @@ def bench(request: pytest.FixtureRequest) -> Iterator[_Bench]:
     opened.close()
 
 
-def test_units_arrive_whole(bench: _Bench) -> None:
-    for _ in range(3):
-        arrivals = [bench.store.fetch(unit, is_demand=unit.index == 2) for unit in bench.units]
-        arrivals[2].promote()
-        for unit, arrival in zip(bench.units, arrivals, strict=True):
-            arrival.wait()
-            assert arrival.done()
-            bench.require_there(unit)
-            assert unit.flat is not None
-            unit.flat.tensor().zero_()
-
-
 @pytest.mark.parametrize("page", [1, 2, 5])
 def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, page: int) -> None:
     bench.fail_reads(page)
@@ -105,19 +93,6 @@ def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, page: in
     for unit in bench.units:
         bench.store.fetch(unit, is_demand=True).wait()
         bench.require_there(unit)
-
-
-def test_what_was_requested_is_finished_when_the_store_is_closed() -> None:
-    bench = _Bench(SeparateHostDevice(), 2)
-    arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
-    bench.close()
-    for unit, arrival in zip(bench.units, arrivals, strict=True):
-        arrival.wait()
-        bench.require_there(unit)
-    bench.store.close()
-    late = bench.store.fetch(bench.units[0], is_demand=True)
-    with pytest.raises(RuntimeError, match="closed"):
-        late.wait()
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 8])
@@ -142,25 +117,6 @@ def test_a_copy_that_fails_fails_its_own_unit_only(num_pages: int, fail_at: int)
         arrival.wait()
         bench.require_there(unit)
     bench.close()
-
-
-def test_a_thread_that_dies_takes_nobody_with_it() -> None:
-    class Dying(LazyDevice):
-        def synchronize(self, fence: object) -> None:
-            raise SystemExit("the driver is gone")
-
-        def compute_waits_for(self, fence: object) -> None: ...
-
-    bench = _Bench(Dying(), 1)
-    arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
-    for arrival in arrivals:
-        with pytest.raises(SystemExit, match="the driver is gone"):
-            arrival.wait()
-    with pytest.raises(SystemExit):
-        bench.store.fetch(bench.units[1], is_demand=True).wait()
-    bench.store.close()
-    bench.swapper.close()
-    bench.arena.close()
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3])

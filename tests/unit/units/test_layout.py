@@ -78,24 +78,6 @@ def test_pieces_cover_each_trained_element_once(layout: UnitLayout, chunk_numel:
     assert all(set(counts) <= {1} for counts in covered.values())
 
 
-def test_the_trainable_segment_comes_first_and_frozen_ones_by_dtype() -> None:
-    layout = UnitLayout(
-        [
-            _spec(0, (5,), torch.int64, False),
-            _spec(1, (100,), torch.bfloat16, True),
-            _spec(2, (3, 3), torch.float32, False),
-            _spec(3, (7,), torch.int64, False),
-        ]
-    )
-    assert [(s.dtype, s.is_trainable) for s in layout.segments] == [
-        (torch.bfloat16, True),
-        (torch.float32, False),
-        (torch.int64, False),
-    ]
-    assert [slot.index for slot in layout.segments[2].slots] == [0, 3]
-    assert layout.trainable is layout.segments[0]
-
-
 def test_no_chunk_lies_across_a_border() -> None:
     layout = UnitLayout([ParameterSpec("a", (7 * CHUNK_GRANULE,), (1,), torch.bfloat16, True)])
     for border in range(0, 9 * CHUNK_GRANULE, CHUNK_GRANULE):

@@ -42,17 +42,6 @@ def _require_untouched(held: Held) -> None:
         assert torch.equal(copy.deepcopy(parameter).detach(), values), f"a copy of {fqn} differs"
 
 
-def test_metadata_is_true_and_costs_nothing(held: Held) -> None:
-    parameter, values = held.model.get_parameter(_NAME), held.values[_NAME]
-    assert parameter.shape == values.shape
-    assert parameter.dtype == values.dtype
-    assert parameter.stride() == values.stride()
-    assert (parameter.dim(), parameter.ndim, parameter.numel(), len(parameter)) == (2, 2, 9, 3)
-    assert not held.model.get_parameter(_FROZEN).requires_grad
-    assert parameter.grad is None
-    assert held.source.fetched == []
-
-
 def test_set_to_itself_is_no_write(held: Held) -> None:
     """torch's parametrizations do so, and a count of a write brings the weight to the drive."""
     parameter = held.model.get_parameter(_NAME)
@@ -110,17 +99,6 @@ def test_a_read_outside_is_true(held: Held, read: str, fqn: str) -> None:
         return
     assert _comparable(function(held.model.get_parameter(fqn))) == expected
     _require_untouched(held)
-
-
-@pytest.mark.parametrize("transform", ["vmap", "grad"])
-def test_functional_transforms_see_no_values(held: Held, transform: str) -> None:
-    """functorch wraps tensors below ``__torch_function__``, so nobody is asked."""
-
-    def function(p: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(torch.sum)(p) if transform == "vmap" else torch.func.grad(lambda q: (q * q).sum())(p)
-
-    with contextlib.suppress(RuntimeError):
-        assert function(held.model.get_parameter(_NAME)).isnan().all()
 
 
 _WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -188,16 +166,6 @@ def test_where_nothing_can_be_stored_a_write_is_refused_and_forgotten(write: str
     held = Held(_model(), stores_writes=False)
     with torch.no_grad(), pytest.raises(ModelError, match=_NAME):
         _WRITES[write](held.model.get_parameter(_NAME))
-    _require_untouched(held)
-
-
-def test_an_operation_that_fails_leaves_the_parameter_paged_out(held: Held) -> None:
-    parameter = held.model.get_parameter(_NAME)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        parameter @ torch.ones(2, 2, dtype=parameter.dtype)
-    _require_untouched(held)
-    with pytest.raises(AccessError):
-        parameter.data_ptr()
     _require_untouched(held)
 
 

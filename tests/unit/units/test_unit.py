@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -115,20 +112,3 @@ def test_a_unit_is_in_use_as_long_as_anybody_is_inside_it_or_holds_it(actions: l
         assert unit.gathered == held
         unit.settle()
         assert unit.is_bound == (unit.num_active > 0)
-
-
-@pytest.mark.deep
-def test_nothing_is_checked_but_in_debug_mode() -> None:
-    """The methods are the plain functions then."""
-    code = "from infinity.units.unit import Unit\nprint(hasattr(Unit.unbind, '__wrapped__'))"
-    assert hasattr(Unit.unbind, "__wrapped__"), "the tests run in debug mode"
-    for value in ("0", ""):
-        answer = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "INFINITY_DEBUG": value},
-            capture_output=True,
-            text=True,
-            timeout=560,
-            check=True,
-        )
-        assert answer.stdout.strip() == "False"

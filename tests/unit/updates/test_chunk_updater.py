@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,24 +184,6 @@ def test_a_kernel_that_gives_other_bits_is_not_used(monkeypatch: pytest.MonkeyPa
     assert rig.updater.fused is None
     rig.step(torch.ones(1000), None, seed=0)
     rig.require_equal()
-
-
-def test_it_runs_beside_another_thread() -> None:
-    """The kernels release the GIL, and two updaters may run at a time."""
-    rigs = [_Rig(AdamW, {"fused": True}, 100_003) for _ in range(2)]
-
-    def train(rig: _Rig) -> None:
-        generator = torch.Generator().manual_seed(0)
-        for step in range(5):
-            rig.step(torch.randn(100_003, generator=generator), None, seed=step)
-
-    threads = [threading.Thread(target=train, args=(rig,)) for rig in rigs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rig in rigs:
-        rig.require_equal()
 
 
 @pytest.mark.deep

@@ -11,7 +11,7 @@ import torch
 from infinity.numerics.chunk_format import MainWeight
 from tests.lazy_device import LazyDevice
 from tests.unit.stage import Arrived
-from tests.unit.updates.slow_stream import NUMEL, Gradients, SlowStream, slow_stream, soon, wait_for
+from tests.unit.updates.slow_stream import NUMEL, SlowStream, slow_stream, soon, wait_for
 
 _KINDS = {
     "fp32": (torch.float32, MainWeight.MODEL_WEIGHT, 1),
@@ -26,36 +26,6 @@ def bench(request: pytest.FixtureRequest) -> Iterator[SlowStream]:
     dtype, main, num_workers = _KINDS[request.param]
     with slow_stream(dtype, num_pages=12, main=main, num_workers=num_workers) as opened:
         yield opened
-
-
-def test_weights_state_and_scalars_after_a_step(bench: SlowStream) -> None:
-    unit = bench.units[0]
-    job = bench.job(unit, {0: 2.0, 1: 3.0})
-    bench.stream.submit(job)
-    wait_for(job)
-    bench.stream.drain()
-    weights = bench.stored_weights(unit)
-    slot = unit.layout.slots[1]
-    assert torch.equal(weights[: NUMEL - 200], torch.full((NUMEL - 200,), 2.0, dtype=bench.dtype))
-    assert torch.equal(weights[slot.start : slot.stop], torch.full((90,), 3.0, dtype=bench.dtype))
-    assert bench.totals(unit, 0) == [2.0]
-    assert bench.totals(unit, 1) == [3.0]
-    state = bench.states[0, 0]
-    assert (state.scalars, state.is_fresh, state.names) == ({"step": 1}, False, ("total",)), "once per parameter"
-    gradients = job.gradients
-    assert isinstance(gradients, Gradients)
-    assert gradients.num_released == 1
-
-
-def test_a_parameter_without_gradient_is_left_alone(bench: SlowStream) -> None:
-    unit = bench.units[0]
-    for value in (5.0, 7.0):
-        bench.stream.submit(bench.job(unit, {1: value}))
-    bench.stream.drain()
-    assert not bench.stored_weights(unit)[: NUMEL - 200].any()
-    assert bench.states[0, 0].is_fresh
-    assert bench.states[0, 1].scalars == {"step": 2}
-    assert bench.totals(unit, 1) == [12.0]
 
 
 @pytest.mark.parametrize("num_jobs", [2, 5])
@@ -80,33 +50,6 @@ def test_jobs_for_one_unit_in_the_queue_never_read_what_is_not_yet_written(bench
     assert all(job.done() for job in jobs)
 
 
-@pytest.mark.parametrize("num_workers", [1, 4])
-@pytest.mark.parametrize("num_pages", [1, 2])
-def test_few_pages_are_enough(num_pages: int, num_workers: int) -> None:
-    with slow_stream(torch.bfloat16, num_pages, num_workers=num_workers) as bench:
-        for number in range(4):
-            for unit in bench.units:
-                bench.stream.submit(bench.job(unit, {0: 2.0**number}))
-        bench.stream.drain()
-        assert [bench.totals(unit) for unit in bench.units] == [[15.0]] * 3
-        assert bench.arena.statistics().most_leased <= num_pages
-
-
-def test_a_resident_unit_gets_its_new_weights_as_well(bench: SlowStream) -> None:
-    unit = bench.units[0]
-    unit.adopt(bench.flat(unit))
-    for value in (2.0, 3.0):
-        job = bench.job(unit, {0: value})
-        assert not job.accepts_buffer
-        bench.stream.submit(job)
-        wait_for(job)
-    resident = unit.trainable_view(unit.flat.tensor())
-    assert torch.equal(resident[: NUMEL - 200], torch.full_like(resident[: NUMEL - 200], 5.0))
-    assert not resident[unit.layout.slots[1].start :].any()
-    bench.stream.drain()
-    assert torch.equal(bench.stored_weights(unit)[: NUMEL - 200], resident[: NUMEL - 200])
-
-
 def test_weights_are_read_from_a_buffer_after_the_copy_that_brings_them() -> None:
     """The copy has been launched, which is all that an arrival promises; it may run much later."""
     device = LazyDevice()
@@ -128,25 +71,6 @@ def test_weights_are_read_from_a_buffer_after_the_copy_that_brings_them() -> Non
         for slot in unit.layout.slots:
             values = unit.trainable_view(flat.tensor())[slot.start : slot.stop]
             assert torch.equal(values, torch.full_like(values, 11))
-
-
-def test_an_attached_buffer_is_filled_whole(bench: SlowStream) -> None:
-    unit, first = bench.units[0], bench.units[1]
-    bench.updater.gate.clear()
-    bench.stream.submit(bench.job(first, {0: 1.0}))  # keeps the stream busy
-    job = bench.job(unit, {0: 4.0, 1: 5.0})
-    job.is_held = True
-    assert job.accepts_buffer
-    bench.stream.submit(job)
-    flat = bench.flat(unit)
-    flat.tensor().fill_(255)
-    assert job.attach(flat)
-    assert not job.attach(bench.flat(unit)), "one is enough"
-    bench.updater.gate.set()
-    wait_for(job)
-    resident = unit.trainable_view(flat.tensor())
-    for slot, value in zip(unit.layout.slots, (4.0, 5.0), strict=True):
-        assert torch.equal(resident[slot.start : slot.stop], torch.full((slot.numel,), value, dtype=bench.dtype))
 
 
 def test_a_job_that_has_begun_accepts_no_buffer(bench: SlowStream) -> None:
@@ -178,21 +102,6 @@ def test_held_jobs_wait_until_somebody_needs_them(bench: SlowStream) -> None:
     assert jobs[0].done()
     assert bench.updater.order == [3.0, 2.0, 1.0]
     assert not bench.stream.pending()
-
-
-def test_a_read_that_fails_fails_the_job(bench: SlowStream) -> None:
-    class Lost(Arrived):
-        def wait(self) -> None:
-            raise OSError("the drive is gone")
-
-    unit = bench.units[0]
-    unit.fetch_into(bench.flat(unit), Lost())
-    job = bench.job(unit, {0: 1.0})
-    bench.stream.submit(job)
-    with pytest.raises(OSError, match="the drive is gone"):
-        wait_for(job)
-    with pytest.raises(OSError, match="the drive is gone"):
-        bench.stream.drain()
 
 
 def test_closing_ends_the_thread_and_everybodys_waiting(bench: SlowStream) -> None:

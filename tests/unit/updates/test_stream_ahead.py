@@ -49,15 +49,6 @@ def test_in_the_order_of_the_step_before(bench: SlowStream) -> None:
     assert [bench.totals(unit) for unit in bench.units] == [[4.0]] * 3
 
 
-def test_units_that_do_not_come_again_keep_nobody_waiting(bench: SlowStream) -> None:
-    """Two models by turns, such as a generator and a discriminator: what is expected is always wrong."""
-    _step(bench, 0, 1)
-    for numbers in ((2,), (0, 1)) * 3:
-        bench.stream.expect_again()
-        _step(bench, *numbers)
-    assert [bench.totals(unit) for unit in bench.units] == [[4.0], [4.0], [3.0]]
-
-
 def test_a_step_that_is_skipped_reads_nothing_twice(bench: SlowStream) -> None:
     _step(bench, 0, 1)
     _read_ahead(bench, 0, 1)
@@ -66,15 +57,6 @@ def test_a_step_that_is_skipped_reads_nothing_twice(bench: SlowStream) -> None:
     _step(bench, 0, 1)
     assert bench.swapper.statistics().num_reads == before
     assert [bench.totals(unit) for unit in bench.units] == [[2.0], [2.0], [0.0]]
-
-
-def test_jobs_that_are_still_queued_read_nothing_old(bench: SlowStream) -> None:
-    for _ in range(4):
-        bench.stream.expect_again()
-        for unit in bench.units:
-            bench.stream.submit(bench.job(unit, {0: 1.0, 1: 1.0}))
-    bench.stream.drain()
-    assert [bench.totals(unit) for unit in bench.units] == [[4.0]] * 3
 
 
 def test_an_end_of_the_stream_gives_back_what_was_read(bench: SlowStream) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -32,33 +30,6 @@ def _held(bench: SlowStream, ranks: list[int]) -> list[UpdateJob]:
     return jobs
 
 
-def test_what_is_released_together_is_taken_by_rank(bench: SlowStream, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a worker looks for the next one while they are."""
-    release, looked = UpdateJob.release, threading.Event()
-
-    def look(job: UpdateJob) -> bool:
-        if threading.current_thread() is not threading.main_thread() and not looked.is_set():
-            looked.set()
-            deadline = time.monotonic() + 0.3
-            while vars(job)["is_held"] and time.monotonic() < deadline:
-                time.sleep(0.001)
-        return bool(vars(job)["is_held"])
-
-    def hold(job: UpdateJob, is_held: bool) -> None:
-        vars(job)["is_held"] = is_held
-
-    def release_and_wait(job: UpdateJob) -> None:
-        release(job)
-        time.sleep(0.05)
-
-    monkeypatch.setattr(UpdateJob, "is_held", property(look, hold), raising=False)
-    monkeypatch.setattr(UpdateJob, "release", release_and_wait)
-    _held(bench, [2, 0, 1])
-    assert looked.wait(60)
-    bench.stream.drain()
-    assert bench.updater.order == [1.0, 2.0, 0.0]
-
-
 def test_who_is_waited_for_goes_first(bench: SlowStream) -> None:
     jobs = _held(bench, [1, 2, 3, 4])
     bench.updater.gate.clear()
@@ -70,17 +41,6 @@ def test_who_is_waited_for_goes_first(bench: SlowStream) -> None:
     bench.stream.drain()
     assert bench.updater.order.index(2.0) < bench.updater.order.index(1.0)
     assert jobs[2].rank < min(jobs[0].rank, jobs[1].rank)
-
-
-def test_a_buffer_releases_a_job_and_leaves_its_rank(bench: SlowStream) -> None:
-    jobs = _held(bench, [3, 1, 2])
-    bench.updater.gate.clear()
-    for unit, job in zip(bench.units, jobs, strict=True):
-        if job.attach(bench.flat(unit)):
-            assert not job.is_held
-    assert [job.rank for job in jobs] == [3, 1, 2]
-    bench.updater.gate.set()
-    bench.stream.drain()
 
 
 def test_updates_of_one_unit_keep_their_order_whatever_their_ranks(bench: SlowStream) -> None:

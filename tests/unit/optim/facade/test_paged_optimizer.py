@@ -6,18 +6,16 @@ Its steps, schedules, hooks and edited states are compared with torch's in the i
 from __future__ import annotations
 
 import copy
-import io
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
-from tests.unit.optim.memory_backend import Mixed, Section, different, different_state, page
+from tests.unit.optim.memory_backend import Mixed, different, different_state, page
 
 _KINDS: dict[str, Any] = {
     "AdamW-fused": lambda params: AdamW(params, lr=1e-2, fused=True),
@@ -121,30 +119,6 @@ def test_an_entry_of_a_state_dict_is_the_callers_own() -> None:
         assert not optimizer.state[model.matrix]["exp_avg"].any()
 
 
-def test_an_entry_that_was_changed_is_checked_before_anything_is_loaded() -> None:
-    optimizer, *_ = _stepped()
-    saved, before = optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["step"] = torch.tensor(9.0)
-    saved["state"][3]["exp_avg"] = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"'exp_avg' of parameter 'scalar' with shape \(5,\)"):
-        optimizer.load_state_dict(saved)
-    assert different_state(optimizer.state_dict(), before) == []
-
-
-def test_what_is_saved_or_copied_holds_the_values_of_then() -> None:
-    optimizer, _, model, plain, plain_model = _stepped()
-    expected, file = copy.deepcopy(plain.state_dict()), io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    copied, live = copy.deepcopy(optimizer.state_dict()), optimizer.state_dict()
-    _train(optimizer, model, range(2, 3))
-    _train(plain, plain_model, range(2, 3))
-    assert different_state(copied, expected) == different_state(saved, expected) == []
-    assert type(copied["state"][0]) is dict and type(saved["state"][0]) is OrderedDict
-    assert float(live["state"][0]["step"]) == 3.0, "an entry that was not read gives what is now, as torch's do"
-
-
 def test_the_optimizer_itself_is_not_copied_or_pickled() -> None:
     optimizer, *_ = _stepped()
     for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -160,54 +134,6 @@ def test_a_group_that_torch_refuses_is_not_added() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
-
-
-@pytest.mark.parametrize("kind", _KINDS)
-def test_a_plain_optimizer_and_ours_load_what_the_other_saved(kind: str) -> None:
-    *_, plain, plain_model = _stepped(kind)
-    plain.param_groups[0]["lr"] = 0.123
-    expected = copy.deepcopy(plain.state_dict())
-    model, other_model = Mixed(), Mixed(seed=5)
-    optimizer, _ = page(_KINDS[kind], model, _groups(model))
-    _train(optimizer, model, range(7, 9))  # has state of its own, which must go
-    groups = list(optimizer.param_groups)
-    model.load_state_dict(plain_model.state_dict())
-    optimizer.load_state_dict(plain.state_dict())
-    assert all(one is other for one, other in zip(groups, optimizer.param_groups, strict=True))
-    assert groups[0]["lr"] == 0.123 and groups[0]["params"][0] is model.matrix
-    other = _KINDS[kind](_groups(other_model))
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(optimizer.state_dict())  # lazy entries, straight
-    _go_on(optimizer, model, other, other_model)
-    assert different_state(plain.state_dict(), expected) == [], "what was loaded is not shared, step counts too"
-
-
-def test_old_layouts_are_converted_by_the_class_itself() -> None:
-    """Torch once kept `step` as an int and had fewer group keys."""
-    *_, plain, plain_model = _stepped()
-    saved = copy.deepcopy(plain.state_dict())
-    for entry in saved["state"].values():
-        entry["step"] = int(entry["step"])
-    for group in saved["param_groups"]:
-        del group["maximize"]
-    model = Mixed()
-    optimizer, _ = page(_KINDS["AdamW-fused"], model, _groups(model))
-    model.load_state_dict(plain_model.state_dict())
-    optimizer.load_state_dict(saved)
-    _go_on(optimizer, model, plain, plain_model)
-
-
-def test_adam_is_loaded_into_adamw_with_its_decay_rule() -> None:
-    """As in torch, the loaded groups decide: their `decoupled_weight_decay` comes with them."""
-    plain_model, model = Mixed(), Mixed()
-    plain = Adam(plain_model.parameters(), lr=1e-2, weight_decay=0.1)
-    _train(plain, plain_model, range(2))
-    optimizer, _ = page(AdamW(model.parameters(), lr=1e-2), model)
-    model.load_state_dict(plain_model.state_dict())
-    optimizer.load_state_dict(plain.state_dict())
-    reference = AdamW(plain_model.parameters(), lr=1e-2)
-    reference.load_state_dict(copy.deepcopy(plain.state_dict()))
-    _go_on(optimizer, model, reference, plain_model)
 
 
 def test_state_of_a_parameter_without_a_place_is_refused() -> None:
@@ -250,23 +176,3 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(spoil: Callable[[Any, An
         optimizer.load_state_dict(saved)
     assert different_state(optimizer.state_dict(), before) == []
     assert optimizer.param_groups[0]["lr"] == 1e-2 and optimizer.param_groups[0]["params"][0] is model.matrix
-
-
-def test_a_state_dict_of_another_class_is_refused() -> None:
-    model, other_model = Mixed(), Mixed()
-    optimizer, _ = page(Section("AdamW"), model)
-    other = SGD(other_model.parameters(), lr=0.1, momentum=0.9)
-    _train(other, other_model, range(1))
-    with pytest.raises(ValueError, match="another kind of optimizer"):
-        optimizer.load_state_dict(other.state_dict())
-    assert len(optimizer.state) == 0
-
-
-def test_a_state_dict_from_before_the_first_momentum_step() -> None:
-    """SGD of older torch saved `momentum_buffer: None` then."""
-    model = Mixed()
-    optimizer, _ = page(SGD(model.parameters(), lr=0.1, momentum=0.9), model)
-    saved = optimizer.state_dict()
-    saved["state"] = {index: {"momentum_buffer": None} for index in range(4)}
-    optimizer.load_state_dict(saved)
-    assert len(optimizer.state) == 0

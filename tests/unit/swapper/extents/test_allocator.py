@@ -51,15 +51,6 @@ def test_smallest_fitting_hole_is_used() -> None:
     assert allocator.allocate(2 * ALIGNMENT, "e") == second
 
 
-def test_no_room_names_the_numbers() -> None:
-    allocator = SpaceAllocator(3 * ALIGNMENT)
-    middle = [allocator.allocate(ALIGNMENT, str(i)) for i in range(3)]
-    allocator.release(middle[0], ALIGNMENT)
-    allocator.release(middle[2], ALIGNMENT)
-    with pytest.raises(OutOfSpaceError, match=r"'big'.*8192 bytes are needed, 8192 are free \(4096 in one piece\)"):
-        allocator.allocate(2 * ALIGNMENT, "big")
-
-
 def test_sizes() -> None:
     allocator = SpaceAllocator(ALIGNMENT)
     assert allocator.allocate(0, "empty") == 0

@@ -266,27 +266,6 @@ def test_a_failed_self_test_gives_threads_and_one_line_that_says_why(
 
 
 @needs_uring
-def test_a_ring_that_does_not_answer_gives_threads(
-    open_one: _Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from swapper.backends.uring import self_test as self_test_module
-
-    monkeypatch.setattr(self_test_module, "_TIMEOUT_SECONDS", 0.05)
-    monkeypatch.setattr(UringBackend, "submit", lambda *_: None)
-    assert isinstance(open_one(), ThreadsBackend)
-    assert "a write had no answer for 0.05 seconds" in _line(caplog).message
-
-
-@needs_uring
-def test_memory_that_cannot_be_registered_does_not_rule_uring_out(
-    open_one: _Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(library(), "register_sparse", lambda *_: -errno.EINVAL)
-    assert isinstance(open_one(), UringBackend)
-    assert "are not registered with io_uring" in caplog.text
-
-
-@needs_uring
 def test_a_trial_run_that_fails_gives_threads_and_is_tried_again_next_time(
     open_one: _Opener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -298,11 +277,6 @@ def test_a_trial_run_that_fails_gives_threads_and_is_tried_again_next_time(
     assert "a trial run failed (the drive is gone)" in _line(caplog).message
     monkeypatch.setattr(choice_module, "measure_gain", lambda *_: _WON)
     assert isinstance(open_one(), UringBackend)
-
-
-def test_the_page_cache_gets_threads(open_one: _Opener, caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(open_one(direct=False), ThreadsBackend)
-    assert "some files go through the page cache" in _line(caplog).message
 
 
 # -- the comparison ------------------------------------------------------------------------------------------------------
@@ -362,18 +336,3 @@ def test_a_slow_drive_ends_the_comparison_at_once(
     took, reason = measure_gain([Directory(Path("."))], SwapperConfig())
     assert not took and "worker threads keep up with a drive of" in reason
     assert len(_FakeDrive.last.settings) == (fill_share == 1.0)
-
-
-@needs_uring
-def test_a_real_comparison_on_a_real_drive(nvme_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_module, "_compared", {})
-    config = SwapperConfig()
-    with Swapper.open([nvme_dir], 256 * _MIB, config) as swapper:
-        assert isinstance(swapper.backend, (ThreadsBackend, UringBackend))
-        (result,) = choice_module._compared.values()
-        assert isinstance(swapper.backend, UringBackend) is result[0]
-        extent = swapper.allocate(_MIB, "x")
-        data, copy = random_bytes(_MIB, 1), np.zeros(_MIB, dtype=np.uint8)
-        swapper.write(extent, data)
-        swapper.read(extent, copy).wait()
-        assert np.array_equal(data, copy)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import swapper.measure.measurement as measurement_module
@@ -19,9 +17,6 @@ from swapper.backend import Direction, IOBackend, IORequest
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
 from swapper.measure.measurement import STEP_READ_SHARE, DriveTest, IOSetting, Workload
-from swapper.measure.pattern import CheckedPattern, FileRange
-from swapper.measure.window import Track
-from swapper.volumes.directory import Directory
 
 SMALL = IOSetting("threads", 64 << 10, num_threads=2, max_inflight=2)
 FILE_BYTES = 4 << 20
@@ -212,43 +207,7 @@ def test_old_and_misplaced_blocks_are_found(drive: DriveTest) -> None:
         drive.verify(SMALL)
 
 
-def test_blocks_of_a_failed_write_are_not_held_against_the_drive() -> None:
-    pattern = CheckedPattern([8192])
-    memory = np.empty(8192, np.uint8)
-    pattern.fill(memory)
-    ranges = [FileRange(0, 0, 8192)]
-    pattern.confirm(ranges, pattern.mark(memory, ranges))
-    old = memory.copy()
-    pattern.mark(memory[:4096], [FileRange(0, 0, 4096)])
-    for maybe in (old, memory):
-        assert pattern.check(maybe, ranges) is None, "whether it was written is not known"
-    old[4096] += 1
-    mismatch = pattern.check(old, ranges)
-    assert mismatch is not None and mismatch.offset == 4096
-
-
-def test_the_pattern_outlives_many_generations() -> None:
-    pattern = CheckedPattern([4096])
-    pattern._last_generation = (1 << 24) - 3
-    memory = np.empty(4096, np.uint8)
-    pattern.fill(memory)
-    ranges = [FileRange(0, 0, 4096)]
-    for _ in range(5):
-        pattern.confirm(ranges, pattern.mark(memory, ranges))
-        assert pattern.check(memory, ranges) is None
-
-
 # --------------------------------------------------------------------------------------------------------------- files
-
-
-def test_another_process_can_open_the_file(drive: DriveTest, tmp_path: Path) -> None:
-    assert os.listdir(tmp_path) == []
-    (path,) = drive.paths
-    assert path == f"/proc/{os.getpid()}/fd/{os.path.basename(path)}"
-    script = f"import os; fd = os.open({path!r}, os.O_RDWR); print(os.fstat(fd).st_size)"
-    with os.popen(f"python3 -c {script!r}") as answer:
-        assert int(answer.read()) == FILE_BYTES
-    assert not os.path.samestat(os.stat(path), os.stat(tmp_path))
 
 
 def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
@@ -275,14 +234,6 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_sizes_are_rounded_down_and_that_is_said(tmp_path: Path) -> None:
-    with DriveTest([tmp_path], FILE_BYTES + 1000) as test:
-        assert test.num_bytes == FILE_BYTES
-        assert test.notes == (f"{FILE_BYTES} of the {FILE_BYTES + 1000} bytes asked for are used: whole blocks only",)
-    with DriveTest([tmp_path], FILE_BYTES) as test:
-        assert test.notes == ()
-
-
 def test_files_too_small(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="file_bytes must be at least 4096, got 4095"):
         DriveTest([tmp_path], ALIGNMENT - 1)
@@ -301,12 +252,6 @@ def test_nothing_is_measured_before_the_file_is_filled(tmp_path: Path) -> None:
             test.measure(SMALL, Workload.READ, 0.01)
         with pytest.raises(ArgumentError, match=r"call prepare\(\) before verify\(\)"):
             test.verify(SMALL)
-
-
-@pytest.mark.parametrize(("seconds", "share"), [(0, 0.5), (-1, 0.5), (float("nan"), 0.5), (1, 0.0), (1, 1.0)])
-def test_arguments_that_mean_nothing(drive: DriveTest, seconds: float, share: float) -> None:
-    with pytest.raises(ArgumentError, match="seconds must be positive"):
-        drive.measure(SMALL, Workload.MIXED, seconds, read_share=share)
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -328,18 +273,6 @@ def test_a_drive_that_fails_raises_and_the_test_goes_on(
     drive.measure(SMALL, Workload.WRITE, 0.02)
 
 
-def test_an_interrupt_leaves_nothing_running(drive: DriveTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(track: Track) -> tuple[int, int]:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Track, "advance", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            drive.measure(SMALL, Workload.READ, 0.01)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("swapper")]
-    drive.measure(SMALL, Workload.READ, 0.01)
-
-
 def test_files_in_the_page_cache_are_measured_at_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(BorrowedVolume, "sync", lambda self: calls.append("sync"))
@@ -353,38 +286,4 @@ def test_files_in_the_page_cache_are_measured_at_the_drive(tmp_path: Path, monke
         calls.clear()
         sample = test.measure(SMALL, Workload.READ, 0.05)
         assert len(calls) >= sample.read_bytes // FILE_BYTES
-        test.verify(SMALL)
-
-
-def test_a_filling_that_is_cut_short_is_used_as_far_as_it_came(tmp_path: Path, watched: list[_Watched]) -> None:
-    with DriveTest([tmp_path], 64 << 20) as test:
-        assert test.num_bytes == 64 << 20
-        real, calls = time.monotonic, iter(range(1000))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(measurement_module.time, "monotonic", lambda: next(calls))
-            test.prepare(max_seconds=5)
-        assert time.monotonic is real
-        written = sum(num_bytes for *_, num_bytes in watched[-1].requests)
-        assert test.num_bytes == written == 28 << 20, "a window of 20 MiB, and two more"
-        test.measure(SMALL, Workload.READ, 0.05, verify=True)
-        assert max(offset for _, offset, _ in watched[-1].requests) < written
-        test.verify(SMALL)
-
-
-def test_uneven_drives_get_their_shares_at_every_request_size(
-    tmp_path: Path, watched: list[_Watched], hold: _Hold
-) -> None:
-    directories = []
-    for name, speed in (("fast", 3e9), ("slow", 1e9)):
-        (tmp_path / name).mkdir()
-        directories.append(Directory(tmp_path / name, bytes_per_second=speed))
-    with DriveTest(directories, 8 << 20) as test:
-        test.prepare()
-        hold.num_inflight = 6  # two threads for each drive, and one request for each in hand
-        test.measure(IOSetting("threads", 64 << 10, num_threads=2, max_inflight=32), Workload.READ, 0.05)
-        assert watched[-1].most_inflight == 6
-        hold.num_inflight = 0
-        sizes = [os.stat(path).st_size for path in test.paths]
-        assert sizes[0] == 3 * sizes[1] and sum(sizes) == 16 << 20
-        test.measure(SMALL, Workload.MIXED, 0.05, verify=True)
         test.verify(SMALL)

@@ -63,17 +63,6 @@ def test_the_peak_is_the_most_that_regions_had_at_one_time() -> None:
     del second, third
 
 
-def test_the_peak_is_without_what_a_region_gave_back() -> None:
-    gc.collect()
-    AlignedRegion.take_peak_bytes()
-    region = AlignedRegion(_LARGE)
-    peak = AlignedRegion.take_peak_bytes()
-    given_back = region.discard(_LARGE)
-    other = AlignedRegion(given_back)
-    assert given_back > 0 and other.num_bytes == given_back
-    assert AlignedRegion.take_peak_bytes() == peak
-
-
 def test_release_unmaps_at_once_without_arrays() -> None:
     region = AlignedRegion(_LARGE)
     address = region.address

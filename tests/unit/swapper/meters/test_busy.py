@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 import swapper.meters.busy
 from swapper import ALIGNMENT, BusyTimes, Direction, Statistics, Swapper, SwapperConfig, TransferRecord
 from tests.manual_backend import ManualBackend
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.off_main_thread
 
@@ -61,26 +59,6 @@ def test_against_counting_every_second(events: list[tuple[str, Direction, bool, 
             assert list(times.seconds()) == expected
 
 
-def test_a_total_counts_once_what_several_do_together(clock: _Clock) -> None:
-    total = BusyTimes()
-    left, right = BusyTimes(total), BusyTimes(total)
-    left.begin(Direction.READ)
-    clock.now += 1
-    right.begin(Direction.READ)
-    right.begin(Direction.WRITE)
-    clock.now += 2
-    left.end(Direction.READ)
-    clock.now += 4
-    right.end(Direction.READ)
-    right.end(Direction.READ)
-    clock.now += 8
-    right.end(Direction.WRITE)
-    clock.now += 16
-    assert left.seconds() == (3, 0, 3)
-    assert right.seconds() == (6, 14, 14)
-    assert total.seconds() == (7, 14, 15)
-
-
 def _fill(opened: Swapper, name: str, num_blocks: int = 1) -> None:
     extent = opened.allocate(num_blocks * ALIGNMENT, name)
     opened.write(extent, np.zeros(num_blocks * ALIGNMENT, dtype=np.uint8))
@@ -114,22 +92,6 @@ def test_statistics_give_the_union_at_any_moment(clock: _Clock) -> None:
 
 def _busy(statistics: Statistics) -> tuple[float, float, float]:
     return statistics.read_busy_seconds, statistics.write_busy_seconds, statistics.busy_seconds
-
-
-def test_failed_and_repeated_transfers_leave_nothing_busy(clock: _Clock) -> None:
-    backend = ManualBackend(_CAPACITY)
-    with Swapper(backend, SwapperConfig(max_retries=1)) as opened:
-        extent = opened.allocate(ALIGNMENT, "x")
-        handle = opened.write(extent, np.zeros(ALIGNMENT, dtype=np.uint8))
-        clock.now += 1
-        backend.fail(11)  # EAGAIN: tried again after a moment, in which nothing is busy
-        wait_until(lambda: bool(backend.open))
-        clock.now += 2
-        backend.fail(5)
-        clock.now += 4
-        assert _busy(opened.statistics()) == (0, 3, 3)
-        with pytest.raises(Exception, match="errno 5"):
-            handle.wait()
 
 
 def test_every_transfer_is_told_once_with_its_bytes_and_times() -> None:
@@ -177,28 +139,3 @@ def test_short_and_failed_transfers_are_told_with_the_bytes_that_count() -> None
         with pytest.raises(Exception, match="errno 5"):
             failing.wait()
         assert [record.num_bytes for record in records[2:]] == [0]
-
-
-def test_an_observer_may_use_the_swapper_leave_and_be_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    backend = ManualBackend(_CAPACITY)
-    seen = itertools.count()
-
-    with Swapper(backend) as opened:
-
-        def ask(record: TransferRecord) -> None:
-            next(seen)
-            assert opened.statistics().write_bytes >= record.num_bytes
-            raise ValueError("observers may be wrong")
-
-        others: list[TransferRecord] = []
-        remove = opened.observe(ask)
-        opened.observe(others.append)
-        _fill(opened, "x")
-        backend.complete_all()
-        assert "an observer of transfers raised" in caplog.text
-        remove()
-        remove()
-        _fill(opened, "y")
-        backend.complete_all()
-        assert next(seen) == 1
-        assert len(others) == 2

@@ -74,19 +74,6 @@ def test_others_go_on_while_one_waits_for_its_next_attempt(timers: list[_Timer])
         assert swapper.statistics().num_retries == 1
 
 
-def test_each_attempt_waits_longer_and_the_last_error_is_told(timers: list[_Timer]) -> None:
-    backend = ManualBackend(64 * ALIGNMENT)
-    with Swapper(backend, SwapperConfig(max_retries=4, deadline_seconds=1000.0)) as swapper:
-        handle = swapper.write(swapper.allocate(ALIGNMENT, "x"), _bytes())
-        for attempt in range(1, 5):
-            backend.fail(errno.EAGAIN)
-            assert not backend.open and timers[0].seconds == delay_seconds(attempt, has_moved=False)
-            timers[0].ring()
-        backend.fail(errno.EAGAIN)
-        with pytest.raises(TransferError, match="EAGAIN"):
-            handle.wait()
-
-
 def test_without_a_thread_it_is_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: _Timer) -> None:
         raise RuntimeError("can't start new thread")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from swapper import Swapper
-from tests.forked import require_in_child
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +29,6 @@ def test_it_is_short_until_the_last_swapper_is_closed(users_own: float) -> None:
     assert sys.getswitchinterval() == users_own
 
 
-def test_a_shorter_one_is_never_raised() -> None:
-    sys.setswitchinterval(0.00005)
-    shorter = sys.getswitchinterval()
-    with Swapper.in_memory(4096):
-        assert sys.getswitchinterval() == shorter
-    assert sys.getswitchinterval() == shorter
-
-
 @pytest.mark.parametrize("seconds", [0.01, 0.00001])
 def test_what_the_user_sets_meanwhile_stays(seconds: float) -> None:
     with Swapper.in_memory(4096):
@@ -52,11 +43,4 @@ def test_a_swapper_that_is_dropped_lets_go_of_it(users_own: float) -> None:
     swapper = Swapper.in_memory(4096)
     del swapper
     gc.collect()
-    assert sys.getswitchinterval() == users_own
-
-
-def test_a_forked_child_has_the_users_own(users_own: float) -> None:
-    with Swapper.in_memory(4096):
-        require_in_child(lambda: sys.getswitchinterval() == users_own)
-        assert sys.getswitchinterval() < 0.001
     assert sys.getswitchinterval() == users_own

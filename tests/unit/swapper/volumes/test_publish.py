@@ -12,7 +12,6 @@ import pytest
 
 from swapper.volumes import publish
 from tests.killed import left_by_a_killed_save
-from tests.open_files import open_files
 
 
 def _tree(folder: Path) -> Path:
@@ -195,48 +194,3 @@ def test_what_cannot_be_put_back_is_not_removed(tmp_path: Path, monkeypatch: pyt
     assert (left / "replaced" / "e" / "file").exists()
     publish.remove_abandoned(tmp_path)
     assert (tmp_path / "tag" / "e" / "file").exists() and not left.exists()
-
-
-def _open_in(folder: Path) -> list[str]:
-    return [each for each in open_files(folder) if each.startswith(str(folder))]
-
-
-@pytest.mark.parametrize("end", ["of a save", "of what was left"])
-def test_no_file_is_open_when_its_directory_is_removed(
-    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NFS keeps it under another name until it is closed, and no directory goes that has something in it."""
-    real = publish.remove_tree
-    removed: list[Path] = []
-
-    def remove_tree(folder: Path) -> None:
-        assert not _open_in(folder)
-        removed.append(folder)
-        real(folder)
-
-    monkeypatch.setattr(publish, "remove_tree", remove_tree)
-    if end == "of a save":
-        with publish.Staging(tmp_path, "name") as staging:
-            assert _open_in(staging.path)
-    else:
-        left_by_a_killed_save(tmp_path / ".name.saving-0")
-        publish.remove_abandoned(tmp_path)
-    assert removed and not any(tmp_path.iterdir())
-
-
-def test_a_child_that_was_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> None:
-    with publish.locked(tmp_path):
-        reading, writing = os.pipe()
-        child = os.fork()
-        if not child:
-            os.read(reading, 1)
-            os._exit(0)
-    try:
-        descriptor = os.open(tmp_path, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the child has it
-        os.close(descriptor)
-    finally:
-        os.write(writing, b"x")
-        os.waitpid(child, 0)
-        os.close(reading)
-        os.close(writing)

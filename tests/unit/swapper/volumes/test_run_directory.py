@@ -110,17 +110,6 @@ def test_a_file_of_another_program_is_refused_and_stays(name: str, place: str, t
     return None
 
 
-def test_an_empty_lock_among_other_files_is_not_taken_over(tmp_path: Path) -> None:
-    (tmp_path / "lock").touch()
-    RunDirectory(tmp_path).close()  # what a killed process leaves
-    for name in ("lock", "notes"):
-        (tmp_path / name).write_bytes(b"")
-    with pytest.raises(VolumeError, match="another program"):
-        RunDirectory(tmp_path)
-    (tmp_path / "lock").unlink()
-    RunDirectory(tmp_path).close()
-
-
 def test_a_run_goes_on_with_the_files_that_it_made(tmp_path: Path) -> None:
     for _ in range(2):
         _opened(tmp_path, tmp_path)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import logging
-import math
 import os
 import threading
 from collections import Counter
@@ -20,7 +19,6 @@ import swapper.volumes.scratch_file as scratch_module
 import swapper.volumes.volume as volume_module
 from swapper import (
     ALIGNMENT,
-    ArgumentError,
     Directory,
     Drive,
     Swapper,
@@ -87,16 +85,6 @@ def test_speeds_decide_who_takes_how_much(paths: list[Path], caplog: pytest.LogC
     for path, part in zip(paths, ("2 of 4 stripes at 4000 MB/s", "1 of 4 stripes", "1 of 4 stripes"), strict=True):
         assert str(path) in lines[0]
         assert part in lines[0]
-
-
-def test_paths_and_directories_can_be_mixed(paths: list[Path]) -> None:
-    with _opened([str(paths[0]), Directory(str(paths[1])), paths[2]], 9) as volume:  # type: ignore[arg-type,list-item]
-        assert _shares(volume) == [3, 3, 3]
-
-
-def test_without_speeds_all_take_the_same(paths: list[Path]) -> None:
-    with _opened(list(paths), 7) as volume:
-        assert _shares(volume) == [3, 2, 2]
 
 
 def test_a_capacity_is_kept_and_the_others_take_the_rest(paths: list[Path]) -> None:
@@ -231,19 +219,6 @@ def test_what_outlives_the_process_stays_where_it_is_whatever_is_free_now(
     assert _kept(wanted, 16) == longer
 
 
-def test_files_that_outlive_the_process_in_two_directories_of_one_file_system(
-    paths: list[Path], on_drives: Callable[..., None]
-) -> None:
-    on_drives(dict.fromkeys(paths[:2], 10 * _STRIPE), same_drive=True)
-    before = _kept(paths[:2], 10, is_there=False)
-    on_drives(dict.fromkeys(paths[:2], 0), same_drive=True)
-    for is_there in (True, False):
-        assert _kept(paths[:2], 10, is_there=is_there) == before
-        with pytest.raises(VolumeTooSmallError):
-            _kept(paths[:2], 11, is_there=is_there)
-    assert _lengths(paths[:2]) == [5, 5]
-
-
 def test_files_that_cannot_grow_keep_their_lengths(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """These tell what lies where."""
     real = scratch_module.fallocate
@@ -268,18 +243,6 @@ def test_files_of_a_run_that_was_killed_when_it_made_them_are_dealt_anew(paths: 
         file.truncate(20 * _STRIPE)
     _kept(paths[:2], 10, is_there=False)
     assert _lengths(paths[:2]) == [5, 5]
-
-
-@pytest.mark.parametrize("capacity_bytes", [0, -1, ALIGNMENT - 1])
-def test_capacities_that_make_no_sense(tmp_path: Path, capacity_bytes: int) -> None:
-    with pytest.raises(ArgumentError, match=f"must be at least 4096, got {capacity_bytes}; leave the directory out"):
-        Directory(tmp_path, capacity_bytes=capacity_bytes)
-
-
-@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf])
-def test_speeds_that_make_no_sense(tmp_path: Path, speed: float) -> None:
-    with pytest.raises(ArgumentError, match=f"bytes_per_second of directory .* must be positive, got {speed}"):
-        Directory(tmp_path, bytes_per_second=speed)
 
 
 @pytest.mark.parametrize(("num_directories", "num_inflight"), [(1, 4), (2, 12), (3, 18)])

@@ -110,22 +110,8 @@ def test_what_is_dealt_later_leaves_all_where_it_was_and_follows_from_what_each_
         assert [again.locate(stripe * _STRIPE) for stripe in range(num_stripes)] == places
 
 
-def test_the_rest_goes_to_those_that_have_room() -> None:
-    stripes = _map(12, [3.0, 1.0], [7, 100])
-    columns = _columns(stripes, 12)
-    assert columns[:8] == deal([3.0, 1.0]) * 2
-    assert columns.count(0) == 7
-    assert columns[columns.index(1, 9) :] == [1] * (12 - columns.index(1, 9))
-
-
 def test_a_drive_that_is_too_slow_is_used_when_the_others_are_full() -> None:
     assert _columns(_map(5, [100.0, 1.0], [3, 9]), 5) == [0, 0, 0, 1, 1]
-
-
-def test_small_pieces_lie_on_all_drives() -> None:
-    columns = _columns(_map(400, [4.0, 2.0, 1.0], [400] * 3), 400)
-    for start in range(0, 400 - 7, 13):
-        assert Counter(columns[start : start + 7]) == {0: 4, 1: 2, 2: 1}
 
 
 def test_the_number_of_parts_does_not_grow_with_the_address_space() -> None:

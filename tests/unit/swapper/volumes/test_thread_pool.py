@@ -19,12 +19,6 @@ def test_all_is_done_at_the_end_and_results_come_in_order() -> None:
     assert sorted(done) == list(range(50))
 
 
-def test_several_work_at_a_time() -> None:
-    meeting = threading.Barrier(4)
-    with ThreadPool(4) as pool:
-        pool.map(lambda _: meeting.wait(60), range(4))
-
-
 def test_an_error_is_raised_by_the_result_and_others_go_on() -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")

@@ -19,8 +19,6 @@ from swapper import (
     ALIGNMENT,
     ArgumentError,
     Directory,
-    Swapper,
-    SwapperConfig,
     Volume,
     VolumeError,
     VolumeTooSmallError,
@@ -100,16 +98,6 @@ def test_page_cache_where_direct_transfers_are_refused(
     volume.close()
 
 
-def test_page_cache_when_asked_for_is_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Swapper.open([tmp_path], ALIGNMENT, SwapperConfig(direct=False)) as swapper:
-        assert not swapper.statistics().is_direct
-        assert "page cache: direct=False" in swapper.describe()
-        extent = swapper.allocate(100, "x")
-        swapper.write(extent, bytearray(b"a" * 100)).wait()
-        assert swapper.statistics().num_bounced == 0
-    assert not caplog.records
-
-
 def test_directories_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -128,16 +116,6 @@ def test_a_directory_without_write_access(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(VolumeError, match=f"{os.strerror(code)} .errno {code}.*write access") as error:
         Volume([tmp_path], ALIGNMENT)
     assert isinstance(error.value.__cause__, OSError)
-
-
-@pytest.mark.parametrize(("code", "cure"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")])
-def test_a_limit_on_files_is_no_matter_of_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, cure: str
-) -> None:
-    monkeypatch.setattr(volume_module.os, "open", _raising(code))
-    with pytest.raises(VolumeError, match=cure) as error:
-        Volume([tmp_path], ALIGNMENT)
-    assert "write access" not in str(error.value) and "another directory" not in str(error.value)
 
 
 def test_a_limit_on_the_size_of_a_file_is_no_want_of_room(tmp_path: Path) -> None:
@@ -160,12 +138,6 @@ def test_a_reservation_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: py
     assert os.strerror(code) in str(error.value)
     assert len(os.listdir("/proc/self/fd")) == files
     assert os.listdir(tmp_path) == []
-
-
-def test_another_error_of_a_reservation_is_reported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_module, "fallocate", _raising(errno.EIO))
-    with pytest.raises(VolumeError, match=r"cannot reserve 4096 bytes .*EIO"):
-        Volume([tmp_path], ALIGNMENT)
 
 
 def test_a_directory_that_is_given_twice_in_whatever_way(tmp_path: Path) -> None:
@@ -237,31 +209,6 @@ def test_where_zeros_take_no_space_this_is_said(
     assert len(lengths) == 1, "nothing is written in vain"
     assert "has no reserved space, because" in caplog.text
     assert f"leave {32 << 20} bytes free there" in caplog.text
-
-
-def test_the_kernel_reserves_and_no_block_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def written(*_: object) -> int:
-        raise AssertionError("a block was written")
-
-    monkeypatch.setattr(os, "pwrite", written)
-    monkeypatch.setattr(os, "posix_fallocate", written)
-    with contextlib.closing(Volume([tmp_path], 1 << 20, direct=False)) as volume:
-        assert os.fstat(volume.files[0].fd).st_blocks * 512 >= 1 << 20
-
-
-def test_a_platform_without_fallocate_is_one_that_cannot_reserve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scratch_module, "_fallocate", None)
-    with contextlib.closing(Volume([tmp_path], 1 << 20)) as volume:
-        assert os.fstat(volume.files[0].fd).st_blocks * 512 >= 1 << 20
-
-
-def test_errors_name_the_drive(nvme_dir: Path) -> None:
-    with contextlib.closing(Volume([nvme_dir], ALIGNMENT)) as volume:
-        drive = volume.files[0].drive
-        assert volume.files[0].name == f"the scratch file in {str(nvme_dir)!r} on {drive.device} ({drive.file_system})"
-        assert drive.words() in volume.describe()
 
 
 @pytest.mark.root

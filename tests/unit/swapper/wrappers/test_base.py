@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 
 import numpy as np
 import pytest
@@ -42,24 +41,6 @@ def test_rules_choose_by_direction_number_times_and_place() -> None:
     assert _outcomes(_faulty(FaultRule(offset=2 * ALIGNMENT + 5, errno=errno.EIO)), _READ, 4) == "..x."
 
 
-def test_the_first_rule_that_fires_decides_and_rules_can_be_changed() -> None:
-    backend = _faulty(FaultRule(nth=2, errno=errno.EIO), FaultRule(errno=errno.ENODEV))
-    codes = [_one(backend, _READ)[0].error.errno for _ in range(3)]  # type: ignore[union-attr]
-    assert codes == [errno.ENODEV, errno.EIO, errno.ENODEV]
-    assert backend.num_faults == 3
-    backend.clear()
-    assert _outcomes(backend, _READ, 2) == ".."
-    backend.add(FaultRule(errno=errno.EIO))
-    assert _outcomes(backend, _READ, 1) == "x"
-
-
-def test_a_failed_write_stores_nothing() -> None:
-    backend = _faulty(FaultRule(nth=2, errno=errno.EIO, direction=_WRITE))
-    _one(backend, _WRITE, fill=3)
-    _one(backend, _WRITE, fill=4)
-    assert (_one(backend, _READ)[1] == 3).all()
-
-
 def test_short_transfers() -> None:
     backend = _faulty(FaultRule(short_bytes=100, times=2), FaultRule(short_bytes=0, times=1))
     for expected in (100, 100, 0, ALIGNMENT):
@@ -88,14 +69,6 @@ def test_delays_do_not_block_the_submitter() -> None:
         completion.require_whole(ALIGNMENT)
 
 
-def test_a_delay_is_waited_for() -> None:
-    backend = _faulty(FaultRule(delay_seconds=0.1, times=1))
-    started = time.monotonic()
-    start(backend, _READ, 0, aligned_bytes(ALIGNMENT)).require_whole(ALIGNMENT)
-    assert time.monotonic() - started >= 0.09
-    backend.close(1.0)
-
-
 def test_hanging_requests_end_when_they_are_released() -> None:
     backend = _faulty(FaultRule(hangs=True, times=1))
     completion = start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
@@ -104,12 +77,6 @@ def test_hanging_requests_end_when_they_are_released() -> None:
     backend.release_hung()
     completion.require_whole(ALIGNMENT)
     assert backend.close(60.0)
-
-
-def test_close_says_that_something_hangs() -> None:
-    backend = _faulty(FaultRule(hangs=True))
-    start(backend, _READ, 0, aligned_bytes(ALIGNMENT))
-    assert not backend.close(0.1)
 
 
 def test_wrappers_show_what_is_inside() -> None:

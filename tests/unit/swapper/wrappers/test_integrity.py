@@ -5,21 +5,20 @@ from __future__ import annotations
 import errno
 import logging
 import random
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from swapper import ALIGNMENT, AlignedRegion
+from swapper import ALIGNMENT
 from swapper.backend import CorruptedDataError, Direction, IOBackend
 from swapper.backends.memory import MemoryBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.errors import ArgumentError
 from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
 from swapper.volumes.volume import Volume
-from swapper.wrappers.checksum import PAGE_BYTES, crc32c, is_fast
+from swapper.wrappers.checksum import crc32c, is_fast
 from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from swapper.wrappers.integrity import IntegrityBackend
 from tests.manual_backend import ManualBackend
@@ -125,37 +124,6 @@ def _manual(block_bytes: int = 1) -> tuple[IntegrityBackend, ManualBackend]:
     return IntegrityBackend(inner, _PAGE), inner
 
 
-def test_ranges_that_fit_need_nothing_else() -> None:
-    backend, inner = _manual()
-    data = random_bytes(_PAGE, 1)
-    for low in (0, 100, 3000, _PAGE, 2 * _PAGE - 1):
-        start(backend, _WRITE, low, data[:50] if low < _PAGE else data[:1])
-    assert len(inner.open) == 5
-    inner.complete_all()
-    for low in (0, 100, 3000):
-        start(backend, _READ, low, aligned_bytes(50))
-    start(backend, _WRITE, 60, data[:40])
-    inner.complete_all()
-    assert len(inner.log) == 9
-
-
-def test_a_write_into_a_segment_reads_it_first() -> None:
-    backend, inner = _manual()
-    start(backend, _WRITE, 0, random_bytes(_PAGE, 1))
-    inner.complete_all()
-    inner.log.clear()
-    for low in (0, 200):
-        start(backend, _WRITE, low, random_bytes(100, low))
-        inner.complete_all()
-    assert inner.log == [("read", 0, _PAGE), ("write", 0, 100), ("read", 100, _PAGE - 100), ("write", 200, 100)]
-    inner.log.clear()
-    for low, high in ((0, 100), (200, 300), (100, 200), (0, 300)):
-        start(backend, _READ, low, aligned_bytes(high - low))
-        start(backend, _WRITE, low, random_bytes(high - low, high))
-        inner.complete_all()
-    assert len(inner.log) == 8, "they all begin and end where segments do"
-
-
 @pytest.mark.deep(but=3)
 @pytest.mark.parametrize("block_bytes", [1, 512])
 @pytest.mark.parametrize("seed", range(30))
@@ -194,23 +162,6 @@ def test_requests_in_one_page_may_end_in_any_order(seed: int, block_bytes: int) 
         assert isinstance(completion.error, CorruptedDataError), address
         _flip(inner, address)
     assert not backend._preparing
-
-
-class _SlowBackend(MemoryBackend):
-    """Takes its time on a thread of its own."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes, 1)
-        copy, self._copy = self._copy, lambda request: (time.sleep(0.01), copy(request))
-
-
-def test_close_completes_what_is_still_read_back_for() -> None:
-    backend = IntegrityBackend(_SlowBackend(4 * _PAGE), _PAGE)
-    write(backend, 0, random_bytes(_PAGE, 0))
-    completions = [start(backend, _WRITE, 64 * index, random_bytes(50, index)) for index in range(10)]
-    assert backend.close(20.0)
-    for completion in completions:
-        completion.require_whole(50)
 
 
 def test_close_does_not_wait_for_ever_for_what_hangs() -> None:
@@ -369,66 +320,10 @@ def test_what_goes_wrong_while_a_page_is_read_back_is_the_requests_outcome(
     assert not _is_damaged(backend, 0, _PAGE)
 
 
-def test_no_memory_for_what_is_read_back_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = IntegrityBackend(MemoryBackend(4 * _PAGE, 1), _PAGE)
-    write(backend, 0, random_bytes(4 * _PAGE, 0))
-    regions = iter([AlignedRegion(_PAGE)])
-
-    def allocate(num_bytes: int) -> AlignedRegion:
-        for region in regions:
-            return region
-        raise MemoryError("none left")
-
-    monkeypatch.setattr("swapper.wrappers.integrity.AlignedRegion", allocate)
-    error = _outcome(backend, _READ, 100, 2 * _PAGE + 100)  # two pages are read back, one on a worker's thread
-    assert error is not None and "MemoryError: none left" in str(error)
-    monkeypatch.undo()
-    assert not _is_damaged(backend, 0, 4 * _PAGE)
-    assert backend.close(5.0)
-
-
-def test_bits_flipped_on_the_way_are_found_and_the_next_read_is_right() -> None:
-    faulty = FaultInjectingBackend(MemoryBackend(4 * _PAGE))
-    backend = IntegrityBackend(faulty, _PAGE)
-    write(backend, 0, random_bytes(4 * _PAGE, 0))
-    # The range, how many pages are read back for it first, and which of all these reads goes wrong.
-    for low, high, num_pages in ((0, 4 * _PAGE, 0), (_PAGE, 2 * _PAGE, 0), (5, 10, 1), (100, 3 * ALIGNMENT, 2)):
-        for nth in {1, num_pages + 1}:
-            for bit in (0, 8 * (high - low) - 1):
-                faulty.clear()
-                faulty.add(FaultRule(direction=_READ, nth=nth, flipped_bit=bit if nth > num_pages else 8 * _PAGE - 1))
-                assert _is_damaged(backend, low, high), (low, high, nth, bit)
-                assert not _is_damaged(backend, low, high)
-
-
 # ------------------------------------------------------------------------------------------------------- settings
-
-
-def test_pages_respect_the_boundaries_of_the_inner_backend() -> None:
-    inner = ManualBackend(1 << 20, boundary_bytes=3 * ALIGNMENT)
-    assert IntegrityBackend(inner).page_bytes == ALIGNMENT
-    assert IntegrityBackend(inner, boundary_bytes=1 << 20).boundary_bytes == 3 * ALIGNMENT
-    inner = ManualBackend(1 << 20)
-    assert IntegrityBackend(inner).boundary_bytes == 0
-    assert IntegrityBackend(inner, boundary_bytes=1 << 20).boundary_bytes == 1 << 20
-    assert IntegrityBackend(inner).page_bytes == PAGE_BYTES
-    assert "crc32c of every 65536 bytes over memory" in IntegrityBackend(inner).describe()
 
 
 @pytest.mark.parametrize("sizes", [{"page_bytes": 0}, {"page_bytes": 100}, {"boundary_bytes": 5000}])
 def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(sizes))):
         IntegrityBackend(MemoryBackend(_PAGE), **sizes)
-
-
-def test_slow_checksums_are_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("swapper.wrappers.integrity.is_fast", lambda: False)
-    IntegrityBackend(MemoryBackend(_PAGE))
-    assert "google-crc32c" in caplog.text
-
-
-def test_empty_requests_pass() -> None:
-    backend, _ = _over_memory()
-    empty = aligned_bytes(1)[:0]
-    start(backend, _WRITE, 0, empty).require_whole(0)
-    start(backend, _READ, 5, empty).require_whole(0)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +14,7 @@ import numpy as np
 import pytest
 
 from swapper import ALIGNMENT, AlignedRegion, BackendUnavailableError, Volume
-from swapper.backend import Direction, IORequest
+from swapper.backend import Direction
 from swapper.backends.uring import ring as ring_module
 from swapper.backends.uring.backend import UringBackend
 from swapper.backends.uring.ring import Library, Ring, library
@@ -28,7 +25,6 @@ from tests.open_files import open_files
 from tests.uring import needs_uring
 from tests.waiting import wait_until
 
-_ROOT = Path(__file__).resolve().parents[5]
 _READ, _WRITE = Direction.READ, Direction.WRITE
 _SECONDS = 20.0
 pytestmark = needs_uring
@@ -70,22 +66,6 @@ def test_close_with_a_hung_transfer_returns_in_time_and_leaves_its_files_open(
     hung.require_whole(4)
     assert backend.close(_SECONDS) and volume.files[0].fd == -1
     os.close(sender)
-
-
-def test_close_from_a_completion_does_not_wait_for_itself(tmp_path: Path) -> None:
-    backend = UringBackend(Volume([tmp_path], 1 << 20))
-    answers: list[bool] = []
-    is_over = threading.Event()
-
-    def close(*_: object) -> None:
-        answers.append(backend.close(_SECONDS))
-        is_over.set()
-
-    page = aligned_bytes(ALIGNMENT)
-    backend.submit(IORequest(_READ, 0, page.data, page.ctypes.data, close))
-    assert is_over.wait(_SECONDS)
-    assert answers == [False]
-    assert backend.close(_SECONDS)
 
 
 def test_a_backend_that_nobody_closes_goes_away(tmp_path: Path) -> None:
@@ -191,41 +171,3 @@ def test_a_forked_child_touches_nothing_of_its_parents_ring(backend: UringBacken
         copy[:] = 0
         read(backend, 0, copy)
         assert np.array_equal(data, copy)
-
-
-_PROCESS = """
-    import atexit, os, sys
-
-    def ask():  # registered before the swapper is imported, so called after its threads have ended
-        try:
-            swapper.write(extent, data).wait()
-        except package.TransferError as error:
-            print(error.errno)
-
-    atexit.register(ask)
-    import swapper as package
-    from swapper.backends import UringBackend
-    swapper = package.Swapper(UringBackend(package.Volume([sys.argv[1]], 16 << 20)))
-    extent = swapper.allocate(16 << 20, "x")
-    data = package.AlignedRegion(16 << 20).array()  # all of it through the ring ...
-    for _ in range(3):
-        swapper.write(extent, data)
-    swapper.write(extent, data[1:])  # ... but this
-"""
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("ending", "code"), [("", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", -9)])
-def test_any_end_of_the_process_is_quiet_and_leaves_nothing(tmp_path: Path, ending: str, code: int) -> None:
-    script = textwrap.dedent(_PROCESS) + ending
-    answer = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
-    assert (answer.returncode, answer.stderr) == (code, "")
-    assert answer.stdout == ("108\n" if code >= 0 else "")
-    assert os.listdir(tmp_path) == []
