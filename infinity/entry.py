@@ -38,12 +38,13 @@ from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
 from infinity.optim.template import Template, absent_template, build_template
+from infinity.plan.inputs import experts_of_config
 from infinity.plan.placement import DEVICE_KEY
 from infinity.torch_internals.module_tensors import announce_nothing
 from infinity.units.model_check import check_model, warn_of_gaps, warn_of_other_dtypes
 from infinity.units.parameter import host_of
 from infinity.units.shared_weights import share_weights
-from infinity.units.tiles import Tiling
+from infinity.units.tiling import Tiling
 
 logger = logging.getLogger(__name__)
 
@@ -244,6 +245,8 @@ def _agreed(config: ConfigSource, model: nn.Module, mpu: Any, mesh_param: Any) -
 def _tile(model: nn.Module, optimizer: Any, config: InfinityConfig, undo: contextlib.ExitStack) -> Tiling:
     tiling = Tiling(model, config.infinity.tile_above, config.compute_dtype.itemsize, config.nvme_paths)
     undo.callback(_untile, tiling, optimizer)
+    experts = experts_of_config(model, config)
+    tiling.cut_experts(experts, touched_only=config.infinity.experts == "touched_only")
     if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
         tiling.groups.give_tiles(optimizer)
     return tiling

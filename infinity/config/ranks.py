@@ -84,6 +84,7 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
         "infinity.gradient_dtype": section.gradient_dtype,
         "infinity.units": section.units,
         "infinity.tile_above": section.tile_above,
+        "infinity.experts": section.experts,
         "infinity.durable": section.durable is not None,
     }
     told = together(ranks, "the config of infinity.initialize", lambda: {key: str(value) for key, value in own.items()})

@@ -21,6 +21,7 @@ StateDtype = Literal["fp32", "bf16", "int8"]
 AutotuneMode = Literal["off", "once", "always"]
 """Whether I/O settings are measured: never, once per machine and set of directories, or at every start."""
 ScheduleMode = Literal["auto", "vertical", "ordinary"]
+ExpertsChoice = Literal["auto", "by_expert", "touched_only", "whole"]
 
 
 class Decision(NamedTuple):
@@ -160,6 +161,7 @@ class InfinitySection:
         drive_tbw: terabytes that all NVMe drives together are rated to take; None if nobody said.
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
         tile_above: bytes of the largest weight of a linear layer or embedding that is used whole; None: all are.
+        experts: how experts are paged that are in one tensor.
         strict: whether unknown config keys are errors.
         update: when the optimizer runs.
         update_is_open: whether it may run in the step instead, where the plan finds that all stays in a CPU's memory.
@@ -197,6 +199,7 @@ class InfinitySection:
     activations: Literal["memory", "cpu", "nvme"] = "memory"
     durable: DurableSection | None = None
     tile_above: int | None = None
+    experts: ExpertsChoice = "auto"
     update_workers: int | None = None
     update_is_open: bool = False
     progress_bars: bool = True

@@ -52,6 +52,7 @@ from infinity.paging.residency import Residency
 from infinity.threads.engine_lock import EngineLock
 from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
+from infinity.units.experts import expert_groups
 from infinity.units.originals import Originals
 from infinity.units.parameter import hold
 from infinity.units.partition import find_blocks
@@ -165,6 +166,7 @@ class Parts:
             self.clock,
             prefetches=config.infinity.prefetch,
             guess=plan.inputs.guess,
+            experts=expert_groups(model, self.parameter_map.locate),
             budget=plan.placement.budget_of_weights(plan.request),
             writer=self.stored,
             is_divided=self._divided.has_parts_of_weights,

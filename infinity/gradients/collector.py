@@ -8,6 +8,7 @@ reentrant checkpoint runs a backward of its own inside the backward, so a parame
 several times, and only ``p.grad`` holds the sum, rounded the way autograd rounds it. So: a unit is complete when every
 parameter that is expected to fire has fired, where
   * expected are those that fired in the micro-batch before (all, in the first one);
+  * a parameter that is alone in its unit (an expert) is expected if it fires: others wait for nothing;
   * the rule holds only if each can fire just once: its module was called once in this forward and nobody else owns the
     parameter, or it fired once in the micro-batch before, with the same number of calls.
   * no backward used the unit's weights after its gradients were complete (a recomputation may, without a gradient).
@@ -199,15 +200,16 @@ class GradientCollector:
         if unit.index in self._used_late or (self._history is None and unit.index in self._in_parts):
             return None
         expected: list[int] = []
+        is_alone = len(unit.layout.slots) == 1
         for slot in unit.layout.slots:
             if not slot.spec.is_trainable or slot.numel == 0:
                 continue
             key = (unit.index, slot.index)
             calls = self._calls.get(key, 0)
-            if self._history is None:
+            fires, calls_then = (self._history or {}).get(key, (0, 0))
+            if self._history is None or (is_alone and fires == 0):
                 fires_once = calls == 1 and self._num_owners.get(key, 0) == 1
             else:
-                fires, calls_then = self._history.get(key, (0, 0))
                 if fires == 0:
                     continue
                 # Called several times, it may fire several times: whether it does depends on the checkpointing.

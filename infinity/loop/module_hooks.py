@@ -21,6 +21,7 @@ from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.threads.frames import callers
 from infinity.torch_internals.names import is_tracing, outside_modes, untraced
+from infinity.units.experts import ExpertTiles, experts_of
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -134,6 +135,35 @@ class _HooksOfModule:
     def forget(self) -> None:
         """Calls that an exception cut off are over."""
         self._entered.clear()
+
+
+@dataclass(eq=False)
+class _RoutingHook:
+    """What a call of a module of experts tells before any of them is used: see [Note: experts] in `infinity.units.experts`."""
+
+    _pager: Pager
+    _experts: list[ExpertTiles]
+    _units: list[list[Unit]]
+    """For each tensor of experts, their units."""
+    _group: int
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        routed = self._experts[0].routed
+        if routed is None:
+            return
+        if self._pager.is_training_forward:
+            for tiles, units in zip(self._experts, self._units, strict=True):
+                for expert in () if tiles.touched_only else tiles.others(routed):  # they get zeros
+                    unit = units[expert]
+                    self._pager.backwards.collector.note_call(unit, unit.layout.slots)
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        if implementation == "grouped_mm":
+            order = [units[expert] for units in self._units for expert in routed]
+        elif implementation == "batched_mm":
+            order = [units[expert] for units in self._units for expert in sorted(routed)]
+        else:  # one expert after the other
+            order = [units[expert] for expert in sorted(routed) for units in self._units]
+        self._pager.route(self._group, [unit.index for unit in order])
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -280,6 +310,11 @@ class ModuleHooks:
         before = _BoundHook(hooks.before, comes_before=True)
         handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
+        if experts := experts_of(module):
+            units = [[self._map.locate(tile)[0] for tile in tiles.tiled.tiles] for tiles in experts]
+            group = self._pager.residency.group_of(units[0][0])
+            routing = _BoundHook(_RoutingHook(self._pager, experts, units, group).before, comes_before=True)
+            handles.append(module.register_forward_pre_hook(routing))
 
     def hook_inside(self, unit: Unit) -> bool:
         """An operation needs the unit that no module has entered: if a module inside a block is called by itself, as by a

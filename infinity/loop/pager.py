@@ -369,6 +369,12 @@ class Pager:
             self.pause()
             self.clock.resume_compute(unit.name)
 
+    def route(self, group: int, units: Sequence[int]) -> None:
+        """A router has chosen: the units of these experts of a layer are needed next. Their reads begin."""
+        with self.residency.lock:
+            self.residency.trace.route(group, units)
+            self.residency.pump()
+
     def pause(self) -> None:
         """Between two pieces of a step: another unit is needed, or another micro-batch has its turn."""
         if self._trimmer is not None:

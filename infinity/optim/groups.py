@@ -20,6 +20,8 @@ from infinity.optim.worker import hyperparameters, same_values
 
 TILES = "weight_tiles"
 """The child that holds the tiles of a module's weight."""
+EXPERTS = "_by_expert"
+"""Behind a parameter's name: the child that holds the experts of a tensor."""
 
 
 class Members:
@@ -104,6 +106,8 @@ class TiledParameter:
         borders: the first row of each tile, and at the end the number of rows.
         shape: of the parameter.
         new: makes a CPU tensor of a shape and dtype, where it has room.
+        name: the parameter's name in its modules.
+        by_expert: whether each tile has the weights of one expert, out of a tensor of all of them.
     """
 
     fqn: str
@@ -112,9 +116,24 @@ class TiledParameter:
     borders: tuple[int, ...]
     shape: tuple[int, ...]
     new: Callable[..., Tensor]
+    name: str = "weight"
+    by_expert: bool = False
+
+    @property
+    def child(self) -> str:
+        """The name of the module that holds the tiles, among the children of the parameter's modules."""
+        return f"{self.name}{EXPERTS}" if self.by_expert else TILES
 
     def refusal(self, what: str) -> ModelError:
         """``what`` needs the values of the parameter, of which there are only tiles."""
+        if self.by_expert:
+            return ModelError(
+                f"{what} needs the whole of '{self.fqn}', whose experts are paged one by one: grouped_mm and indices of experts "
+                "can do without",
+                cure=f'Set infinity.experts to "whole"; to read or change values, take expert after expert: the parameters of '
+                f"the module's child {self.child}",
+                fqn=self.fqn,
+            )
         return ModelError(
             f"{what} needs the whole of '{self.fqn}', which is larger than infinity.tile_above and is used tile by tile: "
             "linear and embedding can do that",
@@ -167,6 +186,12 @@ class TiledGroups:
         self.tiled = list(tiled)
         self._by_original = {id(each.original): each for each in tiled}
         self._by_tile = {id(tile): each for each in tiled for tile in each.tiles}
+
+    def add(self, tiled: TiledParameter) -> None:
+        """One more is tiled."""
+        self.tiled.append(tiled)
+        self._by_original[id(tiled.original)] = tiled
+        self._by_tile.update((id(tile), tiled) for tile in tiled.tiles)
 
     def of(self, parameter: object) -> TiledParameter | None:
         """What a parameter is tiled as; None if it is not."""

@@ -384,11 +384,16 @@ def check_parts(template: Template, updater: PieceUpdater, zero_stage: int, *, i
             f"it updates whole parameters, and with zero_optimization.stage {zero_stage} each rank has a part of them",
             cure="Set zero_optimization.stage to 0: each rank then pages all states, and they train as one",
         )
-    if template.tiled.tiled:
+    cut = [tiled for tiled in template.tiled.tiled if not tiled.by_expert or tiled.tiles[0].requires_grad]
+    if cut:
+        by_expert = all(tiled.by_expert for tiled in cut)
+        key, cure = (
+            ("experts", 'Set infinity.experts to "whole"')
+            if by_expert
+            else ("tile_above", "Remove infinity.tile_above")
+        )
         raise OptimizerNotPageableError(
-            template.name,
-            "it updates whole parameters, and infinity.tile_above makes several of one",
-            cure="Remove infinity.tile_above",
+            template.name, f"it updates whole parameters, and infinity.{key} makes several of one", cure=cure
         )
 
 

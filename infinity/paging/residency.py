@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,6 +77,7 @@ class Residency:
         budget: tuple[str, int],
         writer: WeightWriter | None = None,
         is_divided: bool = False,
+        experts: Mapping[int, int] | None = None,
     ) -> None:
         """
         Args:
@@ -88,6 +89,7 @@ class Residency:
             guess: the order of need before the first micro-batch is recorded.
             budget: the config key that the pool is a part of, and its value, for messages.
             writer: stores what was written into weights; None: that is refused.
+            experts: unit of an expert -> a number for the experts of its layer.
             is_divided: other processes keep parts of the weights, so what is in memory is outdated by a step.
         """
         self.units = list(units)
@@ -97,8 +99,9 @@ class Residency:
         """Held while units are moved, bound or unbound."""
         self._is_changing = False
         """Whether a unit may be half way between two states, where a signal handler cannot go on. Under the lock."""
-        self.training_trace = Trace(guess)
-        self.eval_trace = Trace(sorted(set(guess)))
+        self._experts = experts or {}
+        self.training_trace = Trace(guess, experts)
+        self.eval_trace = Trace(sorted(set(guess)), experts)
         self.trace = self.training_trace
         """That of the present forward, or of the last one: from its beginning on."""
         self._usual_writer = writer
@@ -120,6 +123,10 @@ class Residency:
         self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
         """Of the pool, what the units that come and go share."""
         _residencies.add(self)
+
+    def group_of(self, unit: Unit) -> int:
+        """The number that stands for the experts of the layer, of which the unit is one."""
+        return self._experts[unit.index]
 
     def begin_trace(self, *, is_training: bool) -> None:
         """A forward begins, whose units are recorded. What the last one needed is the forecast."""
@@ -507,7 +514,7 @@ class Residency:
     def forward_order(self) -> list[int]:
         """All units in the order in which the recorded forward needed them; units that it did not need come last."""
         trace = self.training_trace
-        first = dict.fromkeys(trace.order[: trace.backward_start])
+        first = dict.fromkeys(index for index in trace.order[: trace.backward_start] if index >= 0)
         return [*first, *(unit.index for unit in self.units if unit.index not in first)]
 
     @property

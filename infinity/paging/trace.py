@@ -22,6 +22,15 @@ with. ``simulate`` tells the same without a model; with that, a plan predicts th
     so ``backward_start`` is a place of its own. When backward begins, the cursor goes there, even if forward ended early.
   * Only what ended normally becomes the forecast (`commit`), and evaluation has a trace of its own.
   * The first forecast is a guess, from the order of registration.
+Experts are other ones each time, and each layer's are a run of units in the record. The router says which they are a moment
+before they are needed, and then they take the place of those of the last time (`Trace.route`), in forward and in backward.
+Until then the run is forecast as far as it is certain: by the experts that the last four micro-batches had all used. Of the
+others, what was used least often in the last 32 makes room first. With 0 a layer, e1 to e9 its experts, - the end of a run:
+
+    recorded    0   e1 e4 -   5  | 5   e4 e1 -   0     and e4 was used in all of the last four
+    forecast    0   e4 -      5  | 5   e4 -      0     from the beginning of the next micro-batch on
+    routed      0   e2 e4 -   5  | 5   e4 e2 -   0     as soon as the router of layer 0 has chosen e2 and e4
+
 A window that slides along remembers nothing. In evaluation, 0 1 2 3 in a circle, one with room for 3 units reads all 4 each
 time, as would letting the longest unused go. One with room for 2, and one unit that stays, reads 3. So which units stay is
 settled beforehand, by ``infinity.plan.placement`` (``staying`` here), and the window gets what it takes to be in time.
@@ -30,7 +39,7 @@ settled beforehand, by ``infinity.plan.placement`` (``staying`` here), and the w
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -38,14 +47,33 @@ _RESYNC_WINDOW = 32
 """How far ahead a unit may lie and still count as 'some layers were skipped'; beyond it the cursor stays where it is."""
 
 
+_HISTORY = (1 << 32) - 1
+_CERTAIN = 0b1111
+"""The last four micro-batches."""
+
+
 class Trace:
     """Records the units touched in one micro-batch and replays the last record as a cyclic forecast."""
 
-    def __init__(self, guess: Sequence[int]) -> None:
-        self.order: tuple[int, ...] = tuple(guess)
-        """The forecast: unit indices in the order of need, one cycle."""
+    def __init__(self, guess: Sequence[int], groups: Mapping[int, int] | None = None) -> None:
+        """
+        Args:
+            guess: the first forecast.
+            groups: unit of an expert -> a number for the experts of its layer.
+        """
+        self._groups = groups or {}
+        self._history = dict.fromkeys(self._groups, 0)
+        """Unit of an expert -> a bit for each of the last 32 micro-batches, the last one lowest: whether it was used."""
+        self._routed: dict[int, set[int]] = {}
+        """Number of a layer -> its experts that this micro-batch uses."""
+        self._recomputes = False
+        """Whether routers decided anew in the last backward: layers are computed once more there."""
+        self.order: tuple[int, ...] = tuple(unit for unit in guess if unit not in self._groups)
+        """The forecast: unit indices in the order of need, one cycle. Behind the experts of a layer -1 - (its number)."""
         self.backward_start = 0
         """Position in ``order`` of the first unit that backward needs."""
+        self.record: tuple[tuple[int, ...], int] = tuple(guess), 0
+        """What the last micro-batch that ended normally needed, with all of its experts, and where its backward began."""
         self._position = 0
         self._recorded: list[int] = []
         self._recorded_backward_start: int | None = None
@@ -65,6 +93,7 @@ class Trace:
         self._recorded_backward_start = None
         self._position = 0
         self.present = -1
+        self._routed.clear()
 
     def begin_backward(self) -> None:
         """Backward begins: the forecast continues at the place where the recorded backward began."""
@@ -79,9 +108,56 @@ class Trace:
         recorded = tuple(self._recorded)
         if recorded:
             start = self._recorded_backward_start
-            self.order, self.backward_start = recorded, len(recorded) if start is None else start
+            self.record = self.order, self.backward_start = recorded, len(recorded) if start is None else start
+            if self._groups:
+                self._forget_experts()
         # What comes next is the beginning of the next micro-batch.
         self._position = 0
+
+    def _forget_experts(self) -> None:
+        """Of the experts in the forecast only those stay that are certain to be used again."""
+        for unit, group in self._groups.items():
+            if group in self._routed:
+                self._history[unit] = (self._history[unit] << 1 | (unit in self._routed[group])) & _HISTORY
+        self._routed.clear()  # a record may be committed twice
+        order: list[int] = []
+        start = self.backward_start
+        last: int | None = None
+        for place, unit in enumerate((*self.order, -1)):  # one more, for a run at the end
+            layer = self._groups.get(unit)
+            if last is not None and (layer != last or place == start):
+                order.append(-1 - last)
+            if place == start:
+                self.backward_start = len(order)
+            if place < len(self.order) and (layer is None or self._history[unit] & _CERTAIN == _CERTAIN):
+                order.append(unit)
+            last = layer
+        self.order = tuple(order)
+
+    def route(self, group: int, units: Sequence[int]) -> None:
+        """The router of a layer has chosen: these units of its experts are needed next, in this order."""
+        in_backward = self._recorded_backward_start is not None
+        again = (*units, *reversed(units))
+        self._recomputes |= in_backward
+        self._routed.setdefault(group, set()).update(units)
+        place = self._position + (1 if self.order else 0)
+        self._replace(place, group, again if in_backward else units)
+        if not in_backward and -1 - group in self.order[self.backward_start :]:
+            place = self.order.index(-1 - group, self.backward_start)
+            while place > self.backward_start and self._groups.get(self.order[place - 1]) == group:
+                place -= 1
+            self._replace(place, group, again if self._recomputes else again[len(units) :])
+
+    def _replace(self, place: int, group: int, units: Sequence[int]) -> None:
+        """The run of a layer's experts that begins there, if one does, is this from now on."""
+        order, end = self.order, place
+        while end < len(order) and self._groups.get(order[end]) == group:
+            end += 1
+        if end < len(order) and order[end] == -1 - group:
+            end += 1
+        self.order = (*order[:place], *units, -1 - group, *order[end:])
+        if place < self.backward_start:
+            self.backward_start += len(self.order) - len(order)
 
     def touch(self, unit: int) -> bool:
         """``unit`` is needed now. Returns whether this moved the forecast (False while the same unit is still in use)."""
@@ -97,7 +173,7 @@ class Trace:
         return True
 
     def next_use(self, unit: int) -> int:
-        """In how many places the unit is needed; more than there are places if it is nowhere."""
+        """In how many places the unit is needed; more than there are places if it is nowhere, the less often it was used."""
         if self._placed is not self.order:  # it is another one than the last time
             self._placed = self.order
             self._places: dict[int, list[int]] = {}
@@ -105,7 +181,7 @@ class Trace:
                 self._places.setdefault(each, []).append(place)
         places = self._places.get(unit)
         if places is None:
-            return len(self.order) + 1
+            return (len(self.order) + 1) * (1 + 32 - self._history.get(unit, 0).bit_count())
         found = bisect_left(places, self._position)
         return (places[found] if found < len(places) else places[0] + len(self.order)) - self._position
 
@@ -131,7 +207,7 @@ def wanted(
     used, length = 0, len(order)
     for place in range(position, position + length):
         unit = order[place % length]
-        if unit in found or unit in staying:
+        if unit < 0 or unit in found or unit in staying:
             continue
         used += num_bytes[unit]
         if used > capacity_bytes:

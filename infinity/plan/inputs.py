@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.plan.tracker import PlanTracker
 from infinity.plan.volumes import Volumes, resting_bytes
 from infinity.units.adapters import is_base
+from infinity.units.experts import experts_to_cut, routed_experts
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition
 from infinity.units.shares import Shares
@@ -95,6 +96,7 @@ class PlanInputs:
         units = make_units(model, config, _with_room(model, template), lambda parameter: parameter in template)
         names = {unit.index: _state_names(unit, template, updater) for unit in units}
         budget = config.infinity.host_memory_budget
+        routed = routed_experts(model)
 
         ask = functools.partial(
             Request.of,
@@ -116,7 +118,13 @@ class PlanInputs:
                 (unit.index, slot.index) for unit in units for slot in unit.layout.slots if slot.spec.is_trainable
             },
             spans=[shares.span(unit) for unit in units],
-            sizes=[_size_of(unit, len(names[unit.index]), shares, divides_weights=divides_weights) for unit in units],
+            sizes=[
+                dataclasses.replace(
+                    _size_of(unit, len(names[unit.index]), shares, divides_weights=divides_weights),
+                    is_routed=_is_routed(unit, routed),
+                )
+                for unit in units
+            ],
             request=ask(config),
             guess=guessed_order(len(units), is_trained=bool(template.param_groups)),
             budget_source="from the config" if budget is not None else str(share),
@@ -194,6 +202,10 @@ class PlanInputs:
         return Volumes.of(self.config, self.sizes, self.request, placement)
 
 
+def _is_routed(unit: Unit, routed: Collection[int]) -> bool:
+    return all(id(parameter) in routed for parameter in unit.parameters)
+
+
 def make_units(
     model: nn.Module,
     config: InfinityConfig,
@@ -262,3 +274,17 @@ def _size_of(unit: Unit, num_states: int, shares: Shares, *, divides_weights: bo
     kept_bytes = sum(stop - start for start, stop in shares.weight_spans(unit)) if divides_weights else None
     held = sum(last - first for first, last in (shares.span(unit, rank) for rank in shares.holders))
     return UnitSize.of(unit, num_states, stop - start, kept_bytes, held - (stop - start))
+
+
+def experts_of_config(model: nn.Module, config: InfinityConfig) -> list[tuple[str, nn.Module, list[str]]]:
+    """What of the model is paged expert by expert, as the config says: see `infinity.units.experts.fused_experts`.
+
+    Raises:
+        ConfigError: it asks for what several processes do not do yet.
+    """
+    choice, is_alone = config.infinity.experts, config.world_size == 1
+    if choice in ("by_expert", "touched_only") and not is_alone:
+        raise ConfigError(
+            f'infinity.experts: "{choice}" is for one process, and {config.world_size} train together. Set it to "whole"'
+        )
+    return experts_to_cut(model, choice, is_paged=config.offload_param.device == "nvme" and is_alone)

@@ -43,12 +43,14 @@ class GradientShare:
 def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
     """Units in the order in which their weights are kept: most saved per byte, then the largest; equals spread evenly.
 
+    Experts that are used now and then come last.
+
     Ranks that divide weights have shares of different sizes, and one order: what counts is what all of them save.
     """
 
-    def gain(index: int) -> tuple[float, int]:
+    def gain(index: int) -> tuple[bool, float, int]:
         unit = replace(units[index], weight_share_bytes=None, copied_numel=0)
-        return -request.saved_by_weights(unit) / max(unit.weight_bytes, 1), -unit.weight_bytes
+        return unit.is_routed, -request.saved_by_weights(unit) / max(unit.weight_bytes, 1), -unit.weight_bytes
 
     return sorted(spread(len(units)), key=gain)
 

@@ -27,7 +27,7 @@ from infinity.device.host_memory import free_share
 from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageableError, format_bytes
 from infinity.optim.template import Template, absent_template, build_template
 from infinity.plan.cost_model import place_for_schedule
-from infinity.plan.inputs import PlanInputs
+from infinity.plan.inputs import PlanInputs, experts_of_config
 from infinity.plan.machine import Machine, RoomBytes
 from infinity.plan.model_shapes import active_share
 from infinity.plan.page_sizes import PAGE_KEY
@@ -36,7 +36,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.sizes import UnitSize, guessed_order
 from infinity.plan.volumes import Volumes
 from infinity.torch_internals.names import without_compiler
-from infinity.units.tiles import Tiling
+from infinity.units.tiling import Tiling
 
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; 8 where blocks are computed once more (activation checkpointing)."""
@@ -234,9 +234,11 @@ class Ladder:
     def _cut(self, config: InfinityConfig) -> tuple[nn.Module, Template]:
         """The model, in tiles if it is to be, and its optimizer."""
         model, limit = self._model, config.infinity.tile_above
-        if limit is not None:
+        if limit is not None or experts_of_config(model, config):
             model = copy.deepcopy(model)  # without data: tiles are not taken back
         tiling = Tiling(model, limit, config.compute_dtype.itemsize, ())
+        touched_only = config.infinity.experts == "touched_only"
+        tiling.cut_experts(experts_of_config(model, config), touched_only=touched_only)
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(each)], each) for each in tiling.groups.with_tiles(model.parameters()) or ()]
         if not any(parameter.requires_grad for _, parameter in named):  # as an engine: it evaluates only

@@ -295,7 +295,9 @@ class _Planner:
         room -= min((1 + _UNITS_AHEAD) * max((self._sizes[i] for i in rest), default=0), self._bytes_of(rest))
         if room < 0:
             return frozenset()
-        return prefix.union(take_weights(self._sizes, rest, room)[0])
+        fits = self._bytes_of(rest) <= room
+        steady = [index for index in rest if fits or not self._units[index].is_routed]
+        return prefix.union(take_weights(self._sizes, steady, room)[0])
 
     def _bytes_of(self, indices: Sequence[int]) -> int:
         return sum(self._sizes[index] for index in indices)
@@ -304,7 +306,9 @@ class _Planner:
         """The first so many units to stay, where that makes a difference for the room that the others need."""
         order, sizes = self._order, self._sizes
         count = len(order)
+        steady = sum(not self._units[index].is_routed for index in order)
         borders = [n for n in range(1, count) if sizes[order[n]] != sizes[order[n - 1]] or n == count - 1]
+        borders = [n for n in borders if n <= steady]
         step = -(-len(borders) // _MOST_OPTIONS) if borders else 1
         for length in sorted({0, count, *borders[::step]}):
             yield frozenset(order[:length])
@@ -379,7 +383,10 @@ class _Planner:
         taken: list[int] = moving if option.hosts_all else []
         if request.keeps_in_memory and not option.hosts_all:
             sizes = self._sizes if request.shares_host_memory else [unit.stored_weight_bytes for unit in units]
-            taken, left = take_weights(sizes, moving, left)
+            # Memory for experts is worth more where the ones that are used most can come and stay, unless there is some for all.
+            fits = sum(sizes[index] for index in moving) <= left
+            steady = [index for index in moving if fits or not units[index].is_routed]
+            taken, left = take_weights(sizes, steady, left)
         saved += sum(request.saved_by_weights(units[index]) for index in taken)
         capacity = self._all_gradients if self._gradients_on_device else given.gradients
         if request.gradient_moves:

@@ -51,6 +51,8 @@ class UnitSize:
     """Of how many bytes of its weights this process has them where they do not stay in memory; None: of all."""
     copied_numel: int = 0
     """Of how many trainable elements it has the weights only, and others update them."""
+    is_routed: bool = False
+    """Whether only some micro-batches need it, and nothing else: an expert whose weights no step changes without a token."""
 
     @property
     def stored_weight_bytes(self) -> int:

@@ -63,10 +63,9 @@ class PlanTracker:
     def plan(self, trace: Trace, traffic: Traffic) -> Plan:
         """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
         known = self.workload
-        if (known.order, known.backward_start, known.traffic) != (trace.order, trace.backward_start, traffic):
-            self.workload = dataclasses.replace(
-                known, order=trace.order, backward_start=trace.backward_start, traffic=traffic
-            )
+        order, backward_start = trace.record
+        if (known.order, known.backward_start, known.traffic) != (order, backward_start, traffic):
+            self.workload = dataclasses.replace(known, order=order, backward_start=backward_start, traffic=traffic)
             self._plan = self.workload.predicted(self._plan)
         return self._plan
 

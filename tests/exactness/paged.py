@@ -162,8 +162,29 @@ def paged_snapshot(engine: Any, optimizer: torch.optim.Optimizer) -> Snapshot:
             weights[fqn] = param.detach().clone()
     trainable = {fqn: param for fqn, param in params.items() if param.requires_grad}
     return Snapshot.copied(
-        weights=weights,
+        weights=_joined(weights),
         buffers=dict(model.named_buffers()),
-        main_weights={fqn: state_of(engine, param)["weight"] for fqn, param in trainable.items()},
-        state={fqn: dict(optimizer.state.get(param, {})) for fqn, param in trainable.items()},
+        main_weights=_joined({fqn: state_of(engine, param)["weight"] for fqn, param in trainable.items()}),
+        state=_joined_states({fqn: dict(optimizer.state.get(param, {})) for fqn, param in trainable.items()}),
     )
+
+
+def _joined(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts that are paged one by one, as the tensors that they are in the model."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for fqn, value in values.items():
+        parts.setdefault(fqn.partition("_by_expert.")[0], []).append(value)
+    return {fqn: torch.cat(each) if len(each) > 1 else each[0] for fqn, each in parts.items()}
+
+
+def _joined_states(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for fqn, state in states.items():
+        parts.setdefault(fqn.partition("_by_expert.")[0], []).append(state)
+    return {
+        fqn: {
+            name: torch.cat([each[name] for each in found]) if len(found) > 1 and value.dim() else value
+            for name, value in found[0].items()
+        }
+        for fqn, found in parts.items()
+    }

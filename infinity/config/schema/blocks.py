@@ -125,6 +125,11 @@ class InfinityBlock(Block):
     """Linear layers and embeddings whose weight is larger, in the compute dtype, are used in tiles of this size, of which
     each is paged by itself: so a layer that is larger than the budget can be trained. Off by default. What sums in which
     order is said in [tiles](../infinity/README.md#tiles)."""
+    experts: Literal["auto", "by_expert", "touched_only", "whole"] = "auto"
+    """How the experts of a layer are paged whose weights are one tensor, as in transformers 5: `"by_expert"` reads only those
+    that tokens go to, and updates all of them as torch does; `"touched_only"` updates only those that tokens went to;
+    `"whole"` pages them with their layer. `"auto"` is `"by_expert"` for frozen experts, with `offload_param` on NVMe and one
+    process, and `"whole"` for all others. See [mixtures of experts](../infinity/README.md#mixtures-of-experts)."""
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     """`false` turns unknown keys into a warning."""
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"

@@ -24,7 +24,24 @@ def test_defaults() -> None:
     assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
     assert dataclasses.astuple(config.infinity) == (
         *(None, None, None, True, True, None, (), True),
-        *("deferred", "fp32", "fp32", False, "auto", "fp32", None, None, False, "memory", None, None, None, True, True),
+        *(
+            "deferred",
+            "fp32",
+            "fp32",
+            False,
+            "auto",
+            "fp32",
+            None,
+            None,
+            False,
+            "memory",
+            None,
+            None,
+            "auto",
+            None,
+            True,
+            True,
+        ),
     )
     assert config.steps_per_print is None
     assert not config.wall_clock_breakdown and not config.dataloader_drop_last

@@ -236,3 +236,96 @@ def test_a_simulation_takes_work_in_proportion_to_the_places(prefetches: bool) -
     order = _Counted([*range(2000), *reversed(range(2000))])
     simulate(order, [1] * 2000, 1000, prefetches=prefetches, num_cycles=50)
     assert order.looked < 40 * len(order)
+
+
+# ------------------------------------------------------------------------------------------------------------- experts
+
+_LAYERS = {10: 0, 11: 0, 12: 0, 13: 0, 20: 1, 21: 1, 22: 1, 23: 1}
+"""Two layers, 0 and 1, whose experts are units."""
+
+
+def _train(trace: Trace, *routed: list[int], recomputes: bool = False) -> None:
+    """A micro-batch: unit 0 and the experts of layer 0, unit 1 and those of layer 1; and back."""
+    trace.begin()
+    for layer, experts in enumerate(routed):
+        trace.touch(layer)
+        trace.route(layer, experts)
+        for unit in experts:
+            trace.touch(unit)
+    trace.begin_backward()
+    for layer, experts in reversed(list(enumerate(routed))):
+        if recomputes:
+            trace.touch(layer)
+            trace.route(layer, experts)
+            for unit in experts:
+                trace.touch(unit)
+        for unit in reversed(experts):
+            trace.touch(unit)
+        trace.touch(layer)
+    trace.commit()
+
+
+def _ahead(trace: Trace, number: int) -> list[int]:
+    return trace.wanted([1] * 24, number)
+
+
+def test_experts_are_forecast_when_their_router_has_chosen() -> None:
+    trace = Trace([0, 1], _LAYERS)
+    _train(trace, [10, 11], [20, 21])
+    trace.begin()
+    trace.touch(0)
+    assert _ahead(trace, 4) == [0, 1]  # nobody knows which come
+    trace.route(0, [12, 10])
+    assert _ahead(trace, 4) == [0, 12, 10, 1]
+    for unit in (12, 10, 1):
+        trace.touch(unit)
+    trace.route(1, [23])
+    trace.touch(23)
+    trace.begin_backward()
+    assert _ahead(trace, 5) == [23, 1, 10, 12, 0]
+
+
+def test_experts_of_a_layer_that_is_computed_once_more() -> None:
+    trace = Trace([0, 1], _LAYERS)
+    _train(trace, [10, 11], [20, 21], recomputes=True)
+    trace.begin()
+    trace.touch(0)
+    trace.route(0, [12, 13])
+    for unit in (12, 13, 1):
+        trace.touch(unit)
+    trace.route(1, [22])
+    trace.touch(22)
+    trace.begin_backward()
+    trace.touch(1)
+    trace.route(1, [22])
+    trace.touch(22)
+    trace.touch(1)
+    assert _ahead(trace, 4) == [1, 0, 12, 13]
+
+
+def test_experts_that_are_always_used_are_forecast_before() -> None:
+    trace = Trace([0, 1], _LAYERS)
+    for other in (11, 12, 13, 11):
+        _train(trace, [10, other], [20])
+    trace.begin()
+    trace.touch(0)
+    assert _ahead(trace, 4) == [0, 10, 1, 20]
+    _train(trace, [11, 12], [20])
+    trace.begin()
+    trace.touch(0)
+    assert _ahead(trace, 4) == [0, 1, 20]
+
+
+def test_what_was_used_least_makes_room_first() -> None:
+    trace = Trace([0, 1], _LAYERS)
+    for other in (11, 12, 11):
+        _train(trace, [10, other], [20])
+    trace.begin()
+    trace.touch(0)
+    assert trace.next_use(1) < trace.next_use(10) < trace.next_use(11) < trace.next_use(12) < trace.next_use(13)
+
+
+def test_the_record_has_all_experts() -> None:
+    trace = Trace([0, 1], _LAYERS)
+    _train(trace, [10, 11], [20])
+    assert trace.record == ((0, 10, 11, 1, 20, 20, 1, 11, 10, 0), 5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.units.tiles import Tiling
+from infinity.units.tiling import Tiling
 
 _VOCABULARY, _WIDTH = 640, 64
 

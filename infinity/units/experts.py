@@ -1,0 +1,333 @@
+"""Mixtures of experts whose weights are one tensor, ``[experts, ...]``, and are paged expert by expert.
+
+Knows modules of experts and what they do with such a tensor; must not know when anything moves.
+
+[Note: experts] transformers has the weights of all experts of a layer in one parameter. Each expert is a tile of it (see
+``infinity.units.tiles``), and the parameter answers the three ways in which the implementations of experts use it:
+
+    eager         weight[expert]                                    -> that tile
+    batched_mm    weight[experts], one for each token and choice    -> the tiles that occur, once each, and then the choice
+    grouped_mm    grouped_mm(tokens by expert, weight.transpose(-2, -1), offs=...) -> one grouped_mm for each tile with tokens
+
+So the model's own code computes, whichever implementation it has, with the kernels that it would call: outputs and
+gradients have the same bits. All that goes between (activations, gates, sums) sees whole tensors.
+
+In torch the gradient of such a parameter is one tensor, with zeros for experts that got no token: an optimizer with momentum
+or weight decay changes those as well. So they get zeros here, too (`_Zero`), unless ``touched_only`` says that they have no
+gradient, as in a list of modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.optim.groups import TiledParameter
+from infinity.torch_internals.operations import name_of
+from infinity.units.parameter import placeholder
+from infinity.units.tiles import TiledWeight, Tiles
+
+
+def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Names of modules that have experts as transformers does, the modules, and names of the parameters that can be cut.
+
+    Left whole are those that others share, and those in adapters' wrappers, which add to the whole tensor.
+    """
+    wrapped = {
+        id(inner) for module in model.modules() if hasattr(module, "parameter_name") for inner in module.modules()
+    }
+    num_owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            num_owners[id(parameter)] = num_owners.get(id(parameter), 0) + 1
+    for prefix, module in model.named_modules():
+        number = getattr(module, "num_experts", None)
+        if not isinstance(number, int) or not hasattr(module, "is_transposed") or id(module) in wrapped:
+            continue
+        names = [
+            name
+            for name, parameter in module._parameters.items()
+            if type(parameter) is nn.Parameter
+            and parameter.dim() == 3
+            and len(parameter) == number > 1
+            and parameter.is_contiguous()
+            and num_owners[id(parameter)] == 1
+            and not parameter._backward_hooks
+            and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+        ]
+        if names:
+            yield prefix, module, names
+
+
+def experts_to_cut(model: nn.Module, choice: str, *, is_paged: bool) -> list[tuple[str, nn.Module, list[str]]]:
+    """As `fused_experts`, of those that are paged one by one.
+
+    Args:
+        model: whose.
+        choice: the config's ``infinity.experts``.
+        is_paged: whether weights come from drives.
+    """
+    if choice == "whole" or (choice == "auto" and not is_paged):
+        return []
+    found = []
+    for prefix, module, names in fused_experts(model):
+        if choice == "auto":
+            names = [name for name in names if not module.get_parameter(name).requires_grad]
+        if names:
+            found.append((prefix, module, names))
+    return found
+
+
+class ExpertTiles(Tiles):
+    """The experts of a weight."""
+
+    def __init__(self, tiled: TiledParameter, *, touched_only: bool) -> None:
+        """``touched_only``: an expert without a token gets no gradient; else zeros, as in torch."""
+        super().__init__(tiled)
+        self.touched_only = touched_only
+        self.routed: list[int] | None = None
+        """The experts of the call that runs, those with most tokens first; None: unknown."""
+        self._gives_zeros = True
+        """Whether the call that runs has yet to give zeros to the others."""
+
+    @property
+    def weight_class(self) -> type[TiledWeight]:
+        return ExpertWeight
+
+    def experts(self) -> list[Any]:
+        """The tiles, by number of the expert."""
+        return list(self.children())
+
+    def grouped_mm(
+        self, multiply: Callable[..., torch.Tensor], x: torch.Tensor, offs: torch.Tensor, *, is_turned: bool
+    ) -> torch.Tensor:
+        """As ``multiply(x, weight, offs=offs)``, with the weight's last dimensions exchanged if it ``is_turned``."""
+        ends = offs.tolist()
+        counts = [end - start for start, end in itertools.pairwise([0, *ends])]
+        used = sorted((e for e, count in enumerate(counts) if count), key=lambda e: -counts[e])
+        tiles = self.experts()
+        parts = self._with_zeros(x, used).split([*counts, len(x) - ends[-1]])
+        results = {}
+        for e in used:
+            end = torch.full((1,), counts[e], dtype=offs.dtype, device=offs.device)
+            results[e] = tiles[e](_multiply, parts[e], multiply=multiply, offs=end, is_turned=is_turned)
+        width = self.tiled.shape[-2 if is_turned else -1]
+        rest = x.new_zeros(len(parts[-1]), width)  # rows of no expert, of which torch says nothing
+        return torch.cat([*(results[e] for e in sorted(results)), rest])
+
+    def pick(self, index: Any) -> torch.Tensor:
+        """As ``weight[index]``, of an expert or a tensor of experts."""
+        tiles = self.experts()
+        if isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.dim() and _is_index(index)):
+            number = int(index)
+            if not -len(tiles) <= number < len(tiles):
+                raise IndexError(f"index {number} is out of bounds for dimension 0 with size {len(tiles)}")
+            number %= len(tiles)
+            chosen: torch.Tensor = tiles[number](_only, None)
+            if not self._gives_zeros:
+                return chosen
+            self._gives_zeros = self.routed is None  # else the first of a call gives zeros to all others
+            return self._with_zeros(chosen, self.routed or [number])
+        if not isinstance(index, torch.Tensor) or not _is_index(index):
+            raise self.tiled.refusal("an index")
+        numbers, places = index.remainder(len(tiles)).unique(return_inverse=True)
+        used = numbers.tolist()
+        copies = torch.cat([tiles[e](_copy, None) for e in used])
+        return self._with_zeros(copies, used)[places]
+
+    def _with_zeros(self, x: torch.Tensor, used: Collection[int]) -> torch.Tensor:
+        """``x``, with which experts that are not used get a gradient of zeros when ``x`` gets its own."""
+        if self.touched_only or not used or not torch.is_grad_enabled() or not self.tiled.tiles[0].requires_grad:
+            return x
+        anchor = torch.zeros((), dtype=torch.float32, device=x.device)
+        for e in self.others(used):
+            anchor = _zero(anchor, self.tiled.tiles[e])
+        return _join(x, anchor) if anchor.requires_grad else x
+
+    def begin_call(self, routed: list[int] | None) -> None:
+        """A call of the module begins, or is over."""
+        self.routed, self._gives_zeros = routed, True
+
+    def others(self, used: Iterable[int]) -> list[int]:
+        """The experts besides these."""
+        known = set(used)
+        return [e for e in range(len(self.tiled.tiles)) if e not in known]
+
+
+class ExpertWeight(TiledWeight):
+    """What a weight of all experts is while they are paged one by one. See [Note: experts]."""
+
+    tiles: ExpertTiles
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, ExpertWeight):
+            if func is torch.Tensor.__getitem__:
+                return first.tiles.pick(args[1])
+            if _turns(func, args[1:], kwargs):
+                return _Turned.of(first)
+        if name_of(func) in _GROUPED and isinstance(args[1], ExpertWeight):
+            return _grouped(func, *args, **kwargs)
+        return cls.look_at(func, args, kwargs)
+
+
+class _Turned(torch.Tensor):
+    """``weight.transpose(-2, -1)`` of an `ExpertWeight`, without values either."""
+
+    weight: ExpertWeight
+
+    @staticmethod
+    def of(weight: ExpertWeight) -> _Turned:
+        """What stands for the transposed weight."""
+        shape = torch.Size((weight.shape[0], weight.shape[2], weight.shape[1]))
+        made = placeholder(weight.dtype, weight.device, shape).as_subclass(_Turned)
+        made.weight = weight
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if name_of(func) in _GROUPED and isinstance(args[1], _Turned):
+            return _grouped(func, *args, **kwargs)
+        weight = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, _Turned))
+        return TiledWeight.look_at(func, tuple(weight.weight if arg is weight else arg for arg in args), kwargs)
+
+
+_GROUPED = frozenset({"_grouped_mm", "grouped_mm", "grouped_mm_fallback"})
+
+
+def _grouped(func: Callable[..., Any], x: torch.Tensor, weight: Any, offs: Any = None, **others: Any) -> torch.Tensor:
+    is_turned = isinstance(weight, _Turned)
+    tiles: ExpertTiles = weight.weight.tiles if is_turned else weight.tiles
+    if offs is None or x.dim() != 2 or any(value is not None for value in others.values()):
+        raise tiles.tiled.refusal(name_of(func))
+    return tiles.grouped_mm(func, x, offs, is_turned=is_turned)
+
+
+def _turns(func: Callable[..., Any], dims: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name_of(func) == ".mT":
+        return True
+    return name_of(func) == "transpose" and sorted(int(each) % 3 for each in (*dims, *kwargs.values())) == [1, 2]
+
+
+def _is_index(index: torch.Tensor) -> bool:
+    return not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, *, multiply: Callable[..., torch.Tensor], offs: torch.Tensor, is_turned: bool
+) -> torch.Tensor:
+    return multiply(x, weight.transpose(-2, -1) if is_turned else weight, offs=offs)
+
+
+def _only(_: None, weight: torch.Tensor) -> torch.Tensor:
+    return weight[0]
+
+
+def _copy(_: None, weight: torch.Tensor) -> torch.Tensor:
+    return weight.clone()
+
+
+class _Zero(torch.autograd.Function):
+    """A parameter that is not used, and has zeros for a gradient all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.form = parameter.shape, parameter.dtype, parameter.device
+        return torch.zeros_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        shape, dtype, device = ctx.form
+        return gradients[0], torch.zeros(shape, dtype=dtype, device=device)
+
+
+class _Join(torch.autograd.Function):
+    """A tensor as it is; when it gets its gradient, so does what hangs on the anchor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.form = anchor.dtype, anchor.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        dtype, device = ctx.form
+        return gradients[0], torch.zeros((), dtype=dtype, device=device)
+
+
+_zero: Any = _Zero.apply
+_join: Any = _Join.apply
+
+
+# ------------------------------------------------------------------------------------------------------------- routing
+
+
+def route(module: nn.Module, tiles: Sequence[ExpertTiles]) -> list[Any]:
+    """The module's ``tiles`` know which experts each of its calls uses. Returns handles of hooks."""
+    return [
+        module.register_forward_pre_hook(_Routing(tiles).begin, with_kwargs=True),
+        module.register_forward_hook(_Routing(tiles).end, always_call=True),
+    ]
+
+
+class _Routing:
+    def __init__(self, tiles: Sequence[ExpertTiles]) -> None:
+        self._tiles = tiles
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the router has chosen is among the arguments: the only tensor of integers."""
+        chosen = next((each for each in (*args, *kwargs.values()) if _is_choice(each)), None)
+        routed = None
+        if chosen is not None:
+            counts = torch.bincount(chosen.reshape(-1), minlength=len(self._tiles[0].tiled.tiles)).tolist()
+            routed = [e for e in range(len(self._tiles[0].tiled.tiles)) if counts[e]]
+            routed.sort(key=lambda e: -counts[e])
+        for each in self._tiles:
+            each.begin_call(routed)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The call is over."""
+        for each in self._tiles:
+            each.begin_call(None)
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype in (torch.int64, torch.int32)
+
+
+def expert_groups(model: nn.Module, locate: Callable[[nn.Parameter], tuple[Any, Any]]) -> dict[int, int]:
+    """Index of each expert's unit -> a number for the module that it is an expert of."""
+    modules = [experts for module in model.modules() if (experts := experts_of(module))]
+    return {
+        locate(tile)[0].index: number
+        for number, experts in enumerate(modules)
+        for tiles in experts
+        for tile in tiles.tiled.tiles
+    }
+
+
+def routed_experts(model: nn.Module) -> set[int]:
+    """``id`` of each expert that a step neither reads nor changes unless a token goes to it: frozen, or ``touched_only``."""
+    return {
+        id(tile)
+        for module in model.modules()
+        for tiles in experts_of(module)
+        for tile in tiles.tiled.tiles
+        if tiles.touched_only or not tile.requires_grad
+    }
+
+
+def experts_of(module: nn.Module) -> list[ExpertTiles]:
+    """The experts that a module has as its children."""
+    return [child for child in module.children() if isinstance(child, ExpertTiles)]

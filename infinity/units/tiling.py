@@ -1,0 +1,239 @@
+"""Which weights of a model are tiled, and how that is undone.
+
+Knows modules and their parameters; must not know when anything moves. See [Note: in place of the weight] in
+``infinity.units.tiles``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.device.drive_tensors import DriveTensors, drives_of
+from infinity.optim.groups import TiledGroups, TiledParameter
+from infinity.units.experts import ExpertTiles, route
+from infinity.units.tiles import TiledWeight, Tiles
+
+_ELEMENTS = 64
+"""Tiles begin at multiples of so many elements: element-wise kernels then give the bits that they give on the whole."""
+
+
+class Tiling:
+    """What of a model is tiled, and how that is undone."""
+
+    def __init__(self, model: nn.Module, above_bytes: int | None, item_bytes: int, directories: Sequence[Path]) -> None:
+        """Put tiles in place of each weight of a linear layer or embedding that is larger.
+
+        Left whole is what others use in another way: weights of other modules as well, parametrized ones, those with
+        hooks of their own, and embeddings that are sparse or limit their norms.
+
+        Args:
+            model: its parameters are ordinary ones.
+            above_bytes: the largest weight that stays whole, and the size of tiles; None: all stay whole.
+            item_bytes: of an element of the compute dtype.
+            directories: where whole tensors are made later; none: in memory.
+        """
+        self._places: list[tuple[nn.Module, TiledParameter, tuple[str, ...]]] = []
+        """Modules with what is tiled in them, and the names of all their parameters then, in their order."""
+        self._handles: list[Any] = []
+        self._new = functools.partial(_new, tuple(directories))
+        self.groups = TiledGroups()
+        owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+        for prefix, module in model.named_modules() if above_bytes is not None else ():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.numel() * item_bytes > (above_bytes or 0):
+                    owners.setdefault(parameter, []).append((prefix, module, name))
+        inside = {
+            id(child)
+            for module in model.modules()
+            if isinstance(module, nn.MultiheadAttention)
+            for child in module.children()
+        }
+        for parameter, places in owners.items():
+            if _can_be_tiled(parameter, places) and not any(id(module) in inside for _, module, _ in places):
+                borders = _borders(parameter, (above_bytes or 0) // item_bytes)
+                modules = [module for _, module, _ in places]
+                self._put(Tiles, modules, f"{places[0][0]}.weight".removeprefix("."), parameter, borders)
+
+    def cut_experts(self, found: Sequence[tuple[str, nn.Module, Sequence[str]]], *, touched_only: bool) -> None:
+        """Put a tile for each expert in place of tensors that have those of all (see ``infinity.units.experts``).
+
+        Args:
+            found: names of modules, the modules, and names of parameters.
+            touched_only: see `ExpertTiles`.
+        """
+        for prefix, module, names in found:
+            order = tuple(module._parameters)
+            made = []
+            for name in names:
+                parameter: Any = module._parameters[name]
+                fqn, borders = f"{prefix}.{name}".removeprefix("."), tuple(range(len(parameter) + 1))
+                kind = functools.partial(ExpertTiles, touched_only=touched_only)
+                made.append(self._put(kind, [module], fqn, parameter, borders, name=name, order=order))
+            self._handles += route(module, made)
+
+    def _put(
+        self,
+        kind: Callable[[TiledParameter], Tiles],
+        modules: Sequence[nn.Module],
+        fqn: str,
+        parameter: nn.Parameter,
+        borders: tuple[int, ...],
+        *,
+        name: str = "weight",
+        order: tuple[str, ...] = (),
+    ) -> Any:
+        tiled = _cut(fqn, parameter, borders, self._new, name, by_expert=kind is not Tiles)
+        self.groups.add(tiled)
+        tiles = kind(tiled)
+        for module in modules:
+            names = order or tuple(module._parameters)
+            del module._parameters[name]
+            module.add_module(tiled.child, tiles)
+            join = functools.partial(_join_state_dict, tiled.child, names)
+            self._handles.append(module.register_state_dict_post_hook(join))
+            split = functools.partial(_split_state_dict, tiled.child)
+            self._handles.append(module.register_load_state_dict_pre_hook(split))
+            self._places.append((module, tiled, names))
+        return tiles
+
+    def show(self) -> None:
+        """Modules have something in place of their weights from now on."""
+        for module, tiled, _ in self._places:
+            tiles = _tiles_of(module, tiled.child)
+            tiles.weight_class.become(tiled.original, tiles)
+            module.__dict__[tiled.name] = tiled.original
+
+    def undo(self) -> None:
+        """Modules have their weights again, whole, if those are in memory: nobody holds them."""
+        for tiled in self.groups.tiled if self._places else ():
+            TiledWeight.cease(tiled.original)
+            values = [tile.detach() for tile in tiled.tiles]
+            drives = drives_of(values[0])
+            new = torch.empty if drives is None else drives.empty
+            gradients = [tile.grad for tile in tiled.tiles if tile.grad is not None]
+            with torch.no_grad():
+                tiled.original.data = dataclasses.replace(tiled, new=new).join(values)
+                if len(gradients) == len(values):
+                    tiled.original.grad = torch.cat(gradients)
+        for handle in self._handles:
+            handle.remove()
+        for module, tiled, names in self._places:
+            module.__dict__.pop(tiled.name, None)
+            del module._modules[tiled.child]
+            there = {**module._parameters, tiled.name: tiled.original}
+            module._parameters.clear()
+            module._parameters.update({name: there.pop(name) for name in names if name in there} | there)
+        self._places.clear()
+
+
+def _new(directories: Sequence[Path], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if directories:
+        return DriveTensors(directories).empty(shape, dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+def _can_be_tiled(parameter: nn.Parameter, places: Sequence[tuple[str, nn.Module, str]]) -> bool:
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if type(parameter) is not nn.Parameter or parameter.dim() != 2 or not parameter.is_contiguous() or hooks:
+        return False
+    for _, module, name in places:
+        is_embedding = isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+        if name != "weight" or not (is_embedding or isinstance(module, nn.Linear)):
+            return False
+    return True
+
+
+def _borders(parameter: nn.Parameter, tile_numel: int) -> tuple[int, ...]:
+    """Rows at which tiles of about the same size begin, and the number of rows."""
+    num_rows, width = parameter.shape
+    granule = _ELEMENTS // math.gcd(_ELEMENTS, width)
+    most = max(tile_numel // width // granule * granule, granule)
+    rows = -(-num_rows // -(-num_rows // most))  # all about equally large
+    rows = -(-rows // granule) * granule
+    return (*range(0, num_rows, rows), num_rows)
+
+
+def _cut(
+    fqn: str,
+    parameter: nn.Parameter,
+    borders: tuple[int, ...],
+    new: Callable[..., torch.Tensor],
+    name: str,
+    *,
+    by_expert: bool,
+) -> TiledParameter:
+    shape = tuple(parameter.shape)
+    data, gradient = parameter.detach(), parameter.grad
+    tiles = []
+    for start, stop in itertools.pairwise(borders):
+        rows_of_it = data[start:stop].data  # whose writes are counted by themselves
+        tile = nn.Parameter(rows_of_it, requires_grad=parameter.requires_grad)
+        vars(tile).update(vars(parameter))  # what a script has noted there
+        tile.grad = None if gradient is None else gradient[start:stop]
+        tiles.append(tile)
+    parameter.grad = None
+    parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # the tiles' memory is not its own
+    return TiledParameter(fqn, parameter, tuple(tiles), borders, shape, new, name, by_expert)
+
+
+def _tiles_of(module: nn.Module, child: str) -> Tiles:
+    tiles: Any = module._modules[child]
+    found: Tiles = tiles
+    return found
+
+
+_joined: weakref.WeakKeyDictionary[Tiles, tuple[Callable[[], Any], Callable[[], Any]]] = weakref.WeakKeyDictionary()
+"""For which state dict tiles were joined last, and what came out."""
+
+
+def _join_state_dict(
+    child: str, order: Sequence[str], module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any
+) -> None:
+    tiles = _tiles_of(module, child)
+    names = [f"{prefix}{child}.{number}.weight" for number in range(len(tiles.tiled.tiles))]
+    if names[0] not in state_dict:
+        return
+    values = [state_dict.pop(name) for name in names]
+    of, known = _joined.get(tiles, (lambda: None, lambda: None))
+    whole: Any = known() if of() is state_dict else None  # tied: the same memory under each name
+    if whole is None:
+        is_live = isinstance(values[0], nn.Parameter)  # keep_vars=True
+        whole = getattr(module, tiles.tiled.name) if is_live else tiles.tiled.join(values)
+        _joined[tiles] = weakref.ref(state_dict), weakref.ref(whole)
+    others = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+    others[f"{prefix}{tiles.tiled.name}"] = whole
+    state_dict.update({name: others.pop(name) for each in order if (name := f"{prefix}{each}") in others})
+    state_dict.update(others)
+
+
+def _split_state_dict(
+    child: str,
+    module: nn.Module,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    tiled = _tiles_of(module, child).tiled
+    whole = f"{prefix}{tiled.name}"
+    value = state_dict.pop(whole, None)
+    if value is None:
+        return
+    if tuple(value.shape) != tiled.shape:
+        errors.append(f"size mismatch for {whole}: {tuple(value.shape)} is given, and {tiled.shape} is needed.")
+        value = None
+    for number, part in enumerate(tiled.split(value) if value is not None else tiled.tiles):
+        state_dict[f"{prefix}{child}.{number}.weight"] = part

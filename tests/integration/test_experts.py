@@ -1,0 +1,244 @@
+"""Mixtures of experts in one tensor, paged expert by expert: the bits of plain torch, and only the bytes of routed experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import infinity
+from infinity.errors import ConfigError, OptimizerNotPageableError
+from tests.exactness import mixtures
+from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT
+
+_BY_EXPERT: dict[str, Any] = {"infinity": {"experts": "by_expert", "page_bytes": None}}
+
+
+def _merged(*changes: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in changes:
+        for key, value in each.items():
+            found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
+    return found
+
+
+def _train(run: Lockstep, *, trains_experts: bool = True) -> None:
+    for step in range(2):
+        run.engine_step(step)
+    for step in range(2, 4):
+        run.batch_step(step)
+    if trains_experts:  # nothing goes by the norm, whose last bits may differ: it is one of the experts' norms
+        for record in (run.record, run.paged_record):
+            record.events = [event for event in record.events if not event[0].startswith("norm")]
+    run.require_equal()
+
+
+# ---------------------------------------------------------------------------------------------------------------- bits
+
+
+@pytest.mark.deep(but=2)
+@pytest.mark.parametrize("family", mixtures.FAMILIES)
+@pytest.mark.parametrize("use", ["full", "adapters"])
+def test_trains_to_the_bits_of_plain_torch(family: str, use: str, tmp_path: Path) -> None:
+    if use == "adapters":
+        pytest.importorskip("peft")
+    wrap = mixtures.with_adapters if use == "adapters" else lambda model: model
+    changes = _merged(_BY_EXPERT if use == "full" else {"infinity": {"page_bytes": None}}, _ACCUMULATED)
+    with Lockstep.start(tmp_path, case=mixtures.case(family, wrap=wrap), changes=changes) as run:
+        assert any("_by_expert" in name for name, _ in run.model.named_parameters())
+        _train(run, trains_experts=use == "full")
+
+
+_ACCUMULATED: dict[str, Any] = {"gradient_accumulation_steps": 2}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("changes", [{}, BF16, {"infinity": {"schedule": "vertical"}}])
+def test_trains_with_each_implementation(implementation: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    case = mixtures.case("qwen3_moe", implementation)
+    with Lockstep.start(tmp_path, case=case, changes=_merged(_BY_EXPERT, _ACCUMULATED, changes)) as run:
+        _train(run)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "changes",
+    [
+        BF16,
+        {"infinity": {"schedule": "vertical"}},
+        {"infinity": {"activation_checkpointing": True}},
+        {"infinity": {"prefetch": False}},
+        {"infinity": {"keep_in_memory": True}},
+    ],
+)
+def test_trains_in_each_way(changes: dict[str, Any], tmp_path: Path) -> None:
+    merged = _merged(_BY_EXPERT, _ACCUMULATED, changes)
+    with Lockstep.start(tmp_path, case=mixtures.case("qwen3_moe"), changes=merged) as run:
+        _train(run)
+
+
+# -------------------------------------------------------------------------------------------------------- touched only
+
+
+@pytest.mark.deep
+def test_only_touched_experts_are_updated(tmp_path: Path) -> None:
+    """Beside plain torch with a parameter for each expert, of which those without a token get no gradient."""
+    case = mixtures.case("qwen3_moe")
+    reference = case.make("none")
+    named = dict(reference.named_parameters())
+    parts = {
+        name: [nn.Parameter(each[None].clone()) for each in p.detach()] for name, p in named.items() if p.dim() == 3
+    }
+    singles = [part for name, p in named.items() for part in parts.get(name, [p])]
+    optimizer = torch.optim.AdamW(singles, lr=1e-2, weight_decay=0.1, fused=True)
+    routed = _watch(reference)
+    section = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    changes = {"optimizer": section, "infinity": {"experts": "touched_only", "page_bytes": None}}
+    with infinity.initialize(model=case.make("none"), config=everything_on_nvme(tmp_path, changes))[0] as engine:
+        for step in range(3):
+            batch = {key: value[:, :2] for key, value in case.batch(_draw(step)).items()}
+            routed.clear()
+            expected = reference(**batch).loss
+            expected.backward()
+            for name, its_parts in parts.items():
+                gradient = named[name].grad
+                assert gradient is not None
+                for number, part in enumerate(its_parts):
+                    is_touched = f"{name}_by_expert.{number}.weight" in routed
+                    part.grad = gradient[number : number + 1].clone() if is_touched else None
+            optimizer.step()
+            with torch.no_grad():
+                for name, parameter in named.items():
+                    if name in parts:
+                        parameter.copy_(torch.cat([part.detach() for part in parts[name]]))
+                    parameter.grad = None
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            assert torch.equal(expected, loss)
+        found = engine.module.state_dict()
+        for name, value in reference.state_dict().items():
+            assert torch.equal(value, found[name]), name
+
+
+def _watch(model: nn.Module) -> set[str]:
+    """Gets the names of experts that a token goes to, as they are paged."""
+    routed: set[str] = set()
+
+    def watch(name: str, module: nn.Module) -> None:
+        def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+            for expert in set(args[1].flatten().tolist()):
+                routed.update(f"{name}.{each}_by_expert.{expert}.weight" for each in ("gate_up_proj", "down_proj"))
+
+        module.register_forward_pre_hook(note)
+
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            watch(name, module)
+    return routed
+
+
+def _draw(step: int) -> Any:
+    from tests.exactness.case import Draw
+
+    return Draw(step, 0, torch.float32, torch.device("cpu"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_only_routed_experts_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    case = mixtures.case("qwen3_moe", wrap=mixtures.with_adapters)
+    config = everything_on_nvme(tmp_path, {"infinity": {"page_bytes": None}})
+    with infinity.initialize(model=case.make("none"), config=config)[0] as engine:
+        units = {unit.name: unit for unit in engine._parts.parameter_map.units}
+        fetched: list[str] = []
+        fetch = engine._parts.storage.weights.fetch
+        engine._parts.storage.weights.fetch = lambda unit, **options: (
+            fetched.append(unit.name),
+            fetch(unit, **options),
+        )[1]
+        routed = _watch(engine.module)
+        for step in range(3):
+            routed.clear()
+            fetched.clear()
+            engine.backward(engine(**case.batch(_draw(step))).loss)
+            engine.step()
+            experts = {name for name in fetched if "_by_expert" in name}
+            assert experts <= routed
+            assert 0 < len(routed) < sum("_by_expert" in name for name in units)
+
+
+# ------------------------------------------------------------------------------------------------------ names and files
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_checkpoints_and_exports_have_the_names_of_transformers(family: str, frozen: bool, tmp_path: Path) -> None:
+    case = mixtures.case(family)
+
+    def engine(choice: str) -> Any:
+        model: Any = case.make("none")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (frozen and ".experts." in name))
+        changes = {"infinity": {"experts": choice, "page_bytes": None}}
+        return infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0]
+
+    def train(one: Any, start: int) -> None:
+        for step in range(start, start + 2):
+            one.backward(one(**case.batch(_draw(step))).loss)
+            one.step()
+
+    with engine("by_expert") as cut, engine("whole") as whole:
+        for one in (cut, whole):
+            train(one, 0)
+        cut.save_checkpoint(tmp_path / "saved")
+        found = []
+        for name, one in (("cut", cut), ("whole", whole)):
+            one.save_pretrained(tmp_path / name)
+            files = sorted((tmp_path / name).glob("*.safetensors"))
+            found.append({key: value for file in files for key, value in load_file(file).items()})
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+        train(whole, 2)
+        train(cut, 2)
+        expected = whole.module.state_dict()
+        states = whole.optimizer.state_dict()
+        assert all(torch.equal(value, cut.module.state_dict()[name]) for name, value in expected.items())
+        cut.optimizer.load_state_dict(states)
+        for choice in ("by_expert", "whole"):
+            with engine(choice) as other:
+                other.load_checkpoint(tmp_path / "saved")
+                train(other, 2)
+                assert all(torch.equal(value, other.module.state_dict()[name]) for name, value in expected.items())
+
+
+@pytest.mark.deep
+def test_afterwards_the_model_is_what_it_was(tmp_path: Path) -> None:
+    model: Any = mixtures.case("qwen3_moe").make("none")
+    names, experts = [name for name, _ in model.named_parameters()], model.model.layers[0].mlp.experts.down_proj
+    with infinity.initialize(model=model, config=everything_on_nvme(tmp_path, _BY_EXPERT))[0] as engine:
+        expected = engine.module.state_dict()
+    assert [name for name, _ in model.named_parameters()] == names
+    assert model.model.layers[0].mlp.experts.down_proj is experts
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert type(experts) is nn.Parameter
+
+
+def test_refusals_name_the_cure(tmp_path: Path) -> None:
+    config = everything_on_nvme(tmp_path, _merged(_BY_EXPERT, {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}))
+    with pytest.raises(OptimizerNotPageableError, match=r"infinity\.experts"):
+        infinity.initialize(model=mixtures.make("qwen3_moe"), config=config)
+    with pytest.raises(ConfigError, match=r"infinity\.experts"):
+        config = everything_on_nvme(tmp_path, {"infinity": {"experts": "sparse"}})
+        infinity.initialize(model=mixtures.make("qwen3_moe"), config=config)
