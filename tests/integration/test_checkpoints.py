@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.errors import CheckpointError, ModelError
 from tests.exactness.lockstep import BF16, IN_MEMORY, everything_on_nvme
-from tests.internals import main
+from tests.internals import checkpoint_loading, main
 from tests.internals import saved as saved_files
 from tests.states import everything, require_equal, state_of
 
@@ -314,3 +314,41 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
     missing = pytest.raises(ModelError, match=r"'frozen.weight' is missing; 'frozen.bias' is missing")
     with infinity.initialize(model=model, config=config)[0] as engine, missing:
         engine.load_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.deep
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path / "one", {}) as saving, training(tmp_path / "two", {}, seed=1) as loading:
+        steps_of(saving, 0)
+        saving.save_checkpoint(tmp_path / "saved", tag="same", client_state={"number": 1})
+        buffers, replaced = checkpoint_loading.Loading.buffers, []
+
+        def replace(self: Any, *args: Any) -> None:
+            if not replaced:
+                replaced.append(True)
+                steps_of(saving, 1)
+                saving.save_checkpoint(tmp_path / "saved", tag="same", client_state={"number": 2})
+            buffers(self, *args)
+
+        monkeypatch.setattr(checkpoint_loading.Loading, "buffers", replace)
+        assert loading.load_checkpoint(tmp_path / "saved")[1] == {"number": 2}
+        assert "was replaced by another process" in caplog.text
+        require_equal(everything(loading), everything(saving))
+        assert steps_of(loading, 2, 3) == steps_of(saving, 2, 3)
+
+
+@pytest.mark.deep
+def test_the_loss_scale_goes_with_the_optimizer(tmp_path: Path) -> None:
+    fp16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}
+    with training(tmp_path / "drive", fp16) as engine:
+        steps_of(engine, 0)
+        steps_of(engine, 1)
+        assert engine.loss_scale() == 32
+        engine.save_checkpoint(tmp_path / "saved")
+    with training(tmp_path / "drive", fp16, seed=1) as engine:
+        engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+        assert (engine.loss_scale(), engine.global_steps) == (16, 2)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert engine.loss_scale() == 32

@@ -180,3 +180,24 @@ def test_buffers_of_all_kinds_are_saved_and_loaded(tmp_path: Path) -> None:
                 found = engine.module.get_buffer(name)
                 assert found.stride() == expected.stride()
                 assert torch.equal(*(each.contiguous().view(torch.uint8) for each in (found, expected))), name
+
+
+@pytest.mark.deep(but=3)
+@pytest.mark.parametrize("name", ["x" * 300, "\u4e2d" * 100, "\ud800", "a/b", "a%2Fb"])
+def test_names_that_no_file_has(name: str, tmp_path: Path) -> None:
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
+        layers = {each: nn.Parameter(torch.randn(4, 4)) for each in (name, f"{name}2")}
+        return nn.Sequential(nn.Linear(4, 4), nn.ParameterDict(layers))
+
+    def weights(engine: Any) -> dict[str, torch.Tensor]:
+        return {fqn: parameter.clone() for fqn, parameter in engine.module.named_parameters()}
+
+    with _engine(model(1), tmp_path / "drive") as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = weights(engine)
+    with _engine(model(2), tmp_path / "drive") as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        found = weights(engine)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)

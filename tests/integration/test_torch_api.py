@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, grad_and_value, jacrev, jvp, vmap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from infinity.errors import BudgetTooSmallError
+from infinity.errors import BudgetTooSmallError, ModelError
 from tests.twins import Twins
 
 # Forward-mode AD scripts its decompositions when it is first used.
@@ -246,4 +246,13 @@ def test_derivatives_by_torch_func_around_a_forward(tmp_path: Path) -> None:
             found = transform(lambda x: twins.engine(x).square().sum())(_input(0))
             for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (expected, found)), strict=True):
                 assert torch.equal(a, b)
+        _train(twins)
+
+
+def test_tracing_is_refused_by_name(tmp_path: Path) -> None:
+    with _both(Recursive(), tmp_path) as twins:
+        engine = twins.engine
+        with pytest.raises(ModelError, match=r"torch\.jit\.trace makes constants .*deepcopy"):
+            torch.jit.trace(engine.module, (_input(0),))
+        engine.reset()
         _train(twins)

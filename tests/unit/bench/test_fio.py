@@ -5,15 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import fio
 import pytest
-from profile_io import Peer, median_interval
-
-from swapper.measure.io_setting import Workload
-from swapper.measure.measurement import DriveTest
+from profile_io import median_interval
 
 _MIB = 1 << 20
 
@@ -60,26 +55,6 @@ def test_what_fio_cannot_do_is_said_in_its_words(played_fio: Callable[[str], Non
     played_fio(source)
     with pytest.raises(fio.FioFailed, match=words):
         fio.run("--name=x")
-
-
-@pytest.fixture
-def peer(tmp_path: Path) -> Peer:
-    """On one file of 64 MiB, all of it written."""
-    file = tmp_path / "file"
-    with file.open("wb") as handle:
-        handle.truncate(64 * _MIB)
-    test = SimpleNamespace(paths=[str(file)], is_direct=True, num_bytes=64 * _MIB)
-    return Peer(cast(DriveTest, test), huge_pages=False)
-
-
-def test_fio_goes_on_where_it_ended(played_fio: Callable[[str], None], tmp_path: Path, peer: Peer) -> None:
-    seen = tmp_path / "seen"
-    told = "[a for a in sys.argv if a.startswith('--offset=')][0] + ' '"
-    played_fio(f"open({str(seen)!r}, 'a').write({told})\n" + answer(read=20 * _MIB))
-    for _ in range(3):
-        peer.measure("libaio", (_MIB, 8), Workload.READ, 0.1)
-    # The third run would have less than half of the file left.
-    assert seen.read_text().split() == ["--offset=0", f"--offset={20 * _MIB}", "--offset=0"]
 
 
 def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:

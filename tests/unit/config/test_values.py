@@ -68,10 +68,7 @@ _NVME = {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_pat
         (_BF16 | _NVME | {"infinity": {"gradient_dtype": "fp32"}}, "deferred", "remainder", ("fp32", False), "config"),
         (_BF16 | {"infinity": {"main_weights": "fp32", "update": "step"}}, "step", "fp32", ("fp32", False), "no NVMe"),
         ({"infinity": {"main_weights": "remainder"}}, "deferred", "fp32", ("fp32", False), "more bits than bf16 has"),
-        (
-            _BF16 | {"infinity": {"main_weights": "auto", "update": "auto"}},
-            *("deferred", "remainder", ("fp32", False), "no NVMe"),
-        ),
+        (_BF16 | {"infinity": {"main_weights": "auto"}}, "deferred", "remainder", ("fp32", False), "no NVMe"),
     ],
 )
 def test_what_follows_from_the_dtype_and_the_tiers(
@@ -96,40 +93,13 @@ def test_gradients_of_fp32_weights_are_not_rounded() -> None:
 
 
 def test_our_block() -> None:
-    config = load_config(
-        BASE
-        | {
-            "gradient_clipping": 0,
-            "infinity": {
-                "host_memory_budget": "2GiB",
-                "device_memory_budget": 10**9,
-                "page_bytes": "8MiB",
-                "prefetch": False,
-                "keep_in_memory": False,
-                "drive_tbw": "600",
-                "units": ["LlamaDecoderLayer", "model.layers.*"],
-                "update": "in_backward",
-                "schedule": "vertical",
-                "io_deadline_seconds": 5,
-                "direct_io": "false",
-            },
-        }
-    )
-    assert config.infinity == InfinitySection(
-        2 << 30,
-        10**9,
-        8 << 20,
-        False,
-        False,
-        600.0,
-        ("LlamaDecoderLayer", "model.layers.*"),
-        True,
-        "in_backward",
-        "fp32",
-        "fp32",
-        False,
-        "vertical",
-    )
+    ours: dict[str, Any] = {"host_memory_budget": "2GiB", "device_memory_budget": 10**9, "page_bytes": "8MiB"}
+    ours |= {"drive_tbw": "600", "prefetch": False, "keep_in_memory": False, "schedule": "vertical"}
+    ours |= {"units": ["LlamaDecoderLayer", "model.layers.*"], "update": "in_backward"}
+    ours |= {"io_deadline_seconds": 5, "direct_io": "false"}
+    config = load_config(BASE | {"gradient_clipping": 0, "infinity": ours})
+    first = (2 << 30, 10**9, 8 << 20, False, False, 600.0, ("LlamaDecoderLayer", "model.layers.*"), True)
+    assert config.infinity == InfinitySection(*first, "in_backward", "fp32", "fp32", False, "vertical")
     assert (config.io.deadline_seconds, config.io.direct) == (5.0, False)
 
 
@@ -217,11 +187,9 @@ def test_old_form_of_zero() -> None:
         ({"infinity": {"page_bytes": 5000}}, "infinity.page_bytes", "multiple of 4096.*Take 8192"),
         ({"infinity": {"units": 3}}, "infinity.units", "a text or a list of texts"),
         ({"infinity": {"timeline": ""}}, "infinity.timeline", "must be the path of a file"),
-        ({"infinity": {"timeline": ["a.json"]}}, "infinity.timeline", "must be the path of a file"),
         ({"infinity": {"update": "in_backwards"}}, "infinity.update", 'Did you mean "in_backward"'),
         ({"infinity": {"update": "in_backward"}}, "infinity.update", "gradient_clipping = 1.0 needs all gradients"),
         ({"infinity": {"io_deadline_seconds": 0}}, "infinity.io_deadline_seconds", "at least 0.01"),
-        ({"infinity": {"io_deadline_seconds": float("inf")}}, "infinity.io_deadline_seconds", "finite number"),
         ({"checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation", '"ignore", "warn", "fail"'),
         (
             {"checkpoint": {"parallel_write": {"pipeline_stage": "?"}}},

@@ -9,18 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from train import SIZES, make_config, parse_arguments, warm_up
+from train import warm_up
 
 _ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_larger_models_learn_at_lower_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    rates = [size.learning_rate for size in sorted(SIZES.values(), key=lambda size: size.hidden * size.num_layers)]
-    assert rates == sorted(rates, reverse=True)
-    for name, size in SIZES.items():
-        config = make_config(parse_arguments(["--model", name]), size)
-        assert config.optimizer is not None and config.optimizer.params["lr"] == size.learning_rate
 
 
 def test_the_rate_rises_first() -> None:

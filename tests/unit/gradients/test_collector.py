@@ -114,6 +114,27 @@ def test_after_one_recorded_backward_units_are_delivered_inside_it_last_first() 
         assert all(plain_grad(parameter) is None for parameter in parameters), "they belong to the receiver"
 
 
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_reentrant_checkpoints_deliver_once_and_whole(num_calls: int) -> None:
+    """Each checkpoint fires the hooks again; only the last firing completes the sum."""
+    module, before = _linear(), _linear(5)
+
+    def loss() -> torch.Tensor:
+        x = before(_X)
+        for _ in range(num_calls):
+            x = checkpoint(module, x, use_reentrant=True)
+        return x.square().sum()
+
+    loss().backward()
+    expected = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    module.zero_grad()
+    bench = _Bench(module, before)
+    for number in range(3):
+        ((_, gradients, early),) = (delivery for delivery in bench.backward(loss()) if delivery[0] == 0)
+        assert early == (num_calls == 1) or number == 0
+        assert all(torch.equal(gradient, expected[slot]) for slot, gradient in gradients.items())
+
+
 def test_a_gradient_after_its_delivery_is_an_error_and_never_happens_again() -> None:
     module, before = _linear(), _linear(5)
     bench = _Bench(module, before)

@@ -289,13 +289,6 @@ def test_no_failure_stops_training(
     assert not cache.exists(), "a failure was kept"
 
 
-def test_no_setting_that_works(nvme: Path, drive: FakeDrive, caplog: pytest.LogCaptureFixture) -> None:
-    drive.errors = _forbidden("threads", "uring")
-    config = _config(nvme)
-    assert tune_io(config) is config
-    assert "it is forbidden here" in caplog.text
-
-
 # ----------------------------------------------------------------------------------------------------------------- cache
 
 _BANDWIDTH = Bandwidth(1e9, 2e9, 1.5e9, "2026-01-02T03:04:05+00:00")
@@ -355,6 +348,7 @@ def test_a_file_that_is_damaged_is_replaced(
         _entry(backend="threadz"),
         _entry(more=1),
         _entry(read_bytes_per_second=0),
+        _entry(mixed_bytes_per_second=float("nan")),
         _entry(measured_at="yesterday"),
     ],
     ids=str,

@@ -22,46 +22,31 @@ from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
 _NUM_STEPS = 3
 _SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (63,), (64,), (65,), (5, 7, 9), (1000, 37), (100003,))
 
+_PLAIN: list[dict[str, Any]] = [{}]
+_FOREACH = [*_PLAIN, {"foreach": True}]
+_FUSED = [*_FOREACH, {"fused": True}]
+_DECAY = {"weight_decay": 0.1}
+_MAXIMIZE = {"maximize": True}
 _BY_CLASS: list[tuple[type[Optimizer], list[dict[str, Any]], list[dict[str, Any]]]] = [
-    (
-        AdamW,
-        [{}, {"amsgrad": True, "weight_decay": 0.3}, {"maximize": True, "betas": (0.7, 0.9)}],
-        [{}, {"foreach": True}, {"fused": True}],
-    ),
-    (
-        Adam,
-        [{"weight_decay": 0.1}, {"amsgrad": True}, {"maximize": True, "weight_decay": 0.1}],
-        [{}, {"foreach": True}, {"fused": True}],
-    ),
+    (AdamW, [{}, {"amsgrad": True, "weight_decay": 0.3}, {**_MAXIMIZE, "betas": (0.7, 0.9)}], _FUSED),
+    (Adam, [_DECAY, {"amsgrad": True}, {**_MAXIMIZE, **_DECAY}], _FUSED),
     (
         SGD,
-        [
-            {},
-            {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
-            {"momentum": 0.9, "nesterov": True, "maximize": True},
-        ],
-        [{}, {"foreach": True}, {"fused": True}],
+        [{}, {"momentum": 0.9, "dampening": 0.3, **_DECAY}, {"momentum": 0.9, "nesterov": True, **_MAXIMIZE}],
+        _FUSED,
     ),
-    (
-        Adagrad,
-        [{}, {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.3}, {"maximize": True}],
-        [{}, {"foreach": True}, {"fused": True}],
-    ),
-    (
-        RMSprop,
-        [{}, {"centered": True}, {"momentum": 0.9, "centered": True, "weight_decay": 0.1, "maximize": True}],
-        [{}, {"foreach": True}],
-    ),
-    (NAdam, [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}], [{}, {"foreach": True}]),
+    (Adagrad, [{}, {"lr_decay": 0.1, **_DECAY, "initial_accumulator_value": 0.3}, _MAXIMIZE], _FUSED),
+    (RMSprop, [{}, {"centered": True}, {"momentum": 0.9, "centered": True, **_DECAY, **_MAXIMIZE}], _FOREACH),
+    (NAdam, [{}, {**_DECAY, "decoupled_weight_decay": True}], _FOREACH),
     # Its first steps take another branch than later ones; the small beta reaches that one within the test's steps.
-    (RAdam, [{}, {"betas": (0.9, 0.5), "weight_decay": 0.1}], [{}, {"foreach": True}]),
-    (Adamax, [{"weight_decay": 0.1}], [{}, {"foreach": True}]),
-    (Adadelta, [{"weight_decay": 0.1}], [{}, {"foreach": True}]),
-    (ASGD, [{"weight_decay": 0.1}, {"t0": 1}], [{}, {"foreach": True}]),
-    (Rprop, [{}], [{}, {"foreach": True}]),
-    (Lion, [{"weight_decay": 0.1}, {"maximize": True}], [{}]),
-    (UncorrectedAdam, [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": False}], [{}]),
-    (OneBitAdam, [{"weight_decay": 0.1, "freeze_step": 1}, {"bias_correction": False, "freeze_step": 2}], [{}]),
+    (RAdam, [{}, {"betas": (0.9, 0.5), **_DECAY}], _FOREACH),
+    (Adamax, [_DECAY], _FOREACH),
+    (Adadelta, [_DECAY], _FOREACH),
+    (ASGD, [_DECAY, {"t0": 1}], _FOREACH),
+    (Rprop, [{}], _FOREACH),
+    (Lion, [_DECAY, _MAXIMIZE], _PLAIN),
+    (UncorrectedAdam, [{}, _DECAY, {**_DECAY, "decoupled_weight_decay": False}], _PLAIN),
+    (OneBitAdam, [{**_DECAY, "freeze_step": 1}, {"bias_correction": False, "freeze_step": 2}], _PLAIN),
 ]
 _CASES = [
     pytest.param(cls, {"lr": 3e-3, **arguments, **kind}, id=f"{cls.__name__}-{arguments}-{kind}".replace(" ", ""))
@@ -205,18 +190,14 @@ def test_pieces_have_the_bits_of_the_whole_on_a_gpu(cls: type[Optimizer], argume
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(
     ("cls", "arguments"),
-    [
-        pytest.param(AdamW, {"weight_decay": 0.1}, id="AdamW"),
-        pytest.param(Adam, {"weight_decay": 0.1, "amsgrad": True}, id="Adam"),
-        pytest.param(SGD, {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}, id="SGD"),
-        pytest.param(Adagrad, {"weight_decay": 0.1}, id="Adagrad"),
-    ],
+    [(AdamW, {}), (Adam, {"amsgrad": True}), (SGD, {"momentum": 0.9, "nesterov": True}), (Adagrad, {})],
+    ids=["AdamW", "Adam", "SGD", "Adagrad"],
 )
 def test_fused_kernels_on_many_pieces(
     cls: type[Optimizer], arguments: dict[str, Any], restore_num_threads: None
 ) -> None:
     """Cut elsewhere, fused kernels differ in one of a thousand elements next to a cut: this many would show it."""
-    arguments = {"lr": 1e-2, "fused": True, **arguments}
+    arguments = {"lr": 1e-2, "fused": True, **_DECAY, **arguments}
     numel = (1 << 18) + 5
     generator = torch.Generator().manual_seed(7)
     weight, *grads = (torch.randn(numel, generator=generator) for _ in range(3))

@@ -339,18 +339,6 @@ def test_weights_come_first_then_gradients_then_states() -> None:
     assert seen[-1] == (16, 16, 1.0)
 
 
-def test_states_are_kept_evenly() -> None:
-    units = _model(num_blocks=16)
-    request = _request(record_format=_FORMATS["remainder"])
-    total = sum(unit.trainable_numel for unit in units)
-    budget = _minimum(units, request) + 7 * total
-    placement = place(units, dataclasses.replace(request, budget_bytes=budget))
-    assert len(placement.resident_units) == 16
-    assert min(placement.states_in_memory) > 0
-    assert max(placement.states_in_memory) - min(placement.states_in_memory) <= CHUNK_GRANULE
-    assert max(placement.states_in_memory) < units[0].trainable_numel
-
-
 def test_memory_of_the_device_keeps_weights_first() -> None:
     units = _model(num_blocks=8)
     size = units[0].weight_bytes

@@ -226,23 +226,12 @@ def _read_too_little(prepare: _Prepare) -> _Prepare:
     return lambda entry, fd, at, length, offset, *slot: prepare(entry, fd, at, length // 2, offset, *slot)
 
 
-def _shift_memory(prepare: _Prepare) -> _Prepare:
-    return lambda entry, fd, at, length, offset, *slot: prepare(entry, fd, at + 512, length - 512, offset, *slot)
-
-
 @needs_uring
 @pytest.mark.parametrize(
     ("functions", "direction", "fault", "message"),
     [
         ("prepare", 1, _write_elsewhere, "ordinary memory failed: 16.* of 16384 bytes written to the scratch file"),
         ("prepare", 0, _read_too_little, "ordinary memory failed: a read moved 8192 of 16384 bytes"),
-        ("prepare", 0, _shift_memory, "ordinary memory failed: a read"),
-        (
-            "prepare_fixed",
-            0,
-            _write_elsewhere,
-            "registered memory failed: 16.* of 16384 bytes read from the scratch file",
-        ),
         ("prepare_fixed", 1, _write_elsewhere, "registered memory failed: 16.* of 16384 bytes written to the scratch"),
     ],
 )

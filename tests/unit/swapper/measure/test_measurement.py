@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import swapper.measure.measurement as measurement_module
-from swapper import ALIGNMENT, ArgumentError, SwapperConfig, TransferError, Volume, WrongDataError
+from swapper import ArgumentError, SwapperConfig, TransferError, Volume, WrongDataError
 from swapper.backend import Direction, IOBackend, IORequest
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
@@ -232,18 +232,6 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
-
-
-def test_files_too_small(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="file_bytes must be at least 4096, got 4095"):
-        DriveTest([tmp_path], ALIGNMENT - 1)
-    with DriveTest([tmp_path], 1 << 20) as test:
-        test.prepare()
-        with pytest.raises(ArgumentError, match=r"too few for threads, 1 MiB x 2 in flight \(read\): at least 3145728"):
-            test.measure(IOSetting("threads", 1 << 20, 2, 2), Workload.READ, 0.01)
-        with pytest.raises(ArgumentError, match=r"\(mixed\): at least 2097152 are needed; take a larger file_bytes"):
-            test.measure(IOSetting("threads", 1 << 20, 1, 1), Workload.MIXED, 0.01)
-        test.measure(IOSetting("threads", 512 << 10, 1, 1), Workload.MIXED, 0.01)
 
 
 def test_nothing_is_measured_before_the_file_is_filled(tmp_path: Path) -> None:

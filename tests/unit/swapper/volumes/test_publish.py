@@ -194,3 +194,21 @@ def test_what_cannot_be_put_back_is_not_removed(tmp_path: Path, monkeypatch: pyt
     assert (left / "replaced" / "e" / "file").exists()
     publish.remove_abandoned(tmp_path)
     assert (tmp_path / "tag" / "e" / "file").exists() and not left.exists()
+
+
+def test_a_child_that_was_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> None:
+    with publish.locked(tmp_path):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.read(reading, 1)
+            os._exit(0)
+    try:
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the child has it
+        os.close(descriptor)
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)

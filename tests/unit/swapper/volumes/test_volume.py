@@ -196,21 +196,6 @@ def test_a_full_drive_is_an_error_at_the_start_where_space_has_to_be_written(
     assert os.statvfs(directory).f_bavail == status.f_bavail
 
 
-def test_where_zeros_take_no_space_this_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A file system that compresses, for one, or serves a made-up file."""
-    lengths = _without_fallocate(monkeypatch)
-    monkeypatch.setattr(scratch_module, "_FILL_CHECK_BYTES", 8 << 20)
-    real = os.fstat
-    monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_blocks=0, st_size=real(fd).st_size))
-    with contextlib.closing(Volume([tmp_path], 32 << 20)) as volume:
-        assert real(volume.files[0].fd).st_size == 32 << 20
-    assert len(lengths) == 1, "nothing is written in vain"
-    assert "has no reserved space, because" in caplog.text
-    assert f"leave {32 << 20} bytes free there" in caplog.text
-
-
 @pytest.mark.root
 def test_ram_is_said_to_be_no_drive(small_tmpfs, caplog: pytest.LogCaptureFixture) -> None:
     directory = small_tmpfs(1 << 20)
