@@ -55,7 +55,6 @@ from swapper.errors import (
     TransferError,
     VolumeError,
     VolumeTooSmallError,
-    WrongDataError,
 )
 from swapper.lazy_names import lazy_names
 
@@ -140,7 +139,6 @@ __all__ = [
     "Volume",
     "VolumeError",
     "VolumeTooSmallError",
-    "WrongDataError",
     "describe_drive",
     "hang_of",
     "is_held",
