@@ -15,7 +15,6 @@ from infinity.config import InfinityConfig
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
-from infinity.deepspeed.profiler.flops_profiler import FlopsProfiler
 from infinity.distributed.agreement import together
 from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank
@@ -26,8 +25,7 @@ from infinity.errors import StepError
 
 logger = logging.getLogger(__name__)
 _ABSENT = {
-    "flops_profiler": ": set flops_profiler.enabled to true in the config, or call "
-    "deepspeed.profiling.flops_profiler.get_model_profile(model, ...)",
+    "flops_profiler": ": torch.utils.flop_counter.FlopCounterMode counts what a forward computes",
     "allreduce_gradients": ": backward and step average gradients, where several processes train together",
 }
 """What scripts ask for, that is not there, and the cure."""
@@ -93,9 +91,6 @@ class DeepSpeedEngine(Engine):
         self.client_lr_scheduler: Any = None
         self.timers = Timers()
         self.tput_timer = ThroughputTimer(self._samples_per_second)
-        section = config.flops_profiler
-        if section is not None and self.global_rank == 0:
-            self.flops_profiler = FlopsProfiler(self.module, self, section.recompute_fwd_factor)
 
     def note_arguments(
         self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
@@ -107,41 +102,6 @@ class DeepSpeedEngine(Engine):
     @staticmethod
     def _cure_of_absent(name: str) -> str:
         return _ABSENT.get(name, "")
-
-    # --------------------------------------------------------------------------------------------------- the flops profiler
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Arguments and result are those of ``module.forward``."""
-        profiler = self._due_profiler() if self.module.training and torch.is_grad_enabled() else None
-        if profiler is None:
-            return super().forward(*args, **kwargs)
-        profiler.start_profile()  # what was counted before is forgotten
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            profiler.stop_profile()
-
-    def obstacle(self) -> str | None:
-        """See `Engine.obstacle`."""
-        if self._due_profiler() is not None:
-            return "flops_profiler looks at this step, one micro-batch after the other"
-        return super().obstacle()
-
-    def _end_update(self) -> None:
-        profiler, section = self._due_profiler(), self.config.flops_profiler
-        super()._end_update()
-        if profiler is not None and section is not None:
-            profiler.show(section)
-
-    def _due_profiler(self) -> FlopsProfiler | None:
-        """What counts the operations of the present step; None if nothing does."""
-        section = self.config.flops_profiler
-        is_due = section is not None and section.profile_step == self.global_steps and self.global_rank == 0
-        return self.flops_profiler if is_due else None
-
-    def flops_profiler_enabled(self) -> bool:
-        """Whether a step's operations are counted and printed."""
-        return self.config.flops_profiler is not None
 
     # ---------------------------------------------------------------------------------------------------- batch sizes
 

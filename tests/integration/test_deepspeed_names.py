@@ -198,7 +198,7 @@ def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monke
         timer.stop()
     if not engine.monitor.enabled:
         engine.monitor.write_events([("Train/loss", 1.0, engine.global_samples)])
-    assert not engine.flops_profiler_enabled() and engine.get_sequence_parallel_group() is None
+    assert engine.get_sequence_parallel_group() is None
     assert engine.tput_timer.avg_samples_per_sec() == float("-inf")  # DeepSpeed-Chat ends each epoch with it
     engine.tput_timer.start()
     _step(engine)
@@ -210,7 +210,7 @@ def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monke
 
 def test_what_is_not_there_says_what_to_do(engine: Any) -> None:
     assert not hasattr(engine, "flops_profiler")
-    with pytest.raises(AttributeError, match="get_model_profile"):
+    with pytest.raises(AttributeError, match="FlopCounterMode"):
         _ = engine.flops_profiler
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = engine.nothing
@@ -300,7 +300,6 @@ _IMPORTS = {
     "runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
     "runtime.utils": "see_memory_usage",
     "runtime.zero": "GatheredParameters Init ZeroParamStatus register_external_parameter",
-    "runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
     "utils": "logger log_dist safe_get_full_fp32_param safe_set_full_grad set_z3_leaf_modules",
     "utils.timer": "SynchronizedWallClockTimer",
     "zero": "GatheredParameters Init",

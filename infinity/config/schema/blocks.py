@@ -248,26 +248,6 @@ class TensorBoardBlock(Block):
     """Of the directory in it for this run."""
 
 
-class FlopsProfilerBlock(Block):
-    """`flops_profiler`: what each module computes in one forward, and how long that takes, as DeepSpeed prints it."""
-
-    enabled: Flag = False
-    """Print it, on the first process, and log as with `wall_clock_breakdown`, as in DeepSpeed. Counted are matrix products,
-    convolutions and attention."""
-    profile_step: Count = 1
-    """After so many steps: the last forward of `engine(...)` in the next one is looked at. It goes in the ordinary order."""
-    module_depth: Annotated[int, BeforeValidator(parse_count), Field(ge=-1)] = -1
-    """Classes of modules are compared down to this depth; -1 for all."""
-    top_modules: Annotated[int, BeforeValidator(parse_count), Field(ge=1)] = 1
-    """So many of each depth."""
-    detailed: Flag = True
-    """Print each module, too."""
-    output_file: Annotated[str, BeforeValidator(_directory)] = ""
-    """Where to; its directory is made. Empty for stdout."""
-    recompute_fwd_factor: Annotated[Number, Field(ge=0)] = 0.0
-    """How much of a forward is computed once more in backward; for backward's FLOPS."""
-
-
 class CsvMonitorBlock(Block):
     """`csv_monitor`: as `tensorboard`, each curve in a file of its own with samples and values."""
 
@@ -343,7 +323,6 @@ class RootBlock(Block):
     csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
     wandb: WandbBlock = WandbBlock()
     comet: CometBlock = CometBlock()
-    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
     infinity: InfinityBlock = InfinityBlock()
 
     # ---- what would change the numbers
