@@ -153,9 +153,14 @@ def test_modules_by_deepspeeds_names_come_first() -> None:
 
 
 _PACKAGE = """
+from typing import TYPE_CHECKING
 from swapper.lazy_names import lazy_names
+if TYPE_CHECKING:
+    from lazy.absent import absent
+    from lazy.broken import broken
+    from lazy.slow import Name as slow
 __all__ = ["absent", "broken", "slow"]
-__getattr__, __dir__ = lazy_names(__name__, {"absent": "lazy.absent", "broken": "lazy.broken:", "slow": "lazy.slow:Name"})
+__getattr__, __dir__ = lazy_names(__name__)
 """
 
 
