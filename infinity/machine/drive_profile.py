@@ -94,6 +94,10 @@ class DriveProfile:
     long_run: LongRun | None = None
     """The best setting over minutes, if that was asked for."""
 
+    def stop(self, reason: str) -> None:
+        """Take note that it is not complete, and why."""
+        self.stopped_by = reason
+
     def rates(self, setting: IOSetting) -> list[float]:
         """Bytes per second of each sample."""
         return [sample.bytes_per_second for sample in self.samples.get(setting, ())]
@@ -252,8 +256,9 @@ def sweep(
     if not found.samples:
         every = "; ".join(f"{name}: {reason}" for name, reason in found.unusable.items())
         raise ArgumentError(f"no backend can be used here: {every or 'the test files are too small'}")
-    best = found.advice()
-    for workload in (Workload.READ, Workload.WRITE) if best is not None else ():
+    if (best := found.advice()) is None:
+        return
+    for workload in (Workload.READ, Workload.WRITE):
         sample = test.measure(best.setting, workload, 1.5 * effort.sample_seconds)
         found.alone[workload] = sample
         found.written_bytes += sample.write_bytes
@@ -332,6 +337,7 @@ def directories_of(paths: Sequence[Path]) -> list[Directory]:
     """
     seen: dict[Path, Path] = {}
     for path in paths:
-        if (other := seen.setdefault(path.resolve(), path)) is not path:
-            raise VolumeError(path, f"{other} and {path} are the same directory: name each drive once")
+        if path.resolve() in seen:
+            raise VolumeError(path, f"{seen[path.resolve()]} and {path} are the same directory: name each drive once")
+        seen[path.resolve()] = path
     return [Directory(path) for path in paths]
