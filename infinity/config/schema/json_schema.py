@@ -84,7 +84,7 @@ def _property(field: FieldInfo, of_pydantic: dict[str, Any]) -> dict[str, Any]:
 
 def _taken(kind: dict[str, Any]) -> list[dict[str, Any]]:
     """What a file may write for what the model holds."""
-    if "enum" in kind:
+    if kind.get("type") == "string" and "enum" in kind:
         return [kind, _in_any_case(kind["enum"])]
     of_type = {"integer": [{**kind, "type": "number"}, _NUMBER], "number": [kind, _NUMBER], "boolean": [kind, _FLAG]}
     return of_type.get(kind.get("type", ""), [kind])
