@@ -120,8 +120,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     },
     "runtime.utils": _of(
         small_functions,
-        "clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm move_to_device see_memory_usage "
-        "set_random_seed",
+        "clip_grad_norm_ see_memory_usage set_random_seed",
     ),
     "runtime.zero": _ZERO,
     "runtime.zero.config": {"ZeroStageEnum": ZeroStageEnum},
