@@ -39,7 +39,8 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 @functools.cache
 def _homes(package: str) -> dict[str, tuple[str, str]]:
     """Each name -> the module that has it, and how it is called there."""
-    tree = ast.parse(Path(sys.modules[package].__file__ or "").read_text())
+    loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
+    tree = ast.parse(loader.get_source(package))
     imports = (node for block in tree.body if isinstance(block, ast.If) for node in block.body)
     return {
         each.asname or each.name: (node.module or "", each.name)
