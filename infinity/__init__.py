@@ -41,29 +41,7 @@ if TYPE_CHECKING:
     from infinity.optim import lr_schedules as schedules
     from infinity.plan.plan import Plan
 
-_lazy_name, __dir__ = lazy_names(
-    __name__,
-    {
-        "Engine": "infinity.engine.engine",
-        "GatheredParameters": "infinity.loop.gathered_parameters",
-        "InfinityConfig": "infinity.config",
-        "Init": "infinity.loading.init",
-        "Plan": "infinity.plan.plan",
-        "StepReport": "infinity.metrics",
-        "engine_of": "infinity.entry",
-        "init_distributed": "infinity.distributed.process_groups",
-        "initialize": "infinity.entry",
-        "load_config": "infinity.config",
-        "load_pretrained": "infinity.loading.load_pretrained",
-        "safe_get_full_fp32_param": "infinity.checkpoint.full_tensors",
-        "safe_get_full_grad": "infinity.checkpoint.full_tensors",
-        "safe_get_full_optimizer_state": "infinity.checkpoint.full_tensors",
-        "safe_set_full_fp32_param": "infinity.checkpoint.full_tensors",
-        "safe_set_full_grad": "infinity.checkpoint.full_tensors",
-        "safe_set_full_optimizer_state": "infinity.checkpoint.full_tensors",
-        "schedules": "infinity.optim.lr_schedules:",
-    },
-)
+_lazy_name, __dir__ = lazy_names(__name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -55,7 +55,6 @@ from swapper.errors import (
     TransferError,
     VolumeError,
     VolumeTooSmallError,
-    WrongDataError,
 )
 from swapper.lazy_names import lazy_names
 
@@ -78,27 +77,7 @@ if TYPE_CHECKING:
     from swapper.volumes.run_directory import RunDirectory
     from swapper.volumes.volume import Volume
 else:
-    _HOMES = {
-        "swapper.backend": "Direction IOBackend",
-        "swapper.config": "ALIGNMENT Priority SwapperConfig",
-        "swapper.extents.extent": "Extent NameOf",
-        "swapper.memory.held": "hang_of is_held",
-        "swapper.memory.region": "AlignedRegion",
-        "swapper.memory.staging": "ArenaStatistics Page StagingArena",
-        "swapper.meters.busy": "BusySeconds BusyTimes",
-        "swapper.meters.observer": "TransferRecord",
-        "swapper.scheduling.handle": "Handle",
-        "swapper.scheduling.statistics": "Statistics",
-        "swapper.swapper": "Swapper",
-        "swapper.sync.bell": "Bell Latch",
-        "swapper.versioned": "Versions",
-        "swapper.volumes.directory": "Directory",
-        "swapper.volumes.file_system": "Drive describe_drive",
-        "swapper.volumes.run_directory": "RunDirectory",
-        "swapper.volumes.volume": "Volume",
-    }
-    _homes = {name: module for module, names in _HOMES.items() for name in names.split()}
-    __getattr__, __dir__ = lazy_names(__name__, _homes)
+    __getattr__, __dir__ = lazy_names(__name__)
 
 __all__ = [
     "ALIGNMENT",
@@ -140,7 +119,6 @@ __all__ = [
     "Volume",
     "VolumeError",
     "VolumeTooSmallError",
-    "WrongDataError",
     "describe_drive",
     "hang_of",
     "is_held",

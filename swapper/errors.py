@@ -12,7 +12,6 @@
     ├── TransferError                   the drive refused: file, offset, bytes and errno are attributes
     │   ├── ChecksumMismatchError       the drive gave back other bytes than were written
     │   └── StallError (TimeoutError)   no answer within the deadline
-    ├── WrongDataError                  a drive test read other bytes than it had written
     ├── ArenaExhaustedError (TimeoutError)   no page became free in time; names who holds the pages
     ├── SwapperClosedError              use after close or release, in a forked child, or cut short by close
     └── ReentryError (RuntimeError)     a signal handler or finalizer came in between, where this cannot be done
@@ -379,23 +378,6 @@ class StallError(TransferError, TimeoutError):
 
     The kernel may still hold the buffer of a stalled transfer: do not reuse its memory.
     """
-
-
-class WrongDataError(SwapperError):
-    """A drive gave back other bytes than it was given.
-
-    Attributes:
-        file: The scratch file, in words.
-        offset: The first wrong sector in that file.
-    """
-
-    def __init__(self, file: str, offset: int, detail: str) -> None:
-        self.file = file
-        self.offset = offset
-        super().__init__(
-            f"what was read back from {file} is wrong at offset {offset}: {detail}; do not train on this drive before "
-            "the kernel log and its health (smartctl, nvme smart-log) say why, and check the memory as well"
-        )
 
 
 class ArenaExhaustedError(SwapperError, TimeoutError):

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """``__getattr__`` and ``__dir__`` of a package. Submodules are imported at their first use, too.
 
-    Args:
-        homes: maps each name to the module that has it, to ``module:other_name``, or to ``module:`` for the module itself.
+    The names are those that the package's file imports where an ``if`` keeps Python from it (``if TYPE_CHECKING``).
     """
 
     def find(name: str) -> Any:
-        if name in homes:
-            module, colon, attribute = homes[name].partition(":")
-            value = _imported(module, attribute if colon else name, f"{package}.{name}")
+        wanted = f"{package}.{name}"
+        if name in _homes(package):
+            value = _imported(*_homes(package)[name], wanted)
         elif _is_submodule(package, name):
-            value = _imported(f"{package}.{name}", "", f"{package}.{name}")
+            value = _imported(wanted, "", wanted)
         else:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         setattr(sys.modules[package], name, value)  # the next use does not come here
@@ -35,10 +36,26 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     return find, names
 
 
+@functools.cache
+def _homes(package: str) -> dict[str, tuple[str, str]]:
+    """Each name -> the module that has it, and how it is called there."""
+    loader: Any = getattr(sys.modules[package].__spec__, "loader", None)
+    tree = ast.parse(loader.get_source(package))
+    imports = (node for block in tree.body if isinstance(block, ast.If) for node in block.body)
+    return {
+        each.asname or each.name: (node.module or "", each.name)
+        for node in imports
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    }
+
+
 def _imported(module: str, attribute: str, wanted: str) -> Any:
     try:
         found = importlib.import_module(module)
-        return getattr(found, attribute) if attribute else found
+        if not attribute or hasattr(found, attribute):
+            return getattr(found, attribute) if attribute else found
+        return importlib.import_module(f"{module}.{attribute}")
     except AttributeError as error:  # `hasattr` and `from package import name` would hide it
         raise ImportError(f"{wanted} cannot be imported: {error}") from error
 

@@ -54,7 +54,6 @@ from swapper.versioned import open_backend
 from swapper.volumes import publish, scratch_file
 from swapper.volumes.block_files import BlockFile
 from swapper.volumes.scratch_file import ScratchFile
-from swapper.wrappers.faults import DelayLine
 from tools.bench.cgroup import Cgroup, MemoryGroup, block_device, set_bandwidth, why_unavailable
 
 

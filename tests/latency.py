@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swapper.backend import Direction, IOBackend
-from swapper.backends import FaultInjectingBackend, FaultRule
+from tests.faults import FaultInjectingBackend, FaultRule
 
 
 def delayed(inner: IOBackend, read_seconds: float = 0.0, write_seconds: float = 0.0) -> FaultInjectingBackend:

@@ -1,4 +1,4 @@
-"""Runs fio, which other tools compare with: what drives do without us."""
+"""Runs fio, which the benchmark compares with: what drives do without us."""
 
 from __future__ import annotations
 
@@ -62,8 +62,3 @@ def run(*options: str, wrap: Wrap | None = None, environment: Mapping[str, str] 
     if errors := [job["error"] for job in jobs if job["error"]]:
         raise FioFailed(os.strerror(errors[0]))
     return jobs
-
-
-def bytes_per_second(job: Mapping[str, Any]) -> float:
-    """Both directions together."""
-    return float(job["read"]["bw_bytes"]) + float(job["write"]["bw_bytes"])

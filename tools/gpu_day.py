@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The parts of gpu_day.sh that measure: a machine's copies, training within budgets, its bits, and what waits for the GPU.
+"""The parts of gpu_day.sh that measure: training within budgets, its bits, and what waits for the GPU.
 
 python tools/gpu_day.py train --size 3b --host-budget 8GB --device-budget 6GB --nvme-path /mnt/nvme
 """
@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import statistics
 import sys
-import time
 import warnings
 import zlib
 from collections import Counter
@@ -47,32 +46,6 @@ def _device(simulated: bool) -> tuple[str, Any]:
     # The function of the same name hides the module in the package's namespace.
     importlib.import_module("infinity.entry").device_for = lambda torch_device: gpu  # type: ignore[attr-defined]
     return backend.NAME, gpu
-
-
-def machine(arguments: argparse.Namespace) -> int:
-    """What it is, and how fast copies are, from pinned and from pageable memory."""
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    if arguments.simulated:
-        print("the simulated GPU: there are no copies to be measured")
-        return 0
-    from infinity.device.compute import CudaDevice
-
-    properties = torch.cuda.get_device_properties(0)
-    print(f"{properties.name}, {properties.total_memory / 1e9:.1f} GB, CUDA {torch.version.cuda}")
-    device, num_bytes = CudaDevice(torch.device("cuda", torch.cuda.current_device())), 1 << 30
-    there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    pageable = torch.zeros(num_bytes, dtype=torch.uint8)
-    for name, here in (("pageable", pageable), ("pinned", pageable.pin_memory())):
-        for way in ("upload", "download"):
-            target, source = (there, here) if way == "upload" else (here, there)
-            taken = []
-            for _ in range(5):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                device.synchronize(getattr(device, way)(target, source, None))
-                taken.append(time.perf_counter() - began)
-            print(f"{way} of {name} memory: {num_bytes / statistics.median(taken) / 1e9:.1f} GB/s")
-    return 0
 
 
 def _engine(
@@ -215,7 +188,7 @@ def synchronisations(arguments: argparse.Namespace) -> int:
     return 0
 
 
-PARTS = {"machine": machine, "train": train, "same-bits": same_bits, "synchronisations": synchronisations}
+PARTS = {"train": train, "same-bits": same_bits, "synchronisations": synchronisations}
 
 
 def main() -> int:

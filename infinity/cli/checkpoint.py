@@ -242,13 +242,12 @@ def export(
     import torch
 
     from infinity.checkpoint.checkpoint_export import CheckpointExport
-    from infinity.cli.progress import bars
-    from infinity.console import Console
+    from infinity.metrics.progress import progress
 
     wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
     planned = CheckpointExport(_opened(source, tag), directory, dtype=wanted, config_from=config_from)
-    with bars(Console(stderr=True)) as progress:
-        planned.write(max_shard_size, lambda num_bytes: progress("export", num_bytes, planned.num_bytes))
+    with progress("export", planned.num_bytes, is_shown=True) as note:
+        planned.write(max_shard_size, note)
     if as_json:
         print_json({"directory": str(directory.absolute()), "num_bytes": planned.num_bytes})
         return

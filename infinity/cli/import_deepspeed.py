@@ -33,15 +33,12 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
       infinity import-deepspeed out/checkpoint-500 ours
       infinity import-deepspeed out ours --tag global_step500 --json
     """
-    from infinity.cli.progress import bars
-    from infinity.console import Console
     from infinity.deepspeed.importer.conversion import convert
 
     if target is None:
         whole = source.absolute()
         target = whole.with_name(f"{whole.name}-infinity")
-    with bars(Console(stderr=True)) as progress:
-        done = convert(source, target, tag=tag, skips_unknown=skip_unknown, progress=progress)
+    done = convert(source, target, tag=tag, skips_unknown=skip_unknown)
     if as_json:
         facts = dict(vars(done))
         print_json({"deepspeed_version": facts.pop("version"), **facts})

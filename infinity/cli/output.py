@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,50 +35,6 @@ class PathType(click.Path):
 def json_option(function: _F) -> _F:
     """``--json`` for a command; the parameter is ``as_json``."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")(function)
-
-
-def json_or_file_option(function: _F) -> _F:
-    """``--json [FILE]`` for a command that shows tables while it measures; the parameter is ``json_file``."""
-    return click.option(
-        "--json",
-        "json_file",
-        is_flag=False,
-        flag_value=STDOUT,
-        metavar="[FILE]",
-        type=PathType(dir_okay=False, writable=True),
-        callback=_checked,
-        help="Print one JSON object instead of tables; with FILE, write it there.",
-    )(function)
-
-
-def _checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
-    if path is not None:
-        check_output(path)
-    return path
-
-
-def check_output(path: Path, option: str = "--json") -> None:
-    """Refuses a file that could not be written, before anything is done for it."""
-    folder = path.absolute().parent
-    if path == Path(STDOUT) and option == "--json":
-        return
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise click.UsageError(f"{option} {path}: {folder} is no directory that can be written to; create it first.")
-    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
-        raise click.UsageError(f"{option} {path}: it cannot be written to; name another file.")
-
-
-def check_picture(path: Path, option: str, endings: Sequence[str]) -> None:
-    """Refuses a picture that could not be drawn, before anything is measured for it.
-
-    Raises:
-        click.UsageError: its ending is none of these, it cannot be written, or matplotlib is not installed.
-    """
-    if path.suffix.lower() not in endings:
-        raise click.UsageError(f"{option} {path}: name a file that ends in {' or '.join(endings)}.")
-    check_output(path, option)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise click.UsageError(f"{option} {path}: matplotlib is missing; pip install 'infinity-offload[plot]'.")
 
 
 def print_json(value: Any) -> None:

@@ -228,7 +228,7 @@ class InfinityConfig(Mapping[str, Any]):
         infinity: what DeepSpeed has no key for.
         steps_per_print: a progress line every so many steps; None for none.
         monitors: where curves are written.
-        flops_profiler: what of a step's computing is printed, with an absolute path if any; None for nothing.
+        flops_profiler: which forward's operations are printed, and where to; None for none.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
         zero_stage: as written, else 3 with an offload and 0 without. It says what several processes divide.

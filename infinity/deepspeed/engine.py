@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.config import InfinityConfig
+from infinity.config.schema.blocks import FlopsProfilerBlock
+from infinity.console import Console
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
-from infinity.deepspeed.profiler.flops_profiler import FlopsProfiler
 from infinity.distributed.agreement import together
 from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank
@@ -23,11 +25,11 @@ from infinity.engine.engine import Engine
 from infinity.engine.export_calls import check_directory
 from infinity.engine.parts import Parts
 from infinity.errors import StepError
+from swapper.volumes.publish import make_directory, opener
 
 logger = logging.getLogger(__name__)
 _ABSENT = {
-    "flops_profiler": ": set flops_profiler.enabled to true in the config, or call "
-    "deepspeed.profiling.flops_profiler.get_model_profile(model, ...)",
+    "flops_profiler": ": set flops_profiler.enabled in the config, or count with torch.utils.flop_counter.FlopCounterMode",
     "allreduce_gradients": ": backward and step average gradients, where several processes train together",
 }
 """What scripts ask for, that is not there, and the cure."""
@@ -93,9 +95,7 @@ class DeepSpeedEngine(Engine):
         self.client_lr_scheduler: Any = None
         self.timers = Timers()
         self.tput_timer = ThroughputTimer(self._samples_per_second)
-        section = config.flops_profiler
-        if section is not None and self.global_rank == 0:
-            self.flops_profiler = FlopsProfiler(self.module, self, section.recompute_fwd_factor)
+        self._operations: FlopCounterMode | None = None
 
     def note_arguments(
         self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
@@ -108,36 +108,33 @@ class DeepSpeedEngine(Engine):
     def _cure_of_absent(name: str) -> str:
         return _ABSENT.get(name, "")
 
-    # --------------------------------------------------------------------------------------------------- the flops profiler
+    # ---------------------------------------------------------------------------------------------------- operations
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Arguments and result are those of ``module.forward``."""
-        profiler = self._due_profiler() if self.module.training and torch.is_grad_enabled() else None
-        if profiler is None:
+        if self._counted() is None or not (self.module.training and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
-        profiler.start_profile()  # what was counted before is forgotten
-        try:
+        with FlopCounterMode(display=False) as self._operations:
             return super().forward(*args, **kwargs)
-        finally:
-            profiler.stop_profile()
 
     def obstacle(self) -> str | None:
         """See `Engine.obstacle`."""
-        if self._due_profiler() is not None:
+        if self._counted() is not None:
             return "flops_profiler looks at this step, one micro-batch after the other"
         return super().obstacle()
 
     def _end_update(self) -> None:
-        profiler, section = self._due_profiler(), self.config.flops_profiler
+        section, operations = self._counted(), self._operations
         super()._end_update()
-        if profiler is not None and section is not None:
-            profiler.show(section)
+        if section is not None and operations is not None:
+            self._operations = None
+            _show(operations.get_flop_counts(), section)
 
-    def _due_profiler(self) -> FlopsProfiler | None:
-        """What counts the operations of the present step; None if nothing does."""
+    def _counted(self) -> FlopsProfilerBlock | None:
+        """What the config says of counting the present step's operations; None if they are not to be counted."""
         section = self.config.flops_profiler
         is_due = section is not None and section.profile_step == self.global_steps and self.global_rank == 0
-        return self.flops_profiler if is_due else None
+        return section if is_due else None
 
     def flops_profiler_enabled(self) -> bool:
         """Whether a step's operations are counted and printed."""
@@ -419,3 +416,19 @@ def _answer(attribute: str, text: str) -> Callable[[DeepSpeedEngine], Any]:
 
 for _name, _text in _OF_THE_CONFIG.items():
     setattr(DeepSpeedEngine, _name, _answer(_name, _text))
+
+
+def _show(counts: Mapping[str, Mapping[Any, int]], section: FlopsProfilerBlock) -> None:
+    """Print operations by module. A file that cannot be written is told: a training does not end for it."""
+    depth = section.module_depth if section.module_depth >= 0 else len(counts)
+    lines = [f"operations of one forward in step {section.profile_step}:"]
+    lines += [f"{sum(of.values()):>24,}  {name}" for name, of in sorted(counts.items()) if name.count(".") <= depth]
+    if not section.output_file:
+        Console(soft_wrap=True).print("\n".join(lines), markup=False, highlight=False)
+        return
+    try:
+        make_directory(Path(section.output_file).parent)
+        with open(section.output_file, "w", opener=opener) as file:
+            file.write("\n".join([*lines, ""]))
+    except OSError as error:
+        logger.warning("the operations were not written: %s. Name another file in flops_profiler.output_file", error)

@@ -26,11 +26,9 @@ from infinity.deepspeed.contents import (
     fp32_weights,
     groups,
     leaf_modules,
-    memory_needs,
     messages,
     optimizers,
     small_functions,
-    tiling,
     zero,
 )
 from infinity.deepspeed.contents.accelerator import get_accelerator
@@ -40,7 +38,6 @@ from infinity.deepspeed.contents.timers import Timers
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.entry import initialize
 from infinity.deepspeed.path import PATH, explained, relative
-from infinity.deepspeed.profiler import flops_profiler
 from infinity.distributed.process_groups import init_distributed
 from infinity.errors import ConfigError
 from infinity.loop.loader import RepeatingLoader
@@ -74,7 +71,7 @@ _MESSAGES = _of(messages) | _of(messages, "log_levels logger")
 _RECURSIVE = _of(small_functions, "recursive_getattr recursive_setattr")
 _ZERO = _of(zero) | _of(
     zero,
-    "GatheredParameters Init MiCS_Init TiledLinear TiledLinearReturnBias ZeroParamStatus set_z3_leaf_modules",
+    "GatheredParameters Init MiCS_Init ZeroParamStatus set_z3_leaf_modules",
 )
 _INIT = _ZERO | {
     # transformers puts a function of its own around the first while it builds a model.
@@ -82,11 +79,6 @@ _INIT = _ZERO | {
     "_orig_torch_arange": torch.arange,
     "get_accelerator": get_accelerator,
 }
-_PROFILER = _of(
-    flops_profiler,
-    "FlopsProfiler bytes_to_string duration_to_string flops_to_string get_model_profile macs_to_string number_to_string "
-    "params_to_string",
-)
 _GLOBALS = {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500}
 _CONFIG = {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ConfigError}
 
@@ -114,9 +106,6 @@ _MODULES: dict[str, dict[str, Any]] = {
     "ops.adam": _of(optimizers, "DeepSpeedCPUAdam FusedAdam"),
     "ops.lamb": _of(optimizers, "FusedLamb"),
     "ops.lion": _of(optimizers, "DeepSpeedCPULion FusedLion"),
-    "profiling": {},
-    "profiling.flops_profiler": _PROFILER,
-    "profiling.flops_profiler.profiler": _PROFILER,
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
@@ -131,8 +120,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     },
     "runtime.utils": _of(
         small_functions,
-        "clip_grad_norm_ copy_to_device ensure_directory_exists get_global_norm move_to_device see_memory_usage "
-        "set_random_seed",
+        "clip_grad_norm_ see_memory_usage set_random_seed",
     ),
     "runtime.zero": _ZERO,
     "runtime.zero.config": {"ZeroStageEnum": ZeroStageEnum},
@@ -141,9 +129,6 @@ _MODULES: dict[str, dict[str, Any]] = {
         "OffloadStateTypeEnum": OffloadStateTypeEnum,
     },
     "runtime.zero.partition_parameters": _INIT,
-    "runtime.zero.stage3": {name: value for name, value in _of(memory_needs).items() if "zero3" in name},
-    "runtime.zero.stage_1_and_2": {name: value for name, value in _of(memory_needs).items() if "zero2" in name},
-    "runtime.zero.tiling": _of(tiling),
     "runtime.zero.utils": _of(small_functions, "is_zero_param"),
     "utils": {
         **_MESSAGES,

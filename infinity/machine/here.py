@@ -13,16 +13,12 @@ from infinity.device.host_memory import free_bytes, is_unified
 from infinity.machine.bandwidth_cache import measured_bandwidth, now
 from infinity.plan.machine import Bandwidth, Machine, Room, together
 from swapper.errors import SwapperError
-from swapper.measure.io_setting import IOSetting, Workload
-from swapper.measure.measurement import DriveTest
+from swapper.measure.speeds import glance as rate_at_a_glance
 from swapper.volumes.directory import Directory
 from swapper.volumes.file_system import describe_drive
 from swapper.volumes.left_runs import bytes_of_run
 
-_FILE_BYTES = 32 << 20
-_SETTING = IOSetting("threads", 1 << 20, num_threads=4, max_inflight=8)
 _SECONDS = 0.3
-_DEADLINE_SECONDS = 10.0
 
 
 def this_machine(directories: Sequence[Path], *, asks_gpu: bool = True) -> Machine:
@@ -80,13 +76,7 @@ def glance(directories: Sequence[Path]) -> Bandwidth | None:
     `measured_bandwidth` is better: it is what a long measurement found.
     """
     try:
-        with DriveTest(
-            [Directory(path) for path in directories], _FILE_BYTES, deadline_seconds=_DEADLINE_SECONDS
-        ) as test:
-            if not test.is_direct:
-                return None
-            test.prepare(max_seconds=_SECONDS)
-            mixed = test.measure(_SETTING, Workload.MIXED, _SECONDS).bytes_per_second
+        mixed = rate_at_a_glance([Directory(path) for path in directories], _SECONDS)
     except SwapperError:
         return None
-    return Bandwidth(mixed, mixed, mixed, now())
+    return None if mixed is None else Bandwidth(mixed, mixed, mixed, now())

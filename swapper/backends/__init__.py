@@ -6,7 +6,6 @@ from swapper.backends.memory import MemoryBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.backends.uring.backend import UringBackend
 from swapper.wrappers.base import BackendWrapper
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from swapper.wrappers.integrity import IntegrityBackend
 
 __all__ = [
@@ -15,8 +14,6 @@ __all__ = [
     "CompletionCallback",
     "CorruptedDataError",
     "Direction",
-    "FaultInjectingBackend",
-    "FaultRule",
     "IOBackend",
     "IORequest",
     "IntegrityBackend",

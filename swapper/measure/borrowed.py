@@ -1,10 +1,9 @@
-"""A volume that somebody else owns, for one swapper after the other."""
+"""A volume that somebody else owns, for one backend after the other."""
 
 from __future__ import annotations
 
 import os
 
-from swapper.measure.pattern import FileRange
 from swapper.volumes.striping import StripeMap, deal
 from swapper.volumes.volume import Volume
 
@@ -16,44 +15,31 @@ class BorrowedVolume(Volume):
 
     Args:
         owner: Has the files; must stay open meanwhile.
-        capacity_bytes: So much of its address space is used.
+        num_bytes: Of these, the first of its address space.
+        stripe_bytes: Length of the stripes over them; a single file has none. Multiple of 4096.
     """
 
-    def __init__(self, owner: Volume, capacity_bytes: int) -> None:
+    def __init__(self, owner: Volume, num_bytes: int, stripe_bytes: int) -> None:
         self.__dict__.update(vars(owner))
-        self.capacity_bytes = min(capacity_bytes, owner.capacity_bytes)
+        self.capacity_bytes = num_bytes
+        if self.stripe_bytes:
+            self._restripe(stripe_bytes)
 
-    def restripe(self, stripe_bytes: int) -> None:
-        """Lay other stripes over the same parts of the files; a single file has none.
-
-        Args:
-            stripe_bytes: Their length, a multiple of 4096.
-        """
-        if not self.stripe_bytes:
-            return
-        rooms = [num_bytes // stripe_bytes for num_bytes in self._used_bytes()]
-        # What lies on each drive follows from its speed.
-        cycle = deal(rooms)
+    def _restripe(self, stripe_bytes: int) -> None:
+        """Lay other stripes over the parts of the files that are used."""
+        used = [0 for _ in self.files]
+        for column, file_offset, low, high in self.pieces(0, self.capacity_bytes):
+            used[column] = max(used[column], file_offset + high - low)
+        rooms = [num_bytes // stripe_bytes for num_bytes in used]
+        cycle = deal(rooms)  # what lies on each drive follows from its speed
         # Whole cycles only: at its end, too, the address space must lie on all drives.
-        num_cycles = min((rooms[column] // cycle.count(column) for column in cycle), default=0)
-        num_stripes = num_cycles * len(cycle)
+        num_stripes = len(cycle) * min((rooms[column] // cycle.count(column) for column in cycle), default=0)
         self._map = StripeMap(num_stripes, stripe_bytes, rooms, rooms, range(len(rooms)), rooms)
         self.stripe_bytes = stripe_bytes
         self.capacity_bytes = num_stripes * stripe_bytes
 
-    def _used_bytes(self) -> list[int]:
-        """How far the address space reaches into each file."""
-        used = [0 for _ in self.files]
-        for column, file_offset, low, high in self.pieces(0, self.capacity_bytes):
-            used[column] = max(used[column], file_offset + high - low)
-        return used
-
     def close(self) -> None:
         """Leave the files to their owner."""
-
-    def ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
-        """Return where a range of the address space lies in the files."""
-        return [FileRange(column, start, high - low) for column, start, low, high in self.pieces(offset, num_bytes)]
 
     def drop_cache(self) -> None:
         """Have the next reads go to the drives, also where they pass through the page cache."""

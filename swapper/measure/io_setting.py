@@ -7,13 +7,6 @@ from enum import Enum
 
 from swapper.config import BackendName, SwapperConfig
 
-OPERATION_BYTES = 4 << 20
-"""Reads and writes of the engine are pages of at least about this size: shorter requests come several at a time."""
-
-STEP_READ_SHARE = 14 / 26
-"""Of the bytes that an optimizer step moves, so many are read: 14 per parameter, while 12 are written."""
-_OPERATIONS_PER_WINDOW = 8
-
 
 class Workload(Enum):
     """What is done to the files."""
@@ -21,39 +14,6 @@ class Workload(Enum):
     READ = "read"
     WRITE = "write"
     MIXED = "mixed"  # the reads and writes of an optimizer step, at the same time
-
-
-@dataclass(frozen=True, slots=True)
-class WindowSize:
-    """How many buffers of which size keep so many transfers under way.
-
-    Attributes:
-        request_bytes: Length of a transfer.
-        num_inflight: Transfers at once.
-    """
-
-    request_bytes: int
-    num_inflight: int
-
-    @property
-    def requests_per_operation(self) -> int:
-        """The engine reads and writes pages of several requests; so does a measurement, as far as they are short."""
-        return max(1, min(OPERATION_BYTES // self.request_bytes, self.num_inflight // _OPERATIONS_PER_WINDOW))
-
-    @property
-    def operation_bytes(self) -> int:
-        """Bytes of one read or write of the swapper."""
-        return self.request_bytes * self.requests_per_operation
-
-    @property
-    def num_operations(self) -> int:
-        """Operations that keep the window full: one more than fit it, so that the next request is there when one ends."""
-        return -(-self.num_inflight // self.requests_per_operation) + 1
-
-    def operations_for(self, workload: Workload) -> int:
-        """The same for a workload: the swapper bounds what is in flight of each direction, and not the sum of both."""
-        is_unbounded = workload is Workload.MIXED and self.requests_per_operation == 1
-        return self.num_operations - is_unbounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +46,6 @@ class IOSetting:
     def bytes_inflight(self) -> int:
         """Bytes under way at once, on one drive."""
         return self.request_bytes * self.num_inflight
-
-    @property
-    def window(self) -> WindowSize:
-        """What keeps so many transfers under way, on one drive."""
-        return WindowSize(self.request_bytes, self.num_inflight)
 
     def describe(self) -> str:
         """Return a few words for tables and logs."""

@@ -2,43 +2,46 @@
 
 [Note: how it is measured]
 Everything goes through the scheduler of a swapper: extents, hazards, queues, handles and the backend are those of
-training, only the data mean nothing. A window of requests is kept full: as soon as one is over the next is issued, sequentially
-through the files and round again. The next measurement goes on where the last one ended, so that no cache on the way
-still has the bytes. The time runs from the first request to the end of the last; where the page cache takes the writes,
-it includes their way to the drive.
+training, only the data mean nothing. A fixed number of buffers is kept under way: as soon as one is over the next
+operation is issued, sequentially through the files and round again. The next measurement goes on where the last one
+ended, so that no cache on the way still has the bytes. The time runs from the first request to the end of the last;
+where the page cache takes the writes, it includes their way to the drive.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import os
+import queue
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swapper.backend import Direction, IOBackend
-from swapper.config import ALIGNMENT
+import numpy as np
+import numpy.typing as npt
+
+from swapper.backend import Direction, IOBackend, register_memory
+from swapper.config import ALIGNMENT, Priority
 from swapper.errors import ArgumentError
+from swapper.extents.extent import Extent
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
-from swapper.measure.io_setting import OPERATION_BYTES, STEP_READ_SHARE, IOSetting, WindowSize, Workload
-from swapper.measure.pattern import CheckedPattern
-from swapper.measure.window import RequestWindow, Track
+from swapper.measure.io_setting import IOSetting, Workload
+from swapper.memory.region import AlignedRegion
+from swapper.scheduling.handle import Handle
+from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.uncopyable import Closable
 from swapper.volumes.directory import DirectoryLike, as_directories
 from swapper.volumes.volume import Volume
 
-__all__ = ["STEP_READ_SHARE", "DriveTest", "IOSetting", "Progress", "Sample", "Workload"]
+__all__ = ["DriveTest", "IOSetting", "Sample", "Workload"]
 
-logger = logging.getLogger(__name__)
-
-
-Progress = Callable[[int, int], None]
-"""``progress(done_bytes, total_bytes)``"""
+_OPERATION_BYTES = 4 << 20
+"""Reads and writes of the engine are pages of at least about this size: shorter requests come several at a time."""
+_OPERATIONS_UNDER_WAY = 8
+_READ_SHARE = 14 / 26
+"""Of the bytes that an optimizer step moves, so many are read: 14 per parameter, while 12 are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,14 @@ class Sample:
     cpu_seconds: float
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes moved, both directions together."""
+        return self.read_bytes + self.write_bytes
+
+    @property
     def bytes_per_second(self) -> float:
-        """Bytes moved per second, both directions together."""
-        return (self.read_bytes + self.write_bytes) / self.seconds
+        """Both directions together."""
+        return self.num_bytes / self.seconds
 
     @property
     def cpu_cores(self) -> float:
@@ -73,20 +81,17 @@ class Sample:
 
 
 class DriveTest(Closable):
-    """Knows scratch files full of checkable data and how to measure on them; must not know which setting is good.
-
-    Not thread safe.
+    """Knows scratch files and how to measure on them; must not know which setting is good. Not thread safe.
 
     Args:
         directories: One per drive; a single one is taken as it is.
         file_bytes: Size of the scratch file in each of them, on average: faster drives get more of the sum. Rounded down
-            to what can be used, see ``notes``.
+            to whole blocks, with several drives to whole stripes of 4 MiB.
         direct: Bypass the page cache where the file system can.
         deadline_seconds: A transfer without an answer for so long is an error.
 
     Attributes:
-        paths: How another process of this user opens the nameless files: ``/proc/<pid>/fd/<number>``. Until ``close``.
-        notes: What is not as asked, in words.
+        num_bytes: Size of all files together or, when the filling was cut short, of what is filled.
 
     Raises:
         ArgumentError: ``file_bytes`` is too small.
@@ -104,205 +109,194 @@ class DriveTest(Closable):
         wanted = as_directories(directories)
         if file_bytes < ALIGNMENT:
             raise ArgumentError(f"file_bytes must be at least {ALIGNMENT}, got {file_bytes}")
-        usable_bytes = file_bytes // ALIGNMENT * ALIGNMENT
-        # Several files are filled stripe by stripe, and nothing must be left that was never written.
-        self._stripe_bytes = min(OPERATION_BYTES, usable_bytes)
-        if len(wanted) > 1:
-            usable_bytes = usable_bytes // self._stripe_bytes * self._stripe_bytes
-        self._volume = Volume(wanted, usable_bytes * len(wanted), stripe_bytes=self._stripe_bytes, direct=direct)
-        self._pattern = CheckedPattern([file.num_bytes for file in self._volume.files])
-        self._filled_bytes = 0
-        self._direct = direct
-        self._deadline_seconds = deadline_seconds
-        self._positions = {Direction.READ: 0, Direction.WRITE: 0}
-        self.paths = [f"/proc/{os.getpid()}/fd/{file.fd}" for file in self._volume.files]
-        self.notes: tuple[str, ...] = ()
-        if usable_bytes != file_bytes:
-            self.notes = (f"{usable_bytes} of the {file_bytes} bytes asked for are used: whole blocks only",)
-            logger.info("%s", self.notes[0])
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all files together or, when the filling was cut short, of what is filled."""
-        return self._filled_bytes or self._volume.capacity_bytes
+        self._stripe_bytes = min(_OPERATION_BYTES, file_bytes // ALIGNMENT * ALIGNMENT)
+        unit_bytes = self._stripe_bytes if len(wanted) > 1 else ALIGNMENT
+        self.num_bytes = file_bytes // unit_bytes * unit_bytes * len(wanted)
+        self._volume = Volume(wanted, self.num_bytes, stripe_bytes=self._stripe_bytes, direct=direct)
+        self._direct, self._deadline_seconds = direct, deadline_seconds
+        self._is_filled = False
+        self._positions = dict.fromkeys(Direction, 0)
 
     @property
     def is_direct(self) -> bool:
         """Whether all files can bypass the page cache."""
         return self._volume.is_direct
 
-    def describe(self) -> str:
-        """Return one line that says where the bytes go."""
-        return self._volume.describe()
-
-    def prepare(self, progress: Progress | None = None, *, max_seconds: float | None = None) -> None:
+    def prepare(self, *, max_seconds: float = math.inf) -> None:
         """Fill the files: first writes of reserved blocks are slow, and reads of blocks never written do no I/O.
 
         Args:
-            progress: Called after each few MiB.
             max_seconds: Stop filling after so long, but not before a few MiB, and use no more than what is filled.
 
         Raises:
             SwapperError: The drive failed.
         """
         setting = IOSetting("threads", self._stripe_bytes, num_threads=4, max_inflight=6 * len(self._volume.files))
-        max_seconds = math.inf if max_seconds is None else max_seconds
-        self._filled_bytes = 0
-        self._filled_bytes = self._pass_over(
-            setting, Direction.WRITE, self._volume.capacity_bytes, progress, max_seconds
+        track = _Track(0, self.num_bytes, 0, self._stripe_bytes)
+        stop = time.perf_counter() + max_seconds
+        self._move(
+            setting,
+            Workload.WRITE,
+            lambda volume, step_bytes, num_steps: {Direction.WRITE: track},
+            lambda: track.issued_bytes < self.num_bytes and time.perf_counter() < stop,
         )
+        self.num_bytes, self._is_filled = min(track.issued_bytes, self.num_bytes), True
 
-    def measure(
-        self,
-        setting: IOSetting,
-        workload: Workload,
-        seconds: float,
-        *,
-        read_share: float = STEP_READ_SHARE,
-        verify: bool = False,
-    ) -> Sample:
+    def measure(self, setting: IOSetting, workload: Workload, seconds: float) -> Sample:
         """Keep the drives busy for a time; see [Note: how it is measured].
 
         Args:
             setting: How to make the requests.
-            workload: What to do.
-            seconds: No request is issued after this long, but at least one is.
-            read_share: Of the bytes of a mixed workload, so many are read. The two directions never drift apart.
-            verify: Compare what is read with what was written. It costs time: not for figures.
+            workload: What to do. The two directions of a mixed one never drift apart.
+            seconds: No request is issued after this long, but for the first ones.
 
         Raises:
-            ArgumentError: An argument cannot work, or the files are too small for so many bytes in flight.
-            WrongDataError: Something else was read than was written.
+            ArgumentError: The files are too small for so many bytes in flight, or not filled.
             SwapperError: The drive failed, or the backend cannot work here.
         """
-        self._check_filled("measure")
-        if not seconds > 0 or not 0 < read_share < 1:
-            raise ArgumentError(
-                f"seconds must be positive and read_share inside (0, 1), got {seconds} and {read_share}"
-            )
-        volume = BorrowedVolume(self._volume, self._filled_bytes)
-        volume.restripe(setting.request_bytes)
-        with self._scheduler(setting, volume) as (scheduler, backend):
-            size = _window_size(setting, backend)
-            tracks = self._tracks(setting, workload, size, volume.capacity_bytes)
-            window = RequestWindow(scheduler, backend, volume, self._pattern, size, workload, checks_reads=verify)
-            is_cached = not backend.is_direct
-            if is_cached:
-                volume.drop_cache()
-            cpu_seconds = -_cpu_seconds()
-            started = time.perf_counter()
-            stop = started + seconds
-            is_first = True
-            while is_first or not window.is_idle:
-                while window.has_room and (is_first or time.perf_counter() < stop):
-                    is_first = False
-                    direction = _choose(tracks, read_share)
-                    if is_cached and direction is Direction.READ and tracks[direction].is_at_end:
-                        volume.drop_cache()
-                    window.issue(direction, tracks[direction])
-                window.complete()
-            if is_cached and Direction.WRITE in tracks:
-                volume.sync()
-            elapsed = time.perf_counter() - started
-            cpu_seconds += _cpu_seconds()
-        for direction, track in tracks.items():
-            self._positions[direction] = track.position
-        done = window.done_bytes
-        return Sample(setting, workload, done[Direction.READ], done[Direction.WRITE], elapsed, cpu_seconds)
+        if not self._is_filled:
+            raise ArgumentError("the files hold nothing yet: call prepare() before measure()")
+        stop = math.inf
 
-    def verify(self, setting: IOSetting, progress: Progress | None = None) -> None:
-        """Read everything back and compare it with what was written last.
+        def make_tracks(volume: BorrowedVolume, step_bytes: int, num_steps: int) -> dict[Direction, _Track]:
+            nonlocal stop
+            ranges = _ranges(workload, volume.capacity_bytes, setting.request_bytes)
+            if any(last - first < step_bytes * num_steps for first, last in ranges.values()):
+                raise ArgumentError(
+                    f"{self.num_bytes} bytes of files are too few for {setting.describe()} ({workload.value}); take a larger "
+                    "file_bytes, smaller requests or fewer in flight"
+                )
+            stop = time.perf_counter() + seconds
+            return {way: _Track(*ends, self._positions[way], step_bytes) for way, ends in ranges.items()}
 
-        Args:
-            setting: How to read.
-            progress: Called after each few MiB.
-
-        Raises:
-            WrongDataError: Something else was read.
-            SwapperError: The drive failed.
-        """
-        self._check_filled("verify")
-        self._pass_over(setting, Direction.READ, self._filled_bytes, progress, math.inf)
+        return self._move(setting, workload, make_tracks, lambda: time.perf_counter() < stop)
 
     def close(self) -> None:
         """Give the space back. Idempotent."""
         self._volume.close()
 
-    def _check_filled(self, method: str) -> None:
-        if not self._filled_bytes:
-            raise ArgumentError(f"the files hold nothing yet: call prepare() before {method}()")
+    def _move(
+        self,
+        setting: IOSetting,
+        workload: Workload,
+        make_tracks: Callable[[BorrowedVolume, int, int], dict[Direction, _Track]],
+        goes_on: Callable[[], bool],
+    ) -> Sample:
+        """Keep operations under way until time is up, and wait for the last.
 
-    @contextlib.contextmanager
-    def _scheduler(self, setting: IOSetting, volume: BorrowedVolume) -> Iterator[tuple[IOScheduler, IOBackend]]:
+        ``make_tracks``: gets the volume, bytes of an operation and how many are under way, and says where each direction goes.
+        """
+        volume = BorrowedVolume(self._volume, self.num_bytes, setting.request_bytes)
         config = setting.swapper_config(direct=self._direct, deadline_seconds=self._deadline_seconds)
         backend = open_by_name(volume, config)
         scheduler = IOScheduler(backend, config)
         try:
-            yield scheduler, backend
+            num_inflight = min(setting.max_inflight, backend.concurrency)
+            # The engine reads and writes pages of several requests; so does a measurement, as far as they are short.
+            together = max(1, min(_OPERATION_BYTES // setting.request_bytes, num_inflight // _OPERATIONS_UNDER_WAY))
+            # One more than fit it, so that the next request is there when one ends. The swapper bounds what is in flight of
+            # each direction, and not the sum of both.
+            num_steps = -(-num_inflight // together) + (workload is not Workload.MIXED or together > 1)
+            tracks = make_tracks(volume, setting.request_bytes * together, num_steps)
+            window = _Window(scheduler, backend, volume, setting.request_bytes * together, num_steps)
+            if not backend.is_direct:
+                volume.drop_cache()
+            cpu_seconds, started = -_cpu_seconds(), time.perf_counter()
+            window.run(tracks, goes_on)
+            if not backend.is_direct and Direction.WRITE in tracks:
+                volume.sync()
+            elapsed = time.perf_counter() - started
+            cpu_seconds += _cpu_seconds()
         finally:
             scheduler.close("the measurement is over")
-
-    def _tracks(
-        self, setting: IOSetting, workload: Workload, size: WindowSize, capacity_bytes: int
-    ) -> dict[Direction, Track]:
-        """Where each direction goes; in a mixed workload they keep to a half each, so that they never meet."""
-        half = capacity_bytes // 2 // setting.request_bytes * setting.request_bytes
-        ranges = {
-            Workload.READ: {Direction.READ: (0, capacity_bytes)},
-            Workload.WRITE: {Direction.WRITE: (0, capacity_bytes)},
-            Workload.MIXED: {Direction.READ: (0, half), Direction.WRITE: (half, capacity_bytes)},
-        }[workload]
-        window_bytes = size.operation_bytes * size.operations_for(workload)
-        if any(stop - start < window_bytes for start, stop in ranges.values()):
-            least = window_bytes * (2 if workload is Workload.MIXED else 1)
-            raise ArgumentError(
-                f"{self.num_bytes} bytes of files are too few for {setting.describe()} ({workload.value}): at least "
-                f"{least} are needed; take a larger file_bytes, smaller requests or fewer in flight"
-            )
-        return {
-            direction: Track(start, stop, self._positions[direction], size.operation_bytes)
-            for direction, (start, stop) in ranges.items()
-        }
-
-    def _pass_over(
-        self,
-        setting: IOSetting,
-        direction: Direction,
-        num_bytes: int,
-        progress: Progress | None,
-        max_seconds: float,
-    ) -> int:
-        """Read and check, or write, every byte once; return how many, if time was up before."""
-        volume = BorrowedVolume(self._volume, num_bytes)
-        with self._scheduler(setting, volume) as (scheduler, backend):
-            size = _window_size(setting, backend)
-            workload = Workload.READ if direction is Direction.READ else Workload.WRITE
-            window = RequestWindow(scheduler, backend, volume, self._pattern, size, workload, checks_reads=True)
-            if direction is Direction.READ and not backend.is_direct:
-                volume.drop_cache()
-            track = Track(0, num_bytes, 0, size.operation_bytes)
-            stop_at = math.inf
-            while True:
-                while window.has_room and track.issued_bytes < num_bytes and time.monotonic() < stop_at:
-                    window.issue(direction, track)
-                stop_at = min(stop_at, time.monotonic() + max_seconds)
-                if window.is_idle:
-                    return track.issued_bytes
-                window.complete()
-                if progress is not None:
-                    progress(window.done_bytes[direction], num_bytes)
+        for direction, track in tracks.items():
+            self._positions[direction] = track.position
+        read, written = (tracks[way].issued_bytes if way in tracks else 0 for way in Direction)
+        return Sample(setting, workload, read, written, elapsed, cpu_seconds)
 
 
-def _window_size(setting: IOSetting, backend: IOBackend) -> WindowSize:
-    return WindowSize(setting.request_bytes, min(setting.max_inflight, backend.concurrency))
+class _Track:
+    """Knows where one direction goes on: through a range of the volume, and from its end back to its start.
+
+    Args:
+        start: First byte of the range.
+        stop: The byte behind its last one.
+        position: Where to go on, if that lies in the range.
+        step_bytes: Length of a step; the one before the end may be shorter.
+    """
+
+    def __init__(self, start: int, stop: int, position: int, step_bytes: int) -> None:
+        self._start, self._stop, self._step_bytes = start, stop, step_bytes
+        self.position = start + max(0, position - start) // step_bytes * step_bytes
+        self.issued_bytes = 0
+
+    def advance(self) -> tuple[int, int]:
+        """Return offset and length of the next step."""
+        offset = self._start if self.position >= self._stop else self.position
+        num_bytes = min(self._step_bytes, self._stop - offset)
+        self.position = offset + num_bytes
+        self.issued_bytes += num_bytes
+        return offset, num_bytes
 
 
-def _choose(tracks: dict[Direction, Track], read_share: float) -> Direction:
+class _Window:
+    """Knows a fixed number of buffers and the reads and writes under way in them."""
+
+    def __init__(
+        self, scheduler: IOScheduler, backend: IOBackend, volume: Volume, step_bytes: int, num_steps: int
+    ) -> None:
+        self._scheduler, self._block_bytes = scheduler, backend.block_bytes
+        self._extent = Extent("drive test", 0, volume.capacity_bytes, volume, is_prewritten=True)
+        region = AlignedRegion(step_bytes * num_steps)
+        memory = region.array()
+        memory[:] = np.random.default_rng(20).integers(0, 256, memory.size, np.uint8)  # no drive can compress it
+        register_memory(backend, region)  # as the engine does with its pages
+        self._free = [memory[start : start + step_bytes] for start in range(0, memory.size, step_bytes)]
+        self._under_way: dict[Handle, npt.NDArray[np.uint8]] = {}
+        self._over: queue.SimpleQueue[Handle] = queue.SimpleQueue()
+
+    def run(self, tracks: Mapping[Direction, _Track], goes_on: Callable[[], bool]) -> None:
+        """Use all buffers, and each again when it is over, as long as ``goes_on`` says so.
+
+        Raises:
+            SwapperError: An operation failed.
+        """
+        for _ in range(len(self._free)):
+            self._issue(tracks)
+        while self._under_way:
+            handle = self._over.get()
+            self._free.append(self._under_way.pop(handle))
+            if handle.error is not None:
+                raise handle.error
+            if goes_on():
+                self._issue(tracks)
+
+    def _issue(self, tracks: Mapping[Direction, _Track]) -> None:
+        direction = _behind(tracks)
+        offset, num_bytes = tracks[direction].advance()
+        memory = self._free.pop()
+        priority = Priority.DEMAND if direction is Direction.READ else Priority.WRITE_BACK
+        operation = Operation(direction, self._extent, offset, memory[:num_bytes], priority, self._block_bytes)
+        self._scheduler.submit(operation)
+        handle = Handle(operation, self._scheduler)
+        self._under_way[handle] = memory
+        handle.add_done_callback(self._over.put)
+
+
+def _ranges(workload: Workload, num_bytes: int, request_bytes: int) -> dict[Direction, tuple[int, int]]:
+    """Where each direction goes; in a mixed workload they keep to a half each, so that they never meet."""
+    if workload is not Workload.MIXED:
+        return {Direction.READ if workload is Workload.READ else Direction.WRITE: (0, num_bytes)}
+    half = num_bytes // 2 // request_bytes * request_bytes
+    return {Direction.READ: (0, half), Direction.WRITE: (half, num_bytes)}
+
+
+def _behind(tracks: Mapping[Direction, _Track]) -> Direction:
     """The direction that is behind its share."""
     if len(tracks) == 1:
         return next(iter(tracks))
     read_bytes, write_bytes = tracks[Direction.READ].issued_bytes, tracks[Direction.WRITE].issued_bytes
-    return Direction.READ if read_bytes * (1 - read_share) <= write_bytes * read_share else Direction.WRITE
+    return Direction.READ if read_bytes * (1 - _READ_SHARE) <= write_bytes * _READ_SHARE else Direction.WRITE
 
 
 def _cpu_seconds() -> float:

@@ -23,9 +23,10 @@ import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
-LONGEST_CYCLE = 32
+MOST_TURNS = 32
+"""Of a drive in a cycle."""
 _EQUAL_WITHIN = 0.1
-_GOOD_SHARE = 0.97
+_GOOD_SHARE = 0.9
 
 
 class _Zone(NamedTuple):
@@ -150,44 +151,17 @@ def deal(speeds: Sequence[float]) -> list[int]:
     Speeds that differ by less than a tenth count as equal. A drive that is so slow that the others would wait for it has
     no turn at all; neither has one of speed 0.
     """
-    equalized = _equalize(speeds)
-    total = sum(equalized)
-    counts = [0] * len(equalized)
-    best, best_share = list(counts), 0.0
-    for num_turns in range(1, max(LONGEST_CYCLE, len(equalized)) + 1 if total else 1):
-        # Each turn goes to the drive that would be done with it first.
-        fastest = min((i for i, s in enumerate(equalized) if s), key=lambda i: (counts[i] + 1) / equalized[i])
-        counts[fastest] += 1
-        share = num_turns / total / max(count / s for count, s in zip(counts, equalized, strict=True) if s)
+    fastest = max(speeds, default=0.0)
+    best: list[int] = []
+    best_share = 0.0
+    for num_turns in range(1, MOST_TURNS + 1) if fastest else ():
+        counts = [int(num_turns * speed / fastest + _EQUAL_WITHIN) for speed in speeds]
+        seconds = max(count / speed for count, speed in zip(counts, speeds, strict=True) if speed)
+        share = sum(counts) / seconds / sum(speeds)
         if share > best_share:
-            best, best_share = list(counts), share
-        is_left_out = any(not count and s >= max(equalized) / 2 for count, s in zip(counts, equalized, strict=True))
-        if share >= _GOOD_SHARE and not is_left_out:
+            best, best_share = counts, share
+        if share >= _GOOD_SHARE:
             break
-    return _interleave(best)
-
-
-def _equalize(speeds: Sequence[float]) -> list[float]:
-    """Replace speeds that are nearly the same by their mean."""
-    equalized = list(speeds)
-    order = sorted(range(len(speeds)), key=lambda i: -speeds[i])
-    while order:
-        group = [i for i in order if speeds[i] >= (1 - _EQUAL_WITHIN) * speeds[order[0]]]
-        for i in group:
-            equalized[i] = sum(speeds[j] for j in group) / len(group)
-        order = order[len(group) :]
-    return equalized
-
-
-def _interleave(counts: Sequence[int]) -> list[int]:
-    """Spread the turns of each drive evenly: smooth weighted round robin."""
-    total = sum(counts)
-    credits = [0] * len(counts)
-    cycle = []
-    for _ in range(total):
-        for i, count in enumerate(counts):
-            credits[i] += count
-        chosen = max(range(len(counts)), key=lambda i: credits[i])
-        credits[chosen] -= total
-        cycle.append(chosen)
-    return cycle
+    # Each drive's turns are spread evenly over the cycle.
+    turns = sorted(((turn + 0.5) / count, column) for column, count in enumerate(best) for turn in range(count))
+    return [column for _, column in turns]

@@ -1,1 +1,1 @@
-"""Backends around another one: checksums, faults to test with, slower drives."""
+"""Backends around another one: checksums and versions."""

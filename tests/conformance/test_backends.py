@@ -1,4 +1,4 @@
-"""Every backend and every wrapper passes the suite that is shipped for backends of others."""
+"""Every backend and every wrapper passes the suite."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from swapper.backend import IOBackend, IORequest
 from swapper.backends import (
     AiofilesBackend,
     BackendWrapper,
-    FaultInjectingBackend,
     IntegrityBackend,
     MemoryBackend,
     ThreadsBackend,
     UringBackend,
 )
-from swapper.testing import BackendConformance, ConformanceError, run_conformance
 from swapper.wrappers.versions import VersionedBackend
+from tests.conformance.suite import BackendConformance, ConformanceError, run_conformance
+from tests.faults import FaultInjectingBackend
 from tests.latency import delayed
 from tests.uring import needs_uring
 

@@ -9,8 +9,8 @@ from unittest import mock
 
 import swapper.swapper
 from swapper.backend import IOBackend, IORequest
-from swapper.backends import BackendWrapper, FaultInjectingBackend
-from tests.internals import DelayLine
+from swapper.backends import BackendWrapper
+from tests.faults import DelayLine, FaultInjectingBackend
 
 
 @contextmanager

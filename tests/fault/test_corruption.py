@@ -26,9 +26,10 @@ from swapper import (
     Volume,
 )
 from swapper.backend import Direction
-from swapper.backends import FaultInjectingBackend, FaultRule, IntegrityBackend, MemoryBackend, ThreadsBackend
+from swapper.backends import IntegrityBackend, MemoryBackend, ThreadsBackend
 from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
+from tests.faults import FaultInjectingBackend, FaultRule
 from tests.internals import ScratchFile
 from tests.ticking import LONG_SECONDS, ticking
 

@@ -15,7 +15,6 @@ import infinity
 from infinity.errors import InfinityError
 from swapper import StallError, SwapperError, TransferError
 from swapper.backend import Direction
-from swapper.backends import FaultRule
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.faulty_drives import JitteringBackend, faulty_drives, wrapped_drives
@@ -29,6 +28,7 @@ from tests.exactness.lockstep import (
     with_smallest_budget,
 )
 from tests.exactness.verification import require_exact_training
+from tests.faults import FaultRule
 from tests.ticking import LONG_SECONDS, ticking
 
 _CLIPPED = {"gradient_clipping": 0.1}

@@ -26,7 +26,8 @@ from swapper import (
     Volume,
 )
 from swapper.backend import Direction
-from swapper.backends import FaultInjectingBackend, FaultRule, MemoryBackend, ThreadsBackend
+from swapper.backends import MemoryBackend, ThreadsBackend
+from tests.faults import FaultInjectingBackend, FaultRule
 from tests.manual_backend import ManualBackend
 
 pytestmark = pytest.mark.off_main_thread

@@ -18,7 +18,7 @@ from swapper import (
     VolumeTooSmallError,
 )
 from swapper.backends import ThreadsBackend
-from swapper.testing import run_conformance
+from tests.conformance.suite import run_conformance
 
 pytestmark = pytest.mark.root
 

@@ -18,9 +18,9 @@ import infinity
 from infinity.errors import EngineClosedError, StepError
 from swapper import SwapperError
 from swapper.backend import Direction
-from swapper.backends import FaultRule
 from tests.exactness.faulty_drives import faulty_drives
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
+from tests.faults import FaultRule
 from tests.waiting import wait_until
 
 _NUM = 3

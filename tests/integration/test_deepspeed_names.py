@@ -210,7 +210,7 @@ def test_timers_and_monitor(engine: Any, caplog: pytest.LogCaptureFixture, monke
 
 def test_what_is_not_there_says_what_to_do(engine: Any) -> None:
     assert not hasattr(engine, "flops_profiler")
-    with pytest.raises(AttributeError, match="get_model_profile"):
+    with pytest.raises(AttributeError, match="FlopCounterMode"):
         _ = engine.flops_profiler
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = engine.nothing
@@ -300,7 +300,6 @@ _IMPORTS = {
     "runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
     "runtime.utils": "see_memory_usage",
     "runtime.zero": "GatheredParameters Init ZeroParamStatus register_external_parameter",
-    "runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
     "utils": "logger log_dist safe_get_full_fp32_param safe_set_full_grad set_z3_leaf_modules",
     "utils.timer": "SynchronizedWallClockTimer",
     "zero": "GatheredParameters Init",
@@ -481,26 +480,18 @@ def test_local_parts_are_the_whole(tmp_path: Path) -> None:
 
 
 def test_small_functions() -> None:
-    from infinity.deepspeed.runtime.utils import (
-        clip_grad_norm_,
-        copy_to_device,
-        get_global_norm,
-        move_to_device,
-        set_random_seed,
-    )
+    from infinity.deepspeed.runtime.utils import clip_grad_norm_, set_random_seed
     from infinity.deepspeed.utils import OnDevice, recursive_getattr, should_log_le
 
     set_random_seed(3)
     first = torch.rand(2)
     set_random_seed(3)
     assert torch.equal(torch.rand(2), first)
-    moved = move_to_device({"a": [first, (first,)]}, "meta")
-    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta
-    copied = copy_to_device([first, "text"], "meta", torch.is_tensor)
-    assert copied[0].is_meta and copied[1] == "text" and not first.is_meta
+    with pytest.raises(ImportError, match=r"tensor.to\(device\)"):
+        from infinity.deepspeed.runtime.utils import move_to_device  # noqa: F401
     parameter = nn.Parameter(torch.ones(4))
     parameter.grad = torch.full((4,), 2.0)
-    assert clip_grad_norm_([parameter], 1.0) == 4.0 == get_global_norm([4.0])
+    assert clip_grad_norm_([parameter], 1.0) == 4.0
     with pytest.raises(ConfigError, match='Set "gradient_clipping"'):
         clip_grad_norm_([parameter], 1.0, mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 2))
     clip_grad_norm_([parameter], 1.0, mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 1))

@@ -139,9 +139,8 @@ def _problem(command: list[str]) -> str:
     known_options = ""
     match command:
         case ["bash", script, *rest]:
-            demo = "larger_than_ram.py" if rest[:1] == ["--larger-than-ram"] else "train.py"
             tools = {
-                "tools/demo.sh": f"tools/{demo}",
+                "tools/demo.sh": "tools/train.py",
                 "tools/test.sh": "pytest",
                 "tools/gpu_day.sh": "tools/gpu_day.py",
             }

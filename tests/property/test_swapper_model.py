@@ -35,16 +35,9 @@ from swapper import (
     Volume,
 )
 from swapper.backend import Direction, IOBackend
-from swapper.backends import (
-    AiofilesBackend,
-    FaultInjectingBackend,
-    FaultRule,
-    IntegrityBackend,
-    MemoryBackend,
-    ThreadsBackend,
-    UringBackend,
-)
+from swapper.backends import AiofilesBackend, IntegrityBackend, MemoryBackend, ThreadsBackend, UringBackend
 from tests.exactness.faulty_drives import JitteringBackend
+from tests.faults import FaultInjectingBackend, FaultRule
 from tests.uring import needs_uring
 
 _CAPACITY = 48 * ALIGNMENT

@@ -162,8 +162,6 @@ _LOCKS_IN_PYTHON = frozenset(
 
 def no_locks_in_python(module: Module) -> Iterator[str]:
     """An interrupt inside of them leaves their lock taken: see [Note: bells] in swapper.sync.bell."""
-    if module.path.startswith("swapper/testing/"):
-        return
     conditions = {
         ast.unparse(node.targets[0])
         for node in module.nodes
@@ -507,7 +505,7 @@ _PUBLIC = frozenset(
         *("infinity", "infinity.errors", "infinity.as_deepspeed", "infinity.deepspeed"),
         *("infinity.integrations.accelerate", "infinity.integrations.lightning", "infinity.integrations.transformers"),
         *("infinity.checkpoint.saved", "infinity.metrics"),  # documented in the READMEs of their folders
-        *("swapper", "swapper.backend", "swapper.backends", "swapper.errors", "swapper.testing"),
+        *("swapper", "swapper.backend", "swapper.backends", "swapper.errors"),
     }
 )
 """Modules that users import. DeepSpeed's names, such as `infinity.deepspeed.utils`, are no files and need no entry."""

@@ -253,24 +253,20 @@ class TensorBoardBlock(Block):
     """Of the directory in it for this run."""
 
 
+@with_inert_keys
 class FlopsProfilerBlock(Block):
-    """`flops_profiler`: what each module computes in one forward, and how long that takes, as DeepSpeed prints it."""
+    """`flops_profiler`: the operations of each module in one forward, as torch's `FlopCounterMode` counts them."""
 
     enabled: Flag = False
-    """Print it, on the first process, and log as with `wall_clock_breakdown`, as in DeepSpeed. Counted are matrix products,
-    convolutions and attention."""
+    """Print them, on the first process, and log as with `wall_clock_breakdown`, as in DeepSpeed. Counted are matrix products,
+    convolutions and attention, at two operations for a multiplication with an addition, by the engine of
+    `infinity.deepspeed.initialize`."""
     profile_step: Count = 1
     """After so many steps: the last forward of `engine(...)` in the next one is looked at. It goes in the ordinary order."""
     module_depth: Annotated[int, BeforeValidator(parse_count), Field(ge=-1)] = -1
-    """Classes of modules are compared down to this depth; -1 for all."""
-    top_modules: Annotated[int, BeforeValidator(parse_count), Field(ge=1)] = 1
-    """So many of each depth."""
-    detailed: Flag = True
-    """Print each module, too."""
+    """Modules down to this depth; -1 for all."""
     output_file: Annotated[str, BeforeValidator(_directory)] = ""
     """Where to; its directory is made. Empty for stdout."""
-    recompute_fwd_factor: Annotated[Number, Field(ge=0)] = 0.0
-    """How much of a forward is computed once more in backward; for backward's FLOPS."""
 
 
 class CsvMonitorBlock(Block):
@@ -345,10 +341,10 @@ class RootBlock(Block):
     dataloader_drop_last: Flag = False
     """Of the loader that `initialize` makes of `training_data`: leave out a last batch that is not full."""
     tensorboard: TensorBoardBlock = TensorBoardBlock()
+    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
     csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
     wandb: WandbBlock = WandbBlock()
     comet: CometBlock = CometBlock()
-    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
     infinity: InfinityBlock = InfinityBlock()
 
     # ---- what would change the numbers

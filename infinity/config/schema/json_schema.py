@@ -6,50 +6,20 @@ spellings, and hold comments. Whatever loads fits the schema; what fits may stil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from infinity.config.schema import directories, quantities
+from infinity.config.schema import quantities
 from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.reference import leaves, rules_of, texts_of
 from infinity.config.schema.vocabulary import blocks, child_block
 
-_NUMBER = {"type": "string", "pattern": r"^\s*[-+0-9.eE_]+\s*$"}
-_SIZE = {"type": "string", "pattern": r"^\s*[0-9][0-9_.eE+]*\s*([KMGTkmgt]?[Ii]?[Bb]?)\s*$"}
+_NUMBER = {"type": "string", "pattern": r"^\s*[-+]?[0-9.][-+0-9.eE_]*\s*([KMGTkmgt]?[Ii]?[Bb]?)\s*$"}
 _FLAG = {"enum": [0, 1, "true", "false", "True", "False", "on", "off", "yes", "no"]}
-_PATH = {"type": "string", "minLength": 1}
-_DIRECTORY = {
-    "anyOf": [
-        _PATH,
-        {
-            "type": "object",
-            "properties": {
-                "path": _PATH,
-                "capacity": {"anyOf": [{"type": ["integer", "null"]}, _SIZE, {"const": "auto"}]},
-            },
-            "required": ["path"],
-            "additionalProperties": False,
-        },
-    ]
-}
-_NAMES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-_TAKEN: dict[Callable[..., Any], list[dict[str, Any]]] = {
-    quantities.parse_bytes: [{"type": "number"}, _SIZE],
-    quantities.parse_count: [_NUMBER],
-    quantities.parse_number: [_NUMBER],
-    quantities.parse_rounded: [{"type": "number"}, _NUMBER],
-    quantities.parse_flag: [_FLAG],
-    quantities.parse_names: [_NAMES],
-    quantities.parse_path: [_PATH],
-    directories.parse_directories: [_DIRECTORY, {"type": "array", "items": _DIRECTORY}],
-}
-"""What a file may write besides what the model holds, by the function that reads it."""
-_READERS_OF_THEIR_OWN = {directories.parse_directories, quantities.parse_names}
-"""What these make of a value has another form than the value."""
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _COMMENTS = r"^(\$schema|\$?_*([cC][oO][mM][mM][eE][nN][tT])[sS]?[0-9]*|//.*|#.*)$"
 _DOTTED = r"^[a-z]\w*(\.\w+)+$"
@@ -68,7 +38,6 @@ def json_schema() -> dict[str, Any]:
     schema["patternProperties"][_DOTTED] = {"description": "The key of that block, in place of the value there."}
     zero = definitions["ZeroBlock"]["properties"]
     zero.update({name: {"description": "An older form of the offload blocks.", "deprecated": True} for name in _OLD})
-    definitions.pop("Directory", None)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Configuration of infinity-offload, which is DeepSpeed's with a block `infinity`",
@@ -90,15 +59,11 @@ def _properties(block: type[Block], of_pydantic: dict[str, Any]) -> dict[str, An
 
 
 def _property(field: FieldInfo, of_pydantic: dict[str, Any]) -> dict[str, Any]:
-    parts = [*field.metadata, *leaves(field.annotation)]
-    readers = [part.func for part in parts if isinstance(part, BeforeValidator)]
     own = {key: value for key, value in of_pydantic.items() if key not in ("title", "default", "description")}
-    kinds = [] if _READERS_OF_THEIR_OWN.intersection(readers) else [_bounded(each) for each in own.pop("anyOf", [own])]
-    for reader in readers:
-        if reader is quantities.parse_choice:
-            kinds.append(_in_any_case([name for kind in kinds for name in kind.get("enum", [])]))
-        else:  # one that is written for a single key may take anything: what it takes is not told here
-            kinds += _TAKEN.get(reader, [{}])
+    kinds = [taken for kind in own.pop("anyOf", [own]) for taken in _taken(_bounded(kind))]
+    readers = [part.func for part in (*field.metadata, *leaves(field.annotation)) if isinstance(part, BeforeValidator)]
+    if any(reader.__module__ != quantities.__name__ or reader is quantities.parse_names for reader in readers):
+        kinds.append({})  # what one takes that is written for a few keys is not told here
     child = child_block(field)
     if field.annotation == Untyped or (
         child is not None and ("enabled" in child.model_fields or "stage" in child.model_fields)
@@ -115,6 +80,14 @@ def _property(field: FieldInfo, of_pydantic: dict[str, Any]) -> dict[str, Any]:
     if isinstance(field.default, bool | int | float | str):
         made["default"] = field.default
     return made
+
+
+def _taken(kind: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a file may write for what the model holds."""
+    if kind.get("type") == "string" and "enum" in kind:
+        return [kind, _in_any_case(kind["enum"])]
+    of_type = {"integer": [{**kind, "type": "number"}, _NUMBER], "number": [kind, _NUMBER], "boolean": [kind, _FLAG]}
+    return of_type.get(kind.get("type", ""), [kind])
 
 
 def _in_any_case(names: Sequence[str]) -> dict[str, Any]:

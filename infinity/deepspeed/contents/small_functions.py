@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -48,39 +46,6 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed % (1 << 63))
 
 
-def ensure_directory_exists(filename: str) -> None:
-    """Make the directory that the file is to be in."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
-
-
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """``item`` with copies on ``device`` of what ``criterion_func`` says yes to, also inside lists, tuples and dicts."""
-    return item.to(device) if criterion_func(item) else _inside(item, copy_to_device, device, criterion_func)
-
-
-def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """``item`` with its tensors on ``device``, also inside lists, tuples and dicts.
-
-    Args:
-        item: a tensor, or a list, tuple or dict of such.
-        device: where to.
-        criterion_func: those that it says yes to are moved in place.
-    """
-    if criterion_func is not None and criterion_func(item):
-        item.data = item.to(device).data
-        return item
-    found = _inside(item, move_to_device, device, criterion_func)
-    return item.to(device) if found is item else found
-
-
-def _inside(item: Any, function: Callable[..., Any], *args: Any) -> Any:
-    if isinstance(item, list | tuple):
-        return (list if isinstance(item, list) else tuple)(function(each, *args) for each in item)
-    if isinstance(item, Mapping):
-        return {key: function(each, *args) for key, each in item.items()}
-    return item
-
-
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """``torch.nn.utils.clip_grad_norm_``. With an engine, ``gradient_clipping`` of the config does it.
 
@@ -104,11 +69,6 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
             'norm of its own. Set "gradient_clipping" in the config, which takes the norm of all parts'
         )
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-
-def get_global_norm(norm_list: Sequence[float]) -> float:
-    """The norm of several norms."""
-    return math.sqrt(sum(norm**2.0 for norm in norm_list))
 
 
 def see_memory_usage(message: str, force: bool = False, **_: Any) -> None:

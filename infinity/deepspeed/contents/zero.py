@@ -8,8 +8,6 @@ from enum import Enum
 from typing import Any
 
 from infinity.deepspeed.contents.leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
-from infinity.deepspeed.contents.tiling import TiledLinear as TiledLinear
-from infinity.deepspeed.contents.tiling import TiledLinearReturnBias as TiledLinearReturnBias
 from infinity.loading.init import Init as Init
 from infinity.loop.gathered_parameters import GatheredParameters as GatheredParameters
 from infinity.units.parameter import ZeroParamStatus as ZeroParamStatus

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from infinity.deepspeed.importer.model_states import ModelStates
 from infinity.deepspeed.importer.optimizer_states import OptimizerStates, UniversalStates, loss_scale_of
 from infinity.deepspeed.importer.pickles import COPY_ALL, ONE_STATE_DICT, FoundTensor, check
 from infinity.errors import CheckpointError, InfinityError
+from infinity.metrics.progress import progress
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
@@ -25,9 +26,6 @@ _OTHER_CONTENTS = (
     *(ArithmeticError, RuntimeError, MemoryError, StopIteration),
 )
 """What code raises that meets values of other types and sizes than it was written for."""
-
-Progress = Callable[[str, int, int], None]
-"""Told of what is being done, of bytes that have been done since the last call, and of how many there are in all."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,7 @@ class Converted:
 
 
 def convert(
-    source: str | Path,
-    target: str | Path,
-    *,
-    tag: str | None = None,
-    skips_unknown: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    source: str | Path, target: str | Path, *, tag: str | None = None, skips_unknown: bool = False
 ) -> Converted:
     """Write a checkpoint that ``engine.load_checkpoint(target)`` goes on from. Nothing of DeepSpeed is imported or run.
 
@@ -69,16 +62,15 @@ def convert(
         target: made if it is missing; the checkpoint in it has the source's tag.
         tag: which one of the source; None: its latest.
         skips_unknown: whether to leave out what holds objects of classes that are neither torch's nor DeepSpeed's.
-        progress: told how far it is.
 
     Raises:
         CheckpointError: the source is damaged, not whole, or of a kind that cannot be taken over.
         StorageError: the target cannot take it.
     """
     files = find(Path(source), tag)
-    total = sum(path.stat().st_size for path in files.all)
-    for path in files.all:
-        check(path, lambda done: progress("Checking", done, total))
+    with progress("checking", sum(path.stat().st_size for path in files.all), is_shown=True) as note:
+        for path in files.all:
+            check(path, note)
     try:
         model, tensors, rest, left_out = _contents(files, skips_unknown=skips_unknown)
     except InfinityError:
@@ -93,14 +85,17 @@ def convert(
         )
     specs = [each.spec for each in tensors]
     num_bytes = sum(spec.num_bytes for spec in specs)
-    with writing(target, name, specs, is_latest=True) as saved:
+    with (
+        progress("writing", num_bytes, is_shown=True) as note,
+        writing(target, name, specs, is_latest=True) as saved,
+    ):
         for each in tensors:
             writer = saved.open_array(each.spec)
             for piece in each.pieces:
                 for start in range(0, piece.numel(), _PART_NUMEL):
                     part = piece[start : start + _PART_NUMEL].to(each.spec.dtype).contiguous()
                     writer.write(part)
-                    progress("Writing", part.nbytes, num_bytes)
+                    note(part.nbytes)
         saved.write_rest(rest)
     return Converted(files.folder, target / name, len(specs), num_bytes, model.version, model.num_steps, left_out)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from infinity.checkpoint.arrays import ArraySpec
 from infinity.errors import CheckpointError
+from infinity.metrics.progress import Note, silent
 from infinity.torch_internals.pickles import DamagedPickleError, Record, UnknownObjectsError, read_pickle
 from swapper.volumes.mapped import map_file
 
@@ -69,12 +70,12 @@ def read(path: Path, *, skips_unknown: bool = False) -> Any:
         raise CheckpointError(path, f"it cannot be read: {error}", cure="Copy the file again") from error
 
 
-def check(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
+def check(path: Path, note: Note = silent) -> None:
     """Read the whole file and compare the checksums in it.
 
     Args:
         path: of the file.
-        progress: told of bytes that have been read.
+        note: told of bytes that have been read.
 
     Raises:
         CheckpointError: it is not what was written.
@@ -86,7 +87,7 @@ def check(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) 
                     raise zipfile.BadZipFile(f"{member.filename!r} is compressed, as torch.save never does")
                 with archive.open(member) as file:
                     while data := file.read(_BLOCK_BYTES):
-                        progress(len(data))
+                        note(len(data))
     except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError, OverflowError, struct.error) as error:
         raise CheckpointError(path, f"it is damaged: {error}", cure="Copy the file again") from error
 

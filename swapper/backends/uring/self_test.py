@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 
-from swapper.backend import Direction
+import numpy as np
+import numpy.typing as npt
+
+from swapper.backend import Direction, IORequest
 from swapper.backends.uring.backend import UringBackend
 from swapper.config import ALIGNMENT
 from swapper.memory.region import AlignedRegion
-from swapper.testing.conformance import Bytes, random_bytes, start
+from swapper.sync.bell import Latch
 from swapper.volumes.volume import Volume
 
 TEST_BYTES = 4 * ALIGNMENT
 """So much of each file is written to."""
 _MAX_STRIPES = 1024  # to look through for one of each file
 _TIMEOUT_SECONDS = 10.0
+
+Bytes = npt.NDArray[np.uint8]
 
 
 def find_fault(backend: UringBackend) -> str:
@@ -64,13 +69,13 @@ def _try_place(backend: UringBackend, offset: int, data: Bytes, copy: Bytes) -> 
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
     try:
-        data[:] = random_bytes(data.size, 1)
+        data[:] = _random_bytes(data.size, 1)
         fault = _transfer(backend, Direction.WRITE, offset, data)
         if not fault:
             os.preadv(file.fd, [copy.data], file_offset)
             fault = _compare(data, copy, f"written to {file.name}")
         if not fault:
-            data[:] = random_bytes(data.size, 2)
+            data[:] = _random_bytes(data.size, 2)
             os.pwritev(file.fd, [data.data], file_offset)
             copy[:] = 0
             fault = _transfer(backend, Direction.READ, offset, copy) or _compare(data, copy, f"read from {file.name}")
@@ -82,16 +87,29 @@ def _try_place(backend: UringBackend, offset: int, data: Bytes, copy: Bytes) -> 
             os.pwritev(file.fd, [before.data], file_offset)
 
 
+def _random_bytes(num_bytes: int, seed: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
 def _compare(expected: Bytes, found: Bytes, what: str) -> str:
     num_wrong = int((expected != found).sum())
     return f"{num_wrong} of {expected.size} bytes {what} differ" if num_wrong else ""
 
 
 def _transfer(backend: UringBackend, direction: Direction, offset: int, array: Bytes) -> str:
-    completion, name = start(backend, direction, offset, array), direction.name.lower()
-    if not completion.is_over.wait(_TIMEOUT_SECONDS):
+    is_over, name = Latch(), direction.name.lower()
+    outcome: tuple[int, OSError | None] = (0, None)
+
+    def complete(_: IORequest, moved_bytes: int, error: OSError | None) -> None:
+        nonlocal outcome
+        outcome = moved_bytes, error
+        is_over.set()
+
+    address: int = array.__array_interface__["data"][0]
+    backend.submit(IORequest(direction, offset, array.data, address, complete))
+    if not is_over.wait(_TIMEOUT_SECONDS):
         return f"a {name} had no answer for {_TIMEOUT_SECONDS:g} seconds"
-    if completion.error is not None:
-        return f"a {name} failed: {completion.error}"
-    is_whole = completion.transferred_bytes == array.size
-    return "" if is_whole else f"a {name} moved {completion.transferred_bytes} of {array.size} bytes"
+    moved_bytes, error = outcome
+    if error is not None:
+        return f"a {name} failed: {error}"
+    return "" if moved_bytes == array.size else f"a {name} moved {moved_bytes} of {array.size} bytes"

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from infinity.cli.main import COMMANDS, commands, main
-from infinity.cli.output import check_output, check_picture, print_json
+from infinity.cli.output import print_json
 
 _NOBODY = 65534
 
@@ -189,16 +189,6 @@ def test_an_optimizer_that_initialize_refuses(
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 1, "optimizer": optimizer}))
     assert main(["config", "check", "ds.json"]) == _FAILED
     assert told in _told(capsys)
-
-
-def test_a_file_that_cannot_be_written_at_the_end(tmp_path: Path) -> None:
-    check_output(tmp_path / "a.json")
-    check_picture(tmp_path / "a.PNG", "--png", [".png"])
-    with pytest.raises(click.UsageError, match=r"^--json .*another file"):
-        check_output(tmp_path)
-    for name in ("a", "a.jpg", "missing/a.png"):
-        with pytest.raises(click.UsageError, match=r"^--png "):
-            check_picture(tmp_path / name, "--png", [".png"])
 
 
 def _raising(error: BaseException) -> Callable[..., object]:

@@ -38,7 +38,6 @@ def test_what_loads_fits(path: Path) -> None:
         {"train_batch_size": "many"},
         {"train_batch_size": 0},
         {"zero_optimization": {"offload_param": {"device": "disk"}}},
-        {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": [{"capacity": "1GB"}]}}},
         {"infinity": {"host_memory_budget": "plenty"}},
         {"infinity": {"io_backend": "magic"}},
         {"bf16": {"enabled": "perhaps"}},

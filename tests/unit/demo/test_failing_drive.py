@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import train
 
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from tests.exactness.faulty_drives import faulty_drives
+from tests.faults import FaultInjectingBackend, FaultRule
 
 
 class _Watched(list[Any]):

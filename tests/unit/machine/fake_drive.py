@@ -17,7 +17,7 @@ class FakeDrive:
 
     Attributes:
         speed: bytes per second with a setting.
-        errors: what a backend raises, by its name, or by "verify" and its name.
+        errors: what a backend raises, by its name.
         problem: what fails before anything is measured.
     """
 
@@ -46,10 +46,6 @@ class FakeDrive:
         assert max_seconds > 0
         if self.problem is not None:
             raise self.problem
-
-    def verify(self, setting: IOSetting) -> None:
-        if error := self.errors.get(f"verify {setting.backend}"):
-            raise error
 
     def measure(self, setting: IOSetting, workload: Workload, seconds: float, **_: object) -> Sample:
         self.measured.append((setting, workload))

@@ -241,7 +241,7 @@ def _with_free(monkeypatch: pytest.MonkeyPatch, free_bytes: dict[str, int], devi
     monkeypatch.setattr(profile_module, "describe_drive", described)
 
 
-@pytest.mark.parametrize(("free", "expected"), [(1 << 40, 1 << 30), (2 << 30, (2 << 30) // 10)])
+@pytest.mark.parametrize(("free", "expected"), [(1 << 40, 1 << 30), (1 << 30, (1 << 30) // 2)])
 def test_the_test_file_is_small(
     nvme: Path, drive: FakeDrive, monkeypatch: pytest.MonkeyPatch, free: int, expected: int
 ) -> None:
@@ -253,7 +253,7 @@ def test_the_test_file_is_small(
     assert options["direct"] is True
 
 
-@pytest.mark.parametrize("free", [0, 500 << 20])
+@pytest.mark.parametrize("free", [0, 100 << 20])
 def test_too_little_space_is_refused_politely(
     nvme: Path, drive: FakeDrive, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int
 ) -> None:
@@ -317,9 +317,13 @@ def _entry(**changes: Any) -> dict[str, Any]:
     [
         "",
         "{",
+        "[]",
+        "null",
         '{"format": 1}',
+        '{"format": 1, "measured": []}',
         '{"format": 2, "measured": {}}',
         "[" * 100_000,
+        "\0\xff",
         " " * (2 << 20),
     ],
     ids=lambda text: repr(text[:30]),
@@ -342,14 +346,24 @@ def test_a_file_that_is_damaged_is_replaced(
     "entry",
     [
         None,
+        3,
         {},
         _entry(request_bytes=-MIB),
+        _entry(request_bytes=1000),
+        _entry(request_bytes=1e6),
+        _entry(request_bytes="1MiB"),
         _entry(num_threads=0),
+        _entry(num_threads=True),
         _entry(backend="threadz"),
+        _entry(backend=["threads"]),
         _entry(more=1),
+        _entry(setting=[]),
+        _entry(setting={"backend": "threads"}),
+        _entry(cpu_cores="many"),
         _entry(read_bytes_per_second=0),
         _entry(mixed_bytes_per_second=float("nan")),
         _entry(measured_at="yesterday"),
+        _entry(measured_at=None),
     ],
     ids=str,
 )

@@ -12,18 +12,16 @@ from infinity.machine.autotune import keep, tune_io
 from infinity.machine.bandwidth_cache import measured_bandwidth
 from infinity.machine.drive_profile import (
     QUICK,
-    WORKLOADS,
     DriveProfile,
     candidates,
+    default_io,
     default_setting,
     directories_of,
-    io_of,
-    reproduces,
     settings_for,
     sweep,
 )
-from swapper.errors import ArgumentError, WrongDataError
-from swapper.measure.io_setting import IOSetting
+from swapper.errors import BackendUnavailableError
+from swapper.measure.io_setting import IOSetting, Workload
 from tests.unit.machine.fake_drive import FakeDrive
 
 _MIB = 1 << 20
@@ -32,36 +30,38 @@ _URING, _THREADS = IOSetting("uring", 4 * _MIB, 4, 8), IOSetting("threads", 2 * 
 
 def measured(path: Path, drive: FakeDrive) -> DriveProfile:
     found = DriveProfile(directories_of([path]), is_direct=True)
-    sweep(drive, found, QUICK, settings_for(found, QUICK))  # type: ignore[arg-type]
+    sweep(drive, found, QUICK, settings_for(found.directories))  # type: ignore[arg-type]
     return found
 
 
-def test_every_setting_is_measured_in_every_way(tmp_path: Path) -> None:
-    found = measured(tmp_path, FakeDrive())
-    assert found.verified == ["threads", "uring"] and found.unusable == {}
-    assert default_setting() in found.settings
-    assert {len(found.rates(setting, each)) for setting in found.settings for each in WORKLOADS} == {QUICK.num_rounds}
+def test_every_setting_is_measured_the_best_again_and_the_best_one_alone(tmp_path: Path) -> None:
+    found = measured(tmp_path, FakeDrive(speed=lambda setting: 2e9 if setting == _URING else 1e9))
+    assert found.unusable == {}
+    assert list(found.samples) == settings_for(found.directories) and default_setting() in found.samples
+    counts = [len(found.rates(setting)) for setting in found.samples]
+    assert sorted(counts)[-4:] == [QUICK.num_rounds] * 4 and set(counts) == {1, QUICK.num_rounds}
+    assert {each.setting for each in found.alone.values()} == {_URING}
+    assert set(found.alone) == {Workload.READ, Workload.WRITE}
 
 
 def test_a_backend_that_is_missing_is_told_with_its_reason(tmp_path: Path) -> None:
-    found = measured(tmp_path, FakeDrive(errors={"uring": ArgumentError("the kernel forbids io_uring")}))
-    assert found.unusable == {"uring": "the kernel forbids io_uring"}
-    assert {setting.backend for setting in found.settings} == {"threads"}
+    found = measured(tmp_path, FakeDrive(errors={"uring": _unavailable("uring")}))
+    assert "no uring" in found.unusable["uring"]
+    assert {setting.backend for setting in found.samples} == {"threads"}
 
 
-def test_other_bytes_than_were_written_end_it(tmp_path: Path) -> None:
-    error = WrongDataError.__new__(WrongDataError)
-    Exception.__init__(error, "byte 4096 of the scratch file")
-    with pytest.raises(WrongDataError, match="4096"):
-        measured(tmp_path, FakeDrive(errors={"verify uring": error}))
+def _unavailable(name: str) -> BackendUnavailableError:
+    return BackendUnavailableError(name, f"no {name}", "take another")
 
 
 @pytest.mark.parametrize("backend", ["threads", "uring", "aiofiles"])
 @pytest.mark.parametrize("num_drives", [1, 2])
 def test_settings_that_are_measured_can_be_put_into_a_config(backend: str, num_drives: int) -> None:
     found = DriveProfile([])
-    for setting in candidates(io_of({}), [backend], 64 * _MIB * num_drives, num_drives):  # type: ignore[list-item]
-        assert reproduces(found.block(setting), setting), setting
+    for setting in candidates(default_io(), [backend], 64 * _MIB * num_drives, num_drives):  # type: ignore[list-item]
+        block = found.block(setting) | {"train_micro_batch_size_per_gpu": 1}
+        io = load_config(block, check_storage=False).io
+        assert IOSetting(io.backend, io.request_bytes, io.num_threads, io.max_inflight) == setting
 
 
 def test_the_advice_is_a_config_that_works_like_what_was_fastest(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_plans_and_autotune_take_what_was_found(tmp_path: Path, monkeypatch: pyt
     found = measured(tmp_path, FakeDrive(speed=lambda setting: 2e9 if setting == _THREADS else 1e9))
     advice = found.advice()
     assert advice is not None
-    keep(advice, found.directories, io_of({}))
+    keep(advice, found.directories, default_io())
     known = measured_bandwidth([tmp_path])
     assert known == advice.bandwidth
     offload = {"device": "nvme", "nvme_path": str(tmp_path)}

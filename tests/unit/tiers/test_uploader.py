@@ -14,7 +14,7 @@ from infinity.units.unit import Unit
 from swapper import StagingArena, Swapper, SwapperConfig, SwapperError
 from swapper.backend import Direction
 from swapper.backends.memory import MemoryBackend
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.faults import FaultInjectingBackend, FaultRule
 from tests.lazy_device import LazyDevice
 from tests.separate_host import SeparateHostDevice
 from tests.unit.stage import frozen_unit

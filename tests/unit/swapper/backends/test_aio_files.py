@@ -18,8 +18,8 @@ from swapper.backend import Direction, IORequest
 from swapper.backends.aio_files import AiofilesBackend
 from swapper.backends.file_transfer import FileTransfer
 from swapper.measure.choice import open_backend
-from swapper.testing.conformance import aligned_bytes, random_bytes, start
 from swapper.volumes.volume import Volume
+from tests.conformance.suite import aligned_bytes, random_bytes, start
 from tests.waiting import wait_until
 
 _READ, _WRITE = Direction.READ, Direction.WRITE

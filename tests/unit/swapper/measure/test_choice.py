@@ -33,7 +33,7 @@ from swapper.measure import choice as choice_module
 from swapper.measure.choice import measure_gain, open_backend
 from swapper.measure.io_setting import IOSetting, Workload
 from swapper.measure.measurement import Sample
-from swapper.testing.conformance import random_bytes, read, write
+from tests.conformance.suite import random_bytes, read, write
 from tests.uring import needs_uring
 
 _MIB = 1 << 20

@@ -1,9 +1,8 @@
-"""Measurements move the bytes they report, keep the window they promise, and find every byte that is not as written."""
+"""Measurements move the bytes they report, and keep the window they promise."""
 
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import swapper.measure.measurement as measurement_module
-from swapper import ArgumentError, SwapperConfig, TransferError, Volume, WrongDataError
+from swapper import ArgumentError, SwapperConfig, TransferError, Volume
 from swapper.backend import Direction, IOBackend, IORequest
 from swapper.measure.borrowed import BorrowedVolume
 from swapper.measure.by_name import open_by_name
-from swapper.measure.measurement import STEP_READ_SHARE, DriveTest, IOSetting, Workload
+from swapper.measure.measurement import DriveTest, IOSetting, Workload
 
 SMALL = IOSetting("threads", 64 << 10, num_threads=2, max_inflight=2)
 FILE_BYTES = 4 << 20
@@ -91,12 +90,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, hold: _Hold) -> list[_Watched]:
     return opened
 
 
-def _damage(test: DriveTest, offset: int, data: bytes) -> None:
-    with open(test.paths[0], "r+b", buffering=0) as file:
-        os.pwrite(file.fileno(), data, offset)
-        os.fsync(file.fileno())
-
-
 # ------------------------------------------------------------------------------------------------------------- samples
 
 
@@ -129,13 +122,9 @@ def test_a_measurement_goes_on_where_the_last_one_ended_and_starts_over_at_the_e
     assert offsets == expected
 
 
-@pytest.mark.deep(but=2)
-@pytest.mark.parametrize("share", [STEP_READ_SHARE, 0.2, 0.9])
-def test_both_directions_keep_their_shares_all_the_time(
-    drive: DriveTest, watched: list[_Watched], share: float
-) -> None:
-    drive.measure(SMALL, Workload.MIXED, 0.05, read_share=share)
-    read_bytes = total = 0
+def test_both_directions_keep_their_shares_all_the_time(drive: DriveTest, watched: list[_Watched]) -> None:
+    drive.measure(SMALL, Workload.MIXED, 0.05)
+    read_bytes, total, share = 0, 0, 14 / 26
     for direction, _, num_bytes in watched[0].requests:
         read_bytes += num_bytes if direction is Direction.READ else 0
         total += num_bytes
@@ -159,52 +148,10 @@ def test_the_window_is_full_at_the_backend(
     most = watched[0].most_inflight
     assert most >= setting.num_inflight
     # Both directions together: no more than the operation of several requests that is kept ready.
-    per_operation = setting.window.requests_per_operation
+    per_operation = max(1, setting.num_inflight // 8)
     spare = per_operation if workload is Workload.MIXED and per_operation > 1 else 0
     assert most <= setting.num_inflight + spare
     assert {num_bytes for *_, num_bytes in watched[0].requests} == {setting.request_bytes}
-
-
-# ---------------------------------------------------------------------------------------------------------------- data
-
-
-def test_what_was_written_is_verified(drive: DriveTest) -> None:
-    for setting in (SMALL, IOSetting("threads", 12288, 3, 3)):
-        for workload in (Workload.WRITE, Workload.MIXED):
-            drive.measure(setting, workload, 0.02, verify=True)
-            drive.verify(IOSetting("threads", 1 << 20, 2, 2))
-
-
-@pytest.mark.parametrize(
-    ("offset", "data", "found"),
-    [
-        (0, b"\0" * 4096, "offset 0: about 504 of its 512 bytes are something else"),
-        (1_052_672 + 100, b"?", "offset 1052672: about 8 of its 512 bytes are something else"),
-        (FILE_BYTES - 512, b"\0" * 512, f"offset {FILE_BYTES - 512}: "),
-    ],
-)
-def test_changed_bytes_are_found(drive: DriveTest, offset: int, data: bytes, found: str) -> None:
-    _damage(drive, offset, data)
-    with pytest.raises(WrongDataError, match=re.escape(found)) as caught:
-        drive.verify(SMALL)
-    assert caught.value.offset == offset // 512 * 512
-    with pytest.raises(WrongDataError):
-        for _ in range(50):
-            drive.measure(SMALL, Workload.READ, 0.05, verify=True)
-
-
-def test_old_and_misplaced_blocks_are_found(drive: DriveTest) -> None:
-    with open(drive.paths[0], "rb", buffering=0) as file:
-        before = os.pread(file.fileno(), 8192, 0)
-    _damage(drive, 0, before[4096:])
-    with pytest.raises(WrongDataError, match="offset 0: it holds what was written 4096 bytes on"):
-        drive.verify(SMALL)
-    drive.measure(SMALL, Workload.WRITE, 0.05)
-    drive.prepare()
-    drive.verify(SMALL)
-    _damage(drive, 0, before[:4096])
-    with pytest.raises(WrongDataError, match="offset 0: it holds write number 1 instead of number"):
-        drive.verify(SMALL)
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -215,18 +162,16 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     owner = Volume([tmp_path / "a", tmp_path / "b"], 16 << 20, stripe_bytes=4 << 20)
     try:
-        borrowed = BorrowedVolume(owner, 8 << 20)
-        used: dict[int, int] = {}
-        for each in borrowed.ranges(0, 8 << 20):
-            used[each.file_index] = max(used.get(each.file_index, 0), each.offset + each.num_bytes)
+        used = [0, 0]
+        for column, offset, low, high in owner.pieces(0, 8 << 20):
+            used[column] = max(used[column], offset + high - low)
         for stripe_bytes in (64 << 10, 12288, 4 << 20):
-            borrowed = BorrowedVolume(owner, 8 << 20)
-            borrowed.restripe(stripe_bytes)
+            borrowed = BorrowedVolume(owner, 8 << 20, stripe_bytes)
             assert 0.9 * (8 << 20) < borrowed.capacity_bytes <= 8 << 20
-            ranges = borrowed.ranges(0, borrowed.capacity_bytes)
-            assert {each.num_bytes for each in ranges} == {stripe_bytes}
-            assert all(each.offset + each.num_bytes <= used[each.file_index] for each in ranges)
-            assert len(set(ranges)) == len(ranges), "two addresses for one place"
+            pieces = borrowed.pieces(0, borrowed.capacity_bytes)
+            assert {high - low for *_, low, high in pieces} == {stripe_bytes}
+            assert all(offset + high - low <= used[column] for column, offset, low, high in pieces)
+            assert len({each[:2] for each in pieces}) == len(pieces), "two addresses for one place"
     finally:
         owner.close()
 
@@ -235,11 +180,9 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
 
 
 def test_nothing_is_measured_before_the_file_is_filled(tmp_path: Path) -> None:
-    with DriveTest([tmp_path], FILE_BYTES) as test:
-        with pytest.raises(ArgumentError, match=r"call prepare\(\) before measure\(\)"):
-            test.measure(SMALL, Workload.READ, 0.01)
-        with pytest.raises(ArgumentError, match=r"call prepare\(\) before verify\(\)"):
-            test.verify(SMALL)
+    before = pytest.raises(ArgumentError, match=r"call prepare\(\) before measure\(\)")
+    with DriveTest([tmp_path], FILE_BYTES) as test, before:
+        test.measure(SMALL, Workload.READ, 0.01)
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -257,7 +200,6 @@ def test_a_drive_that_fails_raises_and_the_test_goes_on(
     with pytest.raises(TransferError, match="EIO"):
         drive.measure(SMALL, Workload.WRITE, 0.01)
     monkeypatch.setattr(os, "pwritev", real)
-    drive.verify(SMALL)  # what the failed writes left is not known, the rest is right
     drive.measure(SMALL, Workload.WRITE, 0.02)
 
 
@@ -272,6 +214,5 @@ def test_files_in_the_page_cache_are_measured_at_the_drive(tmp_path: Path, monke
         test.measure(SMALL, Workload.WRITE, 0.01)
         assert calls[-1] == "sync"
         calls.clear()
-        sample = test.measure(SMALL, Workload.READ, 0.05)
-        assert len(calls) >= sample.read_bytes // FILE_BYTES
-        test.verify(SMALL)
+        test.measure(SMALL, Workload.READ, 0.01)
+        assert calls == ["drop"]

@@ -54,8 +54,8 @@ class _Speeds:
         self.speeds = speeds
         self.measured: list[str] = []
 
-    def __call__(self, directory: Directory, file_bytes: int, **_: object) -> contextlib.nullcontext[_Speeds]:
-        self.measured.append(directory.path.name)
+    def __call__(self, directories: list[Directory], file_bytes: int, **_: object) -> contextlib.nullcontext[_Speeds]:
+        self.measured.append(directories[0].path.name)
         return contextlib.nullcontext(self)
 
     def prepare(self, **_: object) -> None: ...

@@ -17,7 +17,7 @@ from swapper import ALIGNMENT, Extent, Priority, StallError, Swapper, SwapperClo
 from swapper.backend import Direction
 from swapper.backends.memory import MemoryBackend
 from swapper.scheduling.waiting import TICKS_PER_DEADLINE
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.faults import FaultInjectingBackend, FaultRule
 from tests.manual_backend import ManualBackend
 from tests.ticking import LONG_SECONDS, ticking
 from tests.waiting import wait_until

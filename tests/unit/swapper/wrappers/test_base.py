@@ -10,9 +10,9 @@ import pytest
 from swapper import ALIGNMENT
 from swapper.backend import Direction, IOBackend
 from swapper.backends.memory import MemoryBackend
-from swapper.testing.conformance import Completion, aligned_bytes, start
 from swapper.wrappers.base import BackendWrapper
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
+from tests.conformance.suite import Completion, aligned_bytes, start
+from tests.faults import FaultInjectingBackend, FaultRule
 
 _READ, _WRITE = Direction.READ, Direction.WRITE
 

@@ -16,11 +16,11 @@ from swapper.backend import CorruptedDataError, Direction, IOBackend
 from swapper.backends.memory import MemoryBackend
 from swapper.backends.threads import ThreadsBackend
 from swapper.errors import ArgumentError
-from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
 from swapper.volumes.volume import Volume
 from swapper.wrappers.checksum import crc32c, is_fast
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from swapper.wrappers.integrity import IntegrityBackend
+from tests.conformance.suite import aligned_bytes, random_bytes, read, start, write
+from tests.faults import FaultInjectingBackend, FaultRule
 from tests.manual_backend import ManualBackend
 
 _READ, _WRITE = Direction.READ, Direction.WRITE

@@ -10,8 +10,8 @@ import pytest
 from swapper import ALIGNMENT, Swapper, SwapperConfig
 from swapper.backend import Direction
 from swapper.backends.memory import MemoryBackend
-from swapper.wrappers.faults import FaultInjectingBackend, FaultRule
 from swapper.wrappers.versions import VersionedBackend
+from tests.faults import FaultInjectingBackend, FaultRule
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from swapper.backend import Direction, IORequest
 from swapper.backends.uring import ring_loop as ring_loop_module
 from swapper.backends.uring.backend import UringBackend
 from swapper.backends.uring.ring import Ring, library
-from swapper.testing.conformance import Completion, aligned_bytes, random_bytes, read, start, write
+from tests.conformance.suite import Completion, aligned_bytes, random_bytes, read, start, write
 from tests.uring import needs_uring
 from tests.waiting import wait_until
 

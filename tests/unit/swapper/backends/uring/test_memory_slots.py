@@ -17,8 +17,8 @@ from swapper.backends.uring import memory_slots as memory_slots_module
 from swapper.backends.uring.backend import UringBackend
 from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import library
-from swapper.testing.conformance import aligned_bytes, random_bytes, read, write
 from swapper.wrappers.base import BackendWrapper
+from tests.conformance.suite import aligned_bytes, random_bytes, read, write
 from tests.uring import needs_uring
 
 _ROOT = Path(__file__).resolve().parents[5]

@@ -19,7 +19,7 @@ from swapper.backends.uring import ring as ring_module
 from swapper.backends.uring.backend import UringBackend
 from swapper.backends.uring.ring import Library, Ring, library
 from swapper.backends.uring.ring_loop import RingLoop
-from swapper.testing.conformance import aligned_bytes, random_bytes, read, start, write
+from tests.conformance.suite import aligned_bytes, random_bytes, read, start, write
 from tests.forked import require_in_child
 from tests.open_files import open_files
 from tests.uring import needs_uring
