@@ -157,7 +157,8 @@ def test_it_is_seen_wherever_libraries_look() -> None:
             try:
                 exec(statement)
             except (ImportError, AttributeError) as error:
-                assert cure in str(error) and statement.split()[-1].split(".")[-1] in str(error), error
+                name = statement.split()[1 if isinstance(error, ModuleNotFoundError) else -1].rpartition(".")[2]
+                assert cure in str(error) and name in str(error), error
             else:
                 sys.exit(statement)
     """
