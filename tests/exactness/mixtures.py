@@ -63,6 +63,22 @@ def with_adapters(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False))
 
 
+def with_adapters_on_experts(model: Any) -> Any:
+    """LoRA on the tensors of experts, too: PEFT adds to the whole tensor in each forward."""
+    import peft
+
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=weights, init_lora_weights=False)
+    return peft.get_peft_model(model, settings)
+
+
+def frozen(model: Any) -> Any:
+    """Everything but the experts trains."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    return model
+
+
 def case(
     family: str, implementation: str = "grouped_mm", wrap: Callable[[Any], nn.Module] = lambda model: model
 ) -> Case:

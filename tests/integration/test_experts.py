@@ -56,6 +56,16 @@ def test_trains_to_the_bits_of_plain_torch(family: str, use: str, tmp_path: Path
         _train(run, trains_experts=use == "full")
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_with_adapters_of_their_own_stay_whole(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    case = mixtures.case(family, wrap=mixtures.with_adapters_on_experts)
+    with Lockstep.start(tmp_path, case=case, changes=_merged({"infinity": {"page_bytes": None}}, _ACCUMULATED)) as run:
+        assert not any("_by_expert" in name for name, _ in run.model.named_parameters())
+        _train(run, trains_experts=False)
+
+
 _ACCUMULATED: dict[str, Any] = {"gradient_accumulation_steps": 2}
 
 

@@ -20,6 +20,7 @@ from torch import nn
 import infinity
 from infinity.deepspeed.ops.lamb import FusedLamb
 from infinity.errors import BudgetTooSmallError
+from tests.exactness import mixtures
 from tests.exactness.case import Case
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import WORKERS, Row
@@ -35,7 +36,8 @@ try:
 except backend.NoSimulation as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
-_CASES = {case.name: case for case in (*SHAPES, *FAMILIES)}
+_FROZEN_EXPERTS = dataclasses.replace(mixtures.case("qwen3_moe", "eager", mixtures.frozen), name="frozen_experts")
+_CASES = {case.name: case for case in (*SHAPES, *FAMILIES, _FROZEN_EXPERTS)}
 _ROOMY = 1 << 20
 MODELS = (
     "tied_weights",
@@ -49,6 +51,7 @@ MODELS = (
     "llama",
     "gpt2",
     "t5",
+    "frozen_experts",
 )
 
 ROWS = (
