@@ -80,8 +80,7 @@ class CheckpointCalls(ExportCalls):
             client_state: whatever the script wants back from `load_checkpoint`.
             save_latest: whether ``load_checkpoint(save_dir)`` is to find this one.
             exclude_frozen_parameters: leave parameters out that do not train (the base of adapters). Who loads it needs them
-                from elsewhere, with the values that they have now: they stay as they are in the model. Their checksums are
-                saved, and compared at load, each of which reads them once.
+                from elsewhere, with the values that they have now: they stay as they are in the model.
             blocking: False: buffers, frozen weights and what the engine does not hold are written, then the call returns, and
                 the rest is written while training goes on: an update of a unit waits until that is saved as it was. It takes
                 about 14 MiB beside the budget. (Several processes that keep shares of the states write all of it before the call
@@ -229,8 +228,7 @@ class CheckpointCalls(ExportCalls):
         Raises:
             CheckpointError: there is none, or it is damaged, of another version, or cannot be read. If weights have been changed
                 already, forwards, steps and saves say so until a load succeeds.
-            ModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
-                has been changed.
+            ModelError: it is of another model; nothing has been changed.
             ValueError: the optimizer or the lr scheduler is of another kind, or there are other groups; nothing has been changed.
                 Or ``load_dir`` is empty, or an address.
         """
