@@ -31,7 +31,7 @@ from infinity.distributed.part_folders import check_parts, common_tag, folder_of
 from infinity.engine.export_calls import ExportCalls, check_directory
 from infinity.errors import CheckpointError, StepError
 from infinity.loop.phase import PhaseGuard
-from infinity.numerics.random_states import random_states, set_random_states_of
+from infinity.numerics.random_states import random_states, set_random_states
 from infinity.optim.scheduler_state import state_of_scheduler
 from infinity.threads.engine_lock import locked
 from infinity.units.extra_states import EXTRA_STATES, extra_states
@@ -344,12 +344,13 @@ class CheckpointCalls(ExportCalls):
     def _go_on_as_rank(self, rank: int, rest: Mapping[str, Any], wanted: Wanted) -> None:
         """What is a rank's own; ``rest`` has the first rank's in itself, and those of the others in a list."""
         of_ranks = [rest, *rest.get(_OTHER_RANKS, ())]
-        own = of_ranks[rank] if rank < len(of_ranks) else rest
+        is_new = rank >= len(of_ranks)
+        own = rest if is_new else of_ranks[rank]
         loader = self.training_dataloader
         if wanted.data_position and "loader" in own and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(own["loader"])
-        if wanted.random_states and "random" in own:  # another framework has saved none
-            set_random_states_of(rank, [each["random"] for each in of_ranks])
+        if wanted.random_states and "random" in own and not is_new:  # another framework has saved none
+            set_random_states(own["random"])
 
     def _training(self, of_other_ranks: Sequence[Mapping[str, Any]] = ()) -> Training:
         parts = self._parts
