@@ -91,7 +91,7 @@ class _Token:
         self._version = tensor._version
         self.dtype = tensor.dtype
         self.shape = tensor.shape
-        self.stride: tuple[int, ...] = ()
+        self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
 
     def load(self) -> torch.Tensor:
