@@ -23,8 +23,10 @@ from infinity.paging.saved_tensors import top_hooks
 class Kept(Spilled):
     """A tensor that is needed again in backward."""
 
+    source: Any
+    """What the pager's ``pack`` gave; None while the tensor is not in memory."""
+
     def __init__(self, tensor: torch.Tensor, token: Any) -> None:
-        """``token``: what the pager's ``pack`` gave: the `source`."""
         super().__init__(tensor.nbytes, token)
         self.shape = tensor.shape
         self.dtype = tensor.dtype
