@@ -24,14 +24,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.activations.boundary import ALIGNMENT, drive_memory
 from infinity.activations.refusal import Refusal
-from infinity.activations.spill_space import BLOCK_BYTES, SpillSpace
+from infinity.activations.spill_space import SpillSpace
+from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling
 from infinity.errors import BudgetTooSmallError, EngineClosedError, format_bytes
 from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import modified
 from infinity.torch_internals.names import in_backward
-from swapper import Extent, Handle, Priority, Swapper, SwapperError
 
 _LEAST_BYTES = 64 << 10
 """Smaller storages stay where they are."""
@@ -41,29 +40,20 @@ _LOOK_BACK = 64
 """How many storages before the one that is needed are looked at, to read some ahead."""
 
 
-class _Stored:
-    """The bytes of one storage. Where it is: `source`, else `memory`, else `place`."""
+class _Stored(Spilled):
+    """The bytes of one storage."""
+
+    source: torch.Tensor | None
 
     def __init__(self, number: int, tensor: torch.Tensor, root: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
+        super().__init__(storage.nbytes(), _bytes_of(tensor))
         self.number = number
-        self.num_bytes = storage.nbytes()
-        self.moved_bytes = -(-self.num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        """Of the memory that it takes, and of what is read and written."""
         self.device = tensor.device
         self.key = StorageWeakRef(storage)
         self.root = weakref.ref(root)
         self.count = _count_of(tensor)
         self.version = tensor._version
-        self.source: torch.Tensor | None = _bytes_of(tensor)
-        self.memory: torch.Tensor | None = None
-        """uint8, on the host: on its way, or read again."""
-        self.place: tuple[Swapper, Extent] | None = None
-        self.under_way: Handle | None = None
-        """Of the last write or read of `memory`."""
-        self.is_written = False
-        self.is_held = True
-        """Whether it counts among what is in memory."""
         self.claim: weakref.ref[_Claim] | None = None
 
     def bring_to_host(self) -> None:
@@ -119,38 +109,23 @@ class _Token:
         return empty.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
-class SavedActivations:
+class SavedActivations(Spilling[_Stored]):
     """Takes what autograd saves, and gives it back in backward. Safe for several threads."""
 
     def __init__(self, space: SpillSpace, clock: StepClock, capacity_bytes: int) -> None:
-        """
-        Args:
-            space: where to put what exceeds the capacity.
-            clock: counts the waiting.
-            capacity_bytes: host memory to use, that of what is on its way included. At least two tensors are in memory,
-                whatever it says.
-        """
-        self._space = space
-        self._clock = clock
-        self._capacity_bytes = capacity_bytes
+        super().__init__(space, clock, capacity_bytes)
         self._lock = threading.RLock()
         self._dead: deque[_Stored] = deque()
         self._known: dict[StorageWeakRef, _Stored] = {}
         self._all: dict[int, _Stored] = {}
-        self._oldest_first: deque[_Stored] = deque()
-        self._writing: deque[_Stored] = deque()
         self._read: deque[_Stored] = deque()
         """In memory and on the drive, those that were read first before the others."""
         self._leaving: list[_Stored] = []
         """Of no use any more, but a drive has not done with them."""
         self._num_stored = 0
-        self._held_bytes = 0
-        self._slack_bytes = 0
         self._is_closed = False
         self.kept_bytes = 0
         """Bytes taken so far."""
-        self.spilled_bytes = 0
-        """Bytes of it that went to NVMe."""
 
     # ----------------------------------------------------------------------------------------------------- forward
 
@@ -183,55 +158,18 @@ class SavedActivations:
         claim = _Claim(stored, self._dead)
         self._num_stored += 1
         self._known[stored.key] = self._all[stored.number] = stored
-        self._oldest_first.append(stored)
-        self._slack_bytes = max(self._slack_bytes, 2 * stored.moved_bytes)
-        self._held_bytes += stored.moved_bytes
+        self._admit(stored)
         self.kept_bytes += stored.num_bytes
         return claim
 
-    def _make_room(self) -> None:
-        """Write the oldest out until the rest fits. Only when too much is on its way, wait for the drive."""
-        while self._writing and self._writing[0].under_way is not None and self._writing[0].under_way.done():
-            self._end_write(self._writing.popleft())
-        staying = self._held_bytes - sum(stored.moved_bytes for stored in self._writing)
-        while staying > self._capacity_bytes - self._slack_bytes and self._oldest_first:
-            stored = self._oldest_first.popleft()
-            source = stored.source
-            if source is not None and stored.count._version == stored.version:
-                self._start_write(stored, source)
-                staying -= stored.moved_bytes
-        while self._writing and self._held_bytes > max(self._capacity_bytes, self._slack_bytes):
-            self._end_write(self._writing.popleft())
+    def _source_of(self, item: _Stored) -> torch.Tensor | None:
+        return item.source if item.count._version == item.version else None
 
-    def _start_write(self, stored: _Stored, source: torch.Tensor) -> None:
+    def _start_write(self, item: _Stored, source: torch.Tensor) -> None:
         try:
-            stored.place = swapper, extent = self._space.take(stored.num_bytes)
+            super()._start_write(item, source)
         except Refusal as refusal:
             raise refusal.__cause__ or refusal from None
-        memory = drive_memory(stored.moved_bytes)
-        memory[: stored.num_bytes].copy_(source)
-        stored.memory = memory
-        stored.under_way = swapper.write(extent, memory)
-        stored.source = None
-        self.spilled_bytes += stored.moved_bytes
-        self._writing.append(stored)
-
-    def _end_write(self, stored: _Stored) -> None:
-        self._wait(stored, "write")
-        stored.is_written = True
-        self._drop_memory(stored)
-
-    def _wait(self, stored: _Stored, cause: str) -> None:
-        handle = stored.under_way
-        if handle is not None:
-            self._clock.wait_for(handle, cause)
-            stored.under_way = None
-
-    def _drop_memory(self, stored: _Stored) -> None:
-        stored.memory = None
-        if stored.is_held:
-            stored.is_held = False
-            self._held_bytes -= stored.moved_bytes
 
     # ---------------------------------------------------------------------------------------------------- backward
 
@@ -253,29 +191,20 @@ class SavedActivations:
             self._read_ahead(stored)
             return source
 
-    def _start_read(self, stored: _Stored) -> None:
-        if stored.place is None:
-            raise RuntimeError("a tensor that was saved for backward is gone")
-        limit = max(self._capacity_bytes, self._slack_bytes)
-        while self._read and self._held_bytes + stored.moved_bytes > limit:
+    def _start_read(self, item: _Stored) -> None:
+        while self._read and self._held_bytes + item.moved_bytes > self._limit_bytes:
             oldest = self._read.popleft()  # another backward may need it again, and reads it again
             if oldest.memory is not None and oldest.under_way is None:
                 self._drop_memory(oldest)
-        swapper, extent = stored.place
-        memory = drive_memory(stored.moved_bytes)
-        stored.under_way = swapper.read(extent, memory, priority=Priority.PREFETCH)
-        stored.memory = memory
-        stored.is_held = True
-        self._held_bytes += stored.moved_bytes
-        self._read.append(stored)
+        super()._start_read(item)
+        self._read.append(item)
 
     def _read_ahead(self, stored: _Stored) -> None:
-        limit = max(self._capacity_bytes, self._slack_bytes)
         for number in range(stored.number - 1, max(stored.number - _LOOK_BACK, 0) - 1, -1):
             earlier = self._all.get(number)
             if earlier is None or earlier.memory is not None or not earlier.is_written:
                 continue
-            if self._held_bytes + earlier.moved_bytes > limit:
+            if self._held_bytes + earlier.moved_bytes > self._limit_bytes:
                 return
             self._start_read(earlier)
 
@@ -306,24 +235,11 @@ class SavedActivations:
             self._slack_bytes = 0
             self._space.tidy()
 
-    def _give_back(self, stored: _Stored) -> None:
-        try:
-            self._wait(stored, "write")
-        except SwapperError:
-            if stored.place is not None:
-                self._space.discard(stored.place)
-        else:
-            if stored.place is not None:
-                self._space.give_back(stored.num_bytes, stored.place)
-        stored.place = stored.under_way = None
-        self._drop_memory(stored)
-
     def close(self) -> None:
         """Let go of everything, after whatever went wrong. A backward that comes later is an error."""
         with self._lock:
             self._is_closed = True
             for stored in [*self._all.values(), *self._leaving]:
-                stored.source = None
                 self._give_back(stored)
             for group in (
                 self._all,

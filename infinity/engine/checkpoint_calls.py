@@ -22,7 +22,7 @@ from infinity.checkpoint.arrays import reading_from
 from infinity.checkpoint.checkpoint_loading import Wanted, load
 from infinity.checkpoint.manifest import MANIFEST, completed_at
 from infinity.checkpoint.record_stream import SharedStream
-from infinity.checkpoint.saved import Checkpoint, find, reading_again, tags
+from infinity.checkpoint.saved import Checkpoint, find, tags
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Training
 from infinity.distributed.agreement import agree, on_first, together
@@ -31,7 +31,7 @@ from infinity.distributed.part_folders import check_parts, common_tag, folder_of
 from infinity.engine.export_calls import ExportCalls, check_directory
 from infinity.errors import CheckpointError, StepError
 from infinity.loop.phase import PhaseGuard
-from infinity.numerics.random_states import random_states, set_random_states_of
+from infinity.numerics.random_states import random_states, set_random_states
 from infinity.optim.scheduler_state import state_of_scheduler
 from infinity.threads.engine_lock import locked
 from infinity.units.extra_states import EXTRA_STATES, extra_states
@@ -80,8 +80,7 @@ class CheckpointCalls(ExportCalls):
             client_state: whatever the script wants back from `load_checkpoint`.
             save_latest: whether ``load_checkpoint(save_dir)`` is to find this one.
             exclude_frozen_parameters: leave parameters out that do not train (the base of adapters). Who loads it needs them
-                from elsewhere, with the values that they have now: they stay as they are in the model. Their checksums are
-                saved, and compared at load, each of which reads them once.
+                from elsewhere, with the values that they have now: they stay as they are in the model.
             blocking: False: buffers, frozen weights and what the engine does not hold are written, then the call returns, and
                 the rest is written while training goes on: an update of a unit waits until that is saved as it was. It takes
                 about 14 MiB beside the budget. (Several processes that keep shares of the states write all of it before the call
@@ -229,8 +228,7 @@ class CheckpointCalls(ExportCalls):
         Raises:
             CheckpointError: there is none, or it is damaged, of another version, or cannot be read. If weights have been changed
                 already, forwards, steps and saves say so until a load succeeds.
-            ModelError: it is of another model, or was written without frozen parameters, which are others now; nothing
-                has been changed.
+            ModelError: it is of another model; nothing has been changed.
             ValueError: the optimizer or the lr scheduler is of another kind, or there are other groups; nothing has been changed.
                 Or ``load_dir`` is empty, or an address.
         """
@@ -293,25 +291,20 @@ class CheckpointCalls(ExportCalls):
             logger.warning("engine.load_checkpoint: nothing was loaded. %s", error)
             return None, None
         before = self.global_steps
-
-        def read() -> dict[str, Any]:
-            changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
-            try:
-                return load(
-                    self._training(),
-                    folder,
-                    wanted,
-                    shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
-                    is_first_rank=self.global_rank <= 0,
-                    begin=changing.tell,
-                    changing=changing,
-                )
-            except Exception as error:
-                changing.tell(error)
-                raise
-
-        # Several ranks may find it replaced or not: they all raise.
-        rest = reading_again(folder, read) if ranks.num == 1 else read()
+        changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
+        try:
+            rest = load(
+                self._training(),
+                folder,
+                wanted,
+                shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
+                is_first_rank=self.global_rank <= 0,
+                begin=changing.tell,
+                changing=changing,
+            )
+        except Exception as error:
+            changing.tell(error)
+            raise
         if self._parts.access.shared is not None:
             self._parts.exchange.gather(self._parts.parameter_map.units)
         if wanted.counters:
@@ -351,12 +344,13 @@ class CheckpointCalls(ExportCalls):
     def _go_on_as_rank(self, rank: int, rest: Mapping[str, Any], wanted: Wanted) -> None:
         """What is a rank's own; ``rest`` has the first rank's in itself, and those of the others in a list."""
         of_ranks = [rest, *rest.get(_OTHER_RANKS, ())]
-        own = of_ranks[rank] if rank < len(of_ranks) else rest
+        is_new = rank >= len(of_ranks)
+        own = rest if is_new else of_ranks[rank]
         loader = self.training_dataloader
         if wanted.data_position and "loader" in own and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(own["loader"])
-        if wanted.random_states and "random" in own:  # another framework has saved none
-            set_random_states_of(rank, [each["random"] for each in of_ranks])
+        if wanted.random_states and "random" in own and not is_new:  # another framework has saved none
+            set_random_states(own["random"])
 
     def _training(self, of_other_ranks: Sequence[Mapping[str, Any]] = ()) -> Training:
         parts = self._parts

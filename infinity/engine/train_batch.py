@@ -57,15 +57,9 @@ class TrainBatch:
                     loop.step()
                 return torch.stack([loss.float() for loss in found]).mean()
             reason = found
-        taken_anew = bool(taken)
         self._reporter.note_schedule("ordinary", reason)
         losses: list[torch.Tensor] = []
-        try:
-            self._run_in_order(iterator, taken, loss_fn, losses)
-        except Exception:
-            if taken_anew:
-                self._vertical.forgive()  # it was not the order's fault
-            raise
+        self._run_in_order(iterator, taken, loss_fn, losses)
         return torch.stack(losses).mean()
 
     def together(

@@ -103,19 +103,6 @@ class Init:
             raise ConfigError(
                 "zero.Init: zero_quantized_nontrainable_weights would change the weights. Leave it at False"
             )
-        without_effect = {
-            "data_parallel_group": data_parallel_group,
-            "pin_memory": pin_memory,
-            "mpu": mpu,
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
-            "sequence_data_parallel_group": sequence_data_parallel_group,
-            "param_swapper": param_swapper,
-            "mem_efficient_linear": not mem_efficient_linear,
-        }
-        named = [name for name, value in without_effect.items() if value]
-        if named:
-            logger.info("zero.Init: without effect: %s", ", ".join(named))
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # as DeepSpeed does: transformers asks the group for its rank
             init_distributed()
         self._tensors = _tensors_for(config if config is not None else config_dict_or_path, remote_device)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, MutableMapping
 from copy import copy as shallow_copy
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from infinity.errors import StepError
 from infinity.torch_internals.operations import leaves, replaced
@@ -83,30 +82,14 @@ def copied(batch: Any) -> Any:
     known: dict[int, torch.Tensor] = {}
 
     def copy(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                return value
+        if isinstance(value, torch.Tensor) and not value.requires_grad:
             if id(value) not in known:
                 known[id(value)] = value.clone()
             return known[id(value)]
-        if isinstance(value, tuple | list):
-            items = [copy(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, MutableMapping):
+        if isinstance(value, MutableMapping):  # of a class that torch's trees do not know
             twin = shallow_copy(value)
-            for key in value:
-                twin[key] = copy(value[key])
+            twin.update({key: tree_map(copy, item) for key, item in value.items()})
             return twin
-        if isinstance(value, Mapping):  # that cannot be written to, but perhaps by whoever made it
-            return MappingProxyType({key: copy(item) for key, item in value.items()})
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            made: Any = shallow_copy(value)
-            for name in (field.name for field in dataclasses.fields(value)):
-                if hasattr(value, name):
-                    object.__setattr__(made, name, copy(getattr(value, name)))
-            return made
-        return value
+        return value.copy() if isinstance(value, np.ndarray) else value
 
-    return copy(batch)
+    return tree_map(copy, batch)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -53,31 +52,3 @@ def set_random_states(states: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(state, index)
         if states.get("cuda_index", len(states.get("cuda", ()))) < len(states.get("cuda", ())):
             torch.cuda.set_rng_state(states["cuda"][states["cuda_index"]], torch.cuda.current_device())
-
-
-def set_random_states_of(rank: int, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Let the generators of ``rank`` go on, where ``saved`` has the states of all ranks that there were.
-
-    A rank that was not there then goes on as all did, if they had the same states. Else it begins with a seed of its own, which
-    follows from the states of one of them and its number: no two ranks draw the same numbers that did not before.
-    """
-    if rank < len(saved):
-        set_random_states(saved[rank])
-        return
-    stamps = [_stamp(states) for states in saved]
-    if len(saved) > 1 and len(set(stamps)) == 1:
-        set_random_states(saved[0])
-        return
-    text = f"{stamps[rank % len(saved)]} {rank}"
-    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)  # of GPUs, too
-
-
-def _stamp(states: Mapping[str, Any]) -> str:
-    """Equal where states are."""
-    _, keys, *rest = states["numpy"]
-    text = repr((states["python"], keys.tolist(), rest)).encode()
-    tensors = [states["torch"], *states.get("cuda", ())]
-    return hashlib.sha256(text + b"".join(bytes(each.cpu().numpy()) for each in tensors)).hexdigest()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -308,10 +307,10 @@ def _refuse_random_numbers(worker: Worker, has_drawn: Callable[[], bool]) -> Non
 @contextmanager
 def _keeping_random_state(worker: Worker) -> Iterator[Callable[[], bool]]:
     """Put all generators back afterwards, the optimizer's own too; what it yields tells whether any of them has been used."""
-    own = [value for value in vars(worker.optimizer).values() if isinstance(value, _GENERATORS)]
+    own = [value for value in vars(worker.optimizer).values() if isinstance(value, torch.Generator)]
 
     def read() -> list[Any]:
-        return [random_states(), [_state_of(each) for each in own]]
+        return [random_states(), [each.get_state() for each in own]]
 
     before = read()
     try:
@@ -319,25 +318,7 @@ def _keeping_random_state(worker: Worker) -> Iterator[Callable[[], bool]]:
     finally:
         set_random_states(before[0])
         for each, state in zip(own, before[1], strict=True):
-            _set_state(each, state)
-
-
-_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator | numpy.random.RandomState):
-        return generator.get_state()
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator | numpy.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
+            each.set_state(state)
 
 
 @dataclass(eq=False)

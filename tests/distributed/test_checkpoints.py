@@ -135,26 +135,19 @@ def test_each_rank_goes_on_with_its_own_numbers_and_samples(stage: int, tmp_path
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seeds", ["own", "same"])
-def test_ranks_that_were_not_there_draw_numbers_of_their_own(seeds: str, tmp_path: Path) -> None:
+def test_ranks_that_were_not_there_go_on_as_they_were_seeded(tmp_path: Path) -> None:
     def write(rank: int) -> None:
         with _engine(tmp_path, rank) as engine:
-            if seeds == "same":
-                torch.manual_seed(3), random.seed(3), np.random.seed(3)
             engine.save_checkpoint(tmp_path / "saved")
 
     def read(rank: int) -> None:
         with _engine(tmp_path, rank + 7) as engine:
-            for _ in range(2):  # the same each time
-                engine.load_checkpoint(tmp_path / "saved")
-                numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
-                (tmp_path / f"numbers {rank}").write_text(json.dumps(numbers))
+            before = torch.get_rng_state()
+            engine.load_checkpoint(tmp_path / "saved")
+            assert torch.equal(torch.get_rng_state(), before) == (rank >= 2)
 
     _run(2, write, tmp_path / "write")
     _run(4, read, tmp_path / "read")
-    numbers = [json.loads((tmp_path / f"numbers {rank}").read_text()) for rank in range(4)]
-    for of_kind in zip(*numbers, strict=True):
-        assert len(set(of_kind)) == (4 if seeds == "own" else 1)
 
 
 @pytest.mark.deep

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
-from typing import Any
+from collections import defaultdict
+from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
@@ -67,49 +67,27 @@ class PassedOptimizer:
         object.__setattr__(self._passed, "__dict__", vars(self._own))
         object.__setattr__(self._passed, "__class__", type(self._own))
         if had_states and not self._passed.state:
-            _refuse_until_loaded(self._passed)
-
-
-_without_states: weakref.WeakKeyDictionary[Optimizer, list[Any]] = weakref.WeakKeyDictionary()
-"""Optimizers whose states went with their engines, and the handles of the hooks that refuse to go on without."""
+            self._passed.state = _Gone()
 
 
 _GONE = "the states of the optimizer that was passed to infinity.initialize went with its engine, which is closed"
 
 
-def _refuse_until_loaded(optimizer: Optimizer) -> None:
-    """Refuse steps and state dicts until it gets other states."""
-    reference = weakref.ref(optimizer)  # the optimizer of the next engine has the same hooks
+class _Gone(defaultdict[Any, Any]):
+    """`optimizer.state` after its engine: refuses steps and state dicts, until ``load_state_dict`` puts another in its place."""
 
-    def refusing(what: str, cure: str) -> Any:
-        def refuse(caller: Optimizer, *_: Any) -> None:
-            if caller is reference() and not caller.state:
-                raise StepError.order(what, _GONE, cure=cure)
+    def __getitem__(self, key: Any) -> NoReturn:
+        cure = "Load into it what its state_dict() gave before engine.close(), to go on"
+        raise StepError.order("step()", _GONE, cure=cure)
 
-        return refuse
-
-    def end(caller: Optimizer) -> None:
-        if caller is reference():
-            _end_refusal(caller)
-
-    cure = "Load into it what its state_dict() gave before engine.close(), to go on"
-    _without_states[optimizer] = [
-        optimizer.register_step_pre_hook(refusing("step()", cure)),
-        optimizer.register_state_dict_pre_hook(refusing("state_dict()", "Call it before engine.close()")),
-        optimizer.register_load_state_dict_post_hook(end),
-    ]
-
-
-def _end_refusal(optimizer: Optimizer) -> bool:
-    handles = _without_states.pop(optimizer, [])
-    for handle in handles:
-        handle.remove()
-    return bool(handles)
+    def items(self) -> NoReturn:
+        raise StepError.order("state_dict()", _GONE, cure="Call it before engine.close()")
 
 
 def begin_anew(optimizer: Optimizer) -> None:
     """An optimizer is passed that may have been passed before."""
-    if _end_refusal(optimizer) and not optimizer.state:
+    if isinstance(optimizer.state, _Gone):
+        optimizer.state = defaultdict(dict)
         logger.warning(
             "the states of the optimizer went with the engine that it was passed to before: it begins anew. Load what "
             "optimizer.state_dict() gave before engine.close() to go on"

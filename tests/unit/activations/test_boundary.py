@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.activations import boundary as module
+from infinity.activations import spilled as module
 from infinity.activations.boundary import Boundary, Kept
 from infinity.activations.spill_space import SpillSpace
 from infinity.metrics.clock import StepClock
@@ -79,7 +79,7 @@ def _keep_and_load(swapper: Swapper, capacity: int, watch: _Watch) -> None:
     kept: list[Kept] = []
 
     def check() -> None:
-        there = sum(one.num_bytes for one in kept if one.token is not None and one.place is None)
+        there = sum(one.num_bytes for one in kept if one.source is not None and one.place is None)
         assert there + watch.num_bytes <= max(capacity, 2) * _BYTES
 
     for index in range(_NUM):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections import UserDict
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,10 @@ import torch
 
 from infinity.loop.batches import copied
 
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    x: torch.Tensor
-
-
 _CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "read-only mapping": (lambda x: MappingProxyType({"x": x}), lambda batch: batch["x"]),
-    "dataclass": (Example, lambda batch: batch.x),
-    "list of both": (lambda x: [MappingProxyType({"x": Example(x)})], lambda batch: batch[0]["x"].x),
+    "mapping of a library": (lambda x: UserDict({"x": x}), lambda batch: batch["x"]),
+    "list of tuples": (lambda x: [(x, "text")], lambda batch: batch[0][0]),
+    "all of them": (lambda x: [UserDict({"x": {"y": x}})], lambda batch: batch[0]["x"]["y"]),
 }
 
 

@@ -1,0 +1,155 @@
+"""Bytes that leave memory when all of them together exceed their share of it, the oldest first, and come back.
+
+Knows bytes and extents; must not know what they are of, nor when they are needed again.
+
+[Note: memory on the way] What is written leaves from a copy that drives take as it is, and what is read arrives in such
+memory: torch's own begins anywhere, and would go through other memory on its way, of which every thread of a backend keeps
+as much as its largest transfer. Such memory is used once. It goes back to the system when nobody refers to it any more:
+neither the model's graph nor the request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from infinity.activations.spill_space import BLOCK_BYTES, SpillSpace
+from infinity.metrics.clock import StepClock
+from swapper import AlignedRegion, Extent, Handle, Priority, Swapper, SwapperError
+
+ALIGNMENT = 64
+"""Where torch's own memory begins. A tensor that begins elsewhere would be computed with differently after a detour."""
+
+
+class Spilled:
+    """Bytes that may leave memory. Where they are: `source`, else `memory`, else `place`."""
+
+    def __init__(self, num_bytes: int, source: Any) -> None:
+        self.num_bytes = num_bytes
+        self.moved_bytes = -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        """Of the memory that they take on their way, and of what is read and written."""
+        self.source: Any = source
+        """What has them where they have not left."""
+        self.memory: torch.Tensor | None = None
+        """uint8, on the host: on its way, or read again."""
+        self.place: tuple[Swapper, Extent] | None = None
+        self.under_way: Handle | None = None
+        """Of the last write or read of `memory`."""
+        self.is_written = False
+        self.is_held = False
+        """Whether they count among what is in memory."""
+
+
+_Item = TypeVar("_Item", bound=Spilled)
+
+
+class Spilling(ABC, Generic[_Item]):
+    """Writes the oldest out as soon as too much is in memory, and reads them again."""
+
+    def __init__(self, space: SpillSpace, clock: StepClock, capacity_bytes: int) -> None:
+        """
+        Args:
+            space: where to put what exceeds the capacity.
+            clock: counts the waiting.
+            capacity_bytes: host memory to use, that of what is on its way included. Two are in memory at least, whatever it
+                says.
+        """
+        self._space = space
+        self._clock = clock
+        self._capacity_bytes = capacity_bytes
+        self._oldest_first: deque[_Item] = deque()
+        self._writing: deque[_Item] = deque()
+        self._held_bytes = 0
+        self._slack_bytes = 0
+        self.spilled_bytes = 0
+        """Bytes that went to NVMe so far."""
+
+    @abstractmethod
+    def _source_of(self, item: _Item) -> torch.Tensor | None:
+        """What is to be written of one, uint8; None: it stays where it is."""
+
+    @property
+    def _limit_bytes(self) -> int:
+        return max(self._capacity_bytes, self._slack_bytes)
+
+    def _admit(self, item: _Item) -> None:
+        """One more is in memory; `_make_room` comes next."""
+        item.is_held = True
+        self._slack_bytes = max(self._slack_bytes, 2 * item.moved_bytes)
+        self._held_bytes += item.moved_bytes
+        self._oldest_first.append(item)
+
+    def _make_room(self) -> None:
+        """Write the oldest out until the rest fits. Only when too much is on its way, wait for the drive."""
+        self._end_writes()
+        staying = self._held_bytes - sum(item.moved_bytes for item in self._writing)
+        while staying > self._capacity_bytes - self._slack_bytes and self._oldest_first:
+            item = self._oldest_first.popleft()
+            source = self._source_of(item)
+            if source is not None:
+                self._start_write(item, source)
+                staying -= item.moved_bytes
+        while self._writing and self._held_bytes > self._limit_bytes:
+            self._end_write(self._writing.popleft())
+
+    def _end_writes(self) -> None:
+        """Let go of the memory of what is written by now."""
+        while self._writing and self._writing[0].under_way is not None and self._writing[0].under_way.done():
+            self._end_write(self._writing.popleft())
+
+    def _start_write(self, item: _Item, source: torch.Tensor) -> None:
+        item.place = swapper, extent = self._space.take(item.num_bytes)
+        memory = drive_memory(item.moved_bytes)
+        memory[: item.num_bytes].copy_(source)
+        item.memory = memory
+        item.source = None
+        item.under_way = swapper.write(extent, memory)
+        self.spilled_bytes += item.moved_bytes
+        self._writing.append(item)
+
+    def _end_write(self, item: _Item) -> None:
+        self._wait(item, "write")
+        item.is_written = True
+        self._drop_memory(item)
+
+    def _wait(self, item: _Item, cause: str) -> None:
+        if item.under_way is not None:
+            self._clock.wait_for(item.under_way, cause)
+            item.under_way = None
+
+    def _drop_memory(self, item: _Item) -> None:
+        item.memory = None
+        if item.is_held:
+            item.is_held = False
+            self._held_bytes -= item.moved_bytes
+
+    def _start_read(self, item: _Item) -> None:
+        if item.place is None:
+            raise RuntimeError("a tensor that is needed in backward is gone")
+        swapper, extent = item.place
+        memory = drive_memory(item.moved_bytes)
+        item.under_way = swapper.read(extent, memory, priority=Priority.PREFETCH)
+        item.memory = memory
+        item.is_held = True
+        self._held_bytes += item.moved_bytes
+
+    def _give_back(self, item: _Item) -> None:
+        """Nobody needs it any more."""
+        try:
+            self._wait(item, "write")
+        except SwapperError:
+            if item.place is not None:
+                self._space.discard(item.place)
+        else:
+            if item.place is not None:
+                self._space.give_back(item.num_bytes, item.place)
+        item.source = item.place = item.under_way = None
+        self._drop_memory(item)
+
+
+def drive_memory(num_bytes: int) -> torch.Tensor:
+    """See [Note: memory on the way]: uint8; ``num_bytes`` are whole blocks."""
+    return torch.from_numpy(AlignedRegion(num_bytes).array())
