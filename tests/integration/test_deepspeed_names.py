@@ -17,12 +17,7 @@ from torch import nn
 import infinity
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed.utils import logger
-from infinity.errors import (
-    CheckpointError,
-    ConfigError,
-    ModelError,
-    NonFiniteLossWarning,
-)
+from infinity.errors import CheckpointError, ConfigError, ModelError, NonFiniteLossWarning
 from tests.exactness.case import loss_of
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch
 from tests.warm_process import run_script
@@ -331,11 +326,8 @@ def test_what_deepspeeds_config_answers(tmp_path: Path) -> None:
     written |= {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 9}}
     written |= {"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "checkpoint": {"tag_validation": "FAIL"}}
     found = deepspeed.DeepSpeedConfig(written, mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 4))
-    assert (found.train_batch_size, found.zero_optimization_stage, found.zero_config.offload_param.device) == (
-        24,
-        3,
-        "cpu",
-    )
+    assert (found.train_batch_size, found.zero_optimization_stage) == (24, 3)
+    assert found.zero_config.offload_param.device == "cpu"
     assert found.zero_config.gather_16bit_weights_on_model_save and found.checkpoint_tag_validation_fail
     assert (found.initial_dynamic_scale, found.communication_data_type) == (16, torch.bfloat16)
     args = {"init_scale": 16, "scale_window": 9, "delayed_shift": 2, "consecutive_hysteresis": False, "min_scale": 1}
@@ -395,24 +387,17 @@ def test_optimizers_by_deepspeeds_names(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_leaf_modules_are_found() -> None:
-    from infinity.deepspeed.utils import (
-        get_z3_leaf_modules,
-        set_z3_leaf_modules,
-        set_z3_leaf_modules_by_name,
-        set_z3_leaf_modules_by_suffix,
-        unset_z3_leaf_modules,
-        z3_leaf_module,
-    )
+    from infinity.deepspeed import utils
 
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    assert set_z3_leaf_modules(model, [nn.Linear]) == [model[0]] == get_z3_leaf_modules(model)
-    assert set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
-    assert unset_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"]) == [model[0]]
-    assert z3_leaf_module(model[1]) and not z3_leaf_module(model[0])
-    assert set_z3_leaf_modules_by_name(model, ["0", "7"], raise_if_not_found=False) == ([model[0]], ["7"])
-    assert set_z3_leaf_modules_by_suffix(model, ["1"], flag=False) == ([model[1]], [])
+    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [model[0]] == utils.get_z3_leaf_modules(model)
+    assert utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
+    assert utils.unset_z3_leaf_modules(model, ["torch.nn.modules.linear.Linear"]) == [model[0]]
+    assert utils.z3_leaf_module(model[1]) and not utils.z3_leaf_module(model[0])
+    assert utils.set_z3_leaf_modules_by_name(model, ["0", "7"], raise_if_not_found=False) == ([model[0]], ["7"])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["1"], flag=False) == ([model[1]], [])
     with pytest.raises(ValueError, match="no module"):
-        set_z3_leaf_modules(model, [nn.Conv1d])
+        utils.set_z3_leaf_modules(model, [nn.Conv1d])
 
 
 @pytest.fixture

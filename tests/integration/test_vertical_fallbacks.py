@@ -27,19 +27,19 @@ class WritesInput(Block):
         return super().forward(x.mul_(0.5))
 
 
-class FillsList(Block):
+class AddsToList(Block):
     def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
         y = super().forward(x)
-        seen.append(y.square().mean())
+        seen[0] = seen[0] + y.square().mean()
         return y
 
 
 class Collecting(Net):
     def body(self, x: Tensor) -> Tensor:
-        seen: list[Tensor] = []
+        seen = [x.mean()]
         for block in self.blocks:
             x = block(x, seen)
-        return x + torch.stack(seen).sum()
+        return x + seen[0]
 
 
 class SavesNarrowly(Net):
@@ -139,6 +139,38 @@ class HookedMemory(Net):
         return self.blocks[2](x + memory)
 
 
+class HookedScale(Net):
+    """Its gradient comes in parts: the hook is to see their sum."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return x
+
+
+class _Doubled(torch.autograd.Function):
+    """Of a user's own, with a gradient even for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class SkipsBlocks(Net):
+    def body(self, x: Tensor) -> Tensor:
+        doubled = _Doubled.apply(x)
+        return super().body(x) + x + doubled
+
+
 def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
     def build(checkpointing: str) -> nn.Module:
         if block is not None:
@@ -150,13 +182,15 @@ def _net(kind: type[Net], block: type[nn.Module] | None = None) -> Any:
 
 _CASES: dict[str, tuple[Any, str]] = {
     "writes its input": (_net(Net, WritesInput), "blocks.0 writes to its input"),
-    "fills a list": (_net(Collecting, FillsList), "changes a container that it is given"),
+    "adds to what is in a list": (_net(Collecting, AddsToList), "changes a container that it is given"),
     "hoards": (_net(Hoarding, Hoards), "blocks.0 gives tensors away"),
     "counts in a block": (_net(Net, CountsInBlock), "gives another result when it is computed again"),
     "hooks for what is saved": (_net(SavesNarrowly), "hooks for saved tensors are active around blocks.0"),
     "counts in a buffer": (_net(CountsInBuffer), "changes the buffer CountsInBuffer.calls between"),
     "layer drop": (_net(LayerDrop), "micro-batches call different blocks"),
     "hooked memory": (_net(HookedMemory), "has a hook for its gradient"),
+    "hooked scale": (_net(HookedScale), "a parameter that is used between blocks has a hook"),
+    "skips blocks": (_net(SkipsBlocks), "skipped by a value that a function of the user's own has computed"),
     "recomputes": (_net(Recomputes), "recomputes blocks.2 by itself"),
 }
 
@@ -189,6 +223,12 @@ def test_the_ordinary_order_takes_over(name: str, tmp_path: Path) -> None:
         both.require_equal()
 
 
+def _train(both: Lockstep, schedule: str, *, num_steps: int = 3, first: int = 0) -> None:
+    for step in range(first, first + num_steps):
+        both.batch_step(step)
+        assert both.engine.report.schedule == schedule, both.engine.report.schedule_reason
+
+
 def _narrowly() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: (tensor.dtype, tensor.bfloat16() if tensor.is_floating_point() else tensor.clone()),
@@ -211,16 +251,11 @@ def test_hooks_around_a_step_see_what_is_saved(tmp_path: Path) -> None:
         both.require_equal()
 
 
-class Statistician(Net):
-    """Suitable: each block is called once, so its buffer is written in the same order."""
-
-
 def test_buffers_that_blocks_write_are_those_of_plain_torch(tmp_path: Path) -> None:
-    case = Case("statistics", _net(Statistician, Statistics), token_batch)
+    """Each block is called once, so its buffer is written in the same order."""
+    case = Case("statistics", _net(Net, Statistics), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
-        for step in range(3):
-            both.batch_step(step)
-            assert both.engine.report.schedule == "vertical"
+        _train(both, "vertical")
         both.require_equal()
 
 
@@ -238,9 +273,7 @@ class Gathering(Net):
 
 def test_batch_norms_between_blocks_are_those_of_plain_torch(tmp_path: Path) -> None:
     with Lockstep.start(tmp_path, case=Case("gathering", _net(Gathering), token_batch), changes=_VERTICAL) as both:
-        for step in range(3):
-            both.batch_step(step)
-            assert both.engine.report.schedule == "vertical", both.engine.report.schedule_reason
+        _train(both, "vertical")
         both.require_equal()
 
 
@@ -317,9 +350,7 @@ def test_auto_goes_vertically_where_weights_are_read(tmp_path: Path) -> None:
 def test_what_lies_between_blocks_may_be_differentiated_in_forward(tmp_path: Path) -> None:
     case = Case("gradient inside", _net(GradientInside), token_batch)
     with Lockstep.start(tmp_path, case=case, changes=_VERTICAL) as both:
-        for step in range(3):
-            both.batch_step(step)
-            assert both.engine.report.schedule == "vertical"
+        _train(both, "vertical")
         both.require_equal()
 
 
@@ -341,12 +372,6 @@ def test_loss_function_and_batches_of_any_kind(tmp_path: Path) -> None:
             both.engine.train_batch(iter(batches), loss_fn=loss_fn)
             assert both.engine.report.schedule == "vertical"
         both.require_equal()
-
-
-def _train(both: Lockstep, schedule: str, *, num_steps: int = 3, first: int = 0) -> None:
-    for step in range(first, first + num_steps):
-        both.batch_step(step)
-        assert both.engine.report.schedule == schedule, both.engine.report.schedule_reason
 
 
 def _case(kind: type[Net], block: type[nn.Module] = Block) -> Case:

