@@ -7,7 +7,6 @@ mapping that may be larger than memory, which ``torch.load(mmap=True)`` refuses.
 
 from __future__ import annotations
 
-import bisect
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -51,8 +50,7 @@ class Record:
 
     def __setstate__(self, state: Any) -> None:
         for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                self.state.update(part)
+            self.state.update(part or {})
 
 
 def read_pickle(path: Path, data: npt.NDArray[np.uint8], is_known: Callable[[str], bool]) -> Any:
@@ -87,8 +85,6 @@ def _mapped(path: Path, data: npt.NDArray[np.uint8], names: list[str]) -> Any:
 
     with safe_globals([(type("Record", (Record,), {}), name) for name in names]), FakeTensorMode():
         found = torch.load(path, map_location="cpu", weights_only=True)
-    with zipfile.ZipFile(path) as archive:
-        members = sorted((member.header_offset, member.file_size) for member in archive.infolist())
     storages: dict[int, torch.Tensor] = {}
     tensors: dict[int, torch.Tensor] = {}
 
@@ -102,8 +98,7 @@ def _mapped(path: Path, data: npt.NDArray[np.uint8], names: list[str]) -> Any:
                 return tensors[id(leaf)]
             start = storage._checkpoint_offset
             if start not in storages:
-                _, num_bytes = members[bisect.bisect(members, (start,)) - 1]
-                storages[start] = torch.from_numpy(data[start : start + num_bytes])
+                storages[start] = torch.from_numpy(data[start : start + storage.nbytes()])
             flat = storages[start].view(leaf.dtype)
             tensors[id(leaf)] = flat.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
         return tensors[id(leaf)]

@@ -70,7 +70,9 @@ def test_a_hostile_pickle_is_an_error(name: str, tmp_path: Path, monkeypatch: py
     assert [each.name for each in tmp_path.iterdir()] == ["weights.pt"]
 
 
-@pytest.mark.parametrize(("offset", "size", "stride"), [(13, (4,), (1,)), (0, (4, 4), (1 << 61, 1)), (-1, (4,), (1,))])
+@pytest.mark.parametrize(
+    ("offset", "size", "stride"), [(13, (4,), (1,)), (0, (4, 4), (1 << 61, 1)), (-1, (4,), (1,)), (0, (4,), (-1,))]
+)
 def test_a_tensor_stays_inside_its_storage(offset: int, size: Any, stride: Any, tmp_path: Path) -> None:
     def number(value: int) -> bytes:
         return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
