@@ -16,7 +16,7 @@ from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.rest_checks import check_groups
 from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
 from infinity.checkpoint.stored_weights import in_memory_order
-from infinity.checkpoint.training_checkpoint import Training
+from infinity.checkpoint.training_checkpoint import Training, checksums_of
 from infinity.errors import CheckpointError, InfinityError, ModelError, listed
 from infinity.metrics.progress import Note, progress
 from infinity.numerics.chunk_format import WEIGHT
@@ -145,6 +145,8 @@ class Loading:
         self._check_shapes("buffers", {fqn: tuple(each.shape) for fqn, each in self._buffers.items()})
         if extra_states is not None:
             self._check_names("extra states", takers(self._training.model), extra_states)
+        if self._is_strict and left_out:
+            self._check_left_out(left_out)
 
     def _check_shapes(self, group: str, wanted: Mapping[str, tuple[int, ...]], left_out: Collection[str] = ()) -> None:
         """``left_out`` may be missing."""
@@ -166,6 +168,33 @@ class Loading:
             raise ModelError(
                 f"the checkpoint's {group} are not the model's: {listed(problems, '; ')}",
                 cure="Make the model as it was, or pass load_module_strict=False to leave out what only one of them has",
+            )
+
+    def _check_left_out(self, fqns: Collection[str]) -> None:
+        """Compare frozen parameters that are not in the checkpoint with their checksums in it, at the cost of one read.
+
+        What it does not know, or has another dtype now, cannot be compared.
+        """
+        others, casts = [], []
+        saved = self._saved.excluded_checksums
+        for fqn, (dtype, checksum) in checksums_of(self._training, saved.keys() & fqns).items():
+            if dtype != saved[fqn][0]:
+                casts.append(fqn)
+            elif checksum != saved[fqn][1]:
+                others.append(fqn)
+        if others:
+            shown = listed([f"'{fqn}'" for fqn in others])
+            raise ModelError(
+                f"the checkpoint was written without frozen parameters, and those of the model have other values now: {shown}",
+                cure="Load the weights with which it was trained before infinity.initialize, or pass load_module_strict=False "
+                "to take those that are there",
+            )
+        if casts:
+            logger.warning(
+                "%d frozen parameters that the checkpoint leaves out ('%s', ...) have another dtype than when it was written: "
+                "whether they have the same values is not known",
+                len(casts),
+                casts[0],
             )
 
     def tell_of_rest(self) -> None:

@@ -25,7 +25,7 @@ from swapper.wrappers.checksum import crc32c
 MANIFEST = "manifest.json"
 VERSION = 3
 _FORMAT = "infinity-checkpoint"
-_TIME = re.compile(rb'\{"format":"infinity-checkpoint","version":\d+,"time":(\d{1,19})[,}]')
+_TIME = re.compile(rb'\{"format":"[^"]*","version":\d+,"time":(\d{1,19})[,}]')
 _MOST_BYTES = 1 << 30
 """Of a manifest: that of a million tensors is half as long."""
 _SMALL_BYTES = 16 << 20
@@ -137,14 +137,16 @@ def _check_version(path: Path, version: Any, by: str, *, is_sealed: bool) -> Non
 
 
 def completed_at(path: Path) -> int | None:
-    """When the checkpoint of a manifest was complete, in nanoseconds; None if the file is no manifest.
+    """When the checkpoint of a manifest of any version was complete, in nanoseconds; None if the file is no manifest.
 
-    Copies of files may have other times, so it stands in the manifest.
+    Copies of files may have other times, so it stands in the manifest; in those of before, the file's time counts.
     """
     with path.open("rb") as file:
         begin = file.read(256)
-    found = _TIME.match(begin)
-    return int(found[1]) if found else None
+        if not begin.startswith(f'{{"format":"{_FORMAT}",'.encode()):
+            return None
+        found = _TIME.match(begin)
+        return int(found[1]) if found else path.stat().st_mtime_ns
 
 
 def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:

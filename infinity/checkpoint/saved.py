@@ -59,11 +59,12 @@ _PLAIN_DATA = (
     "sets and dicts of these, without references to themselves. For an object, give its state_dict() or vars()"
 )
 T = TypeVar("T")
+_MOST_READS = 5
 _MOST_TAG_BYTES = 255 - 26
 """Of the longest name that file systems have; while it is written, it has more letters."""
 
-EXCLUDED, TIED = "excluded", "tied"
-"""What `Checkpoint.excluded` and `Checkpoint.tied` are called in the file."""
+EXCLUDED, EXCLUDED_CHECKSUMS, TIED = "excluded", "excluded_checksums", "tied"
+"""What `Checkpoint.excluded`, `Checkpoint.excluded_checksums` and `Checkpoint.tied` are called in the file."""
 
 
 class Checkpoint:
@@ -126,6 +127,18 @@ class Checkpoint:
             CheckpointError: it is damaged.
         """
         return self._names(EXCLUDED, lambda found: [str(fqn) for fqn in found or []])
+
+    @property
+    def excluded_checksums(self) -> dict[str, tuple[str, int]]:
+        """FQN of what was left out -> its dtype, and the crc32c of its elements; empty if an earlier version wrote it.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self._names(
+            EXCLUDED_CHECKSUMS,
+            lambda found: {str(fqn): (str(dtype), int(checksum)) for fqn, (dtype, checksum) in (found or {}).items()},
+        )
 
     @property
     def tied(self) -> dict[str, str]:
@@ -201,6 +214,28 @@ def _latest(directory: Path) -> str | None:
     """What ``latest`` says, as it was written there or by hand; None if there is no such file."""
     latest = directory / LATEST
     return latest.read_bytes()[:4096].decode(errors="replace").strip() if latest.is_file() else None
+
+
+def reading_again(folder: Path, read: Callable[[], T]) -> T:
+    """What ``read`` gives, which reads a checkpoint: again if another process has replaced that meanwhile, a few times."""
+    for _ in range(_MOST_READS - 1):
+        version = _version_of(folder)
+        try:
+            return read()
+        except CheckpointError:
+            if _version_of(folder) == version:
+                raise
+            logger.warning("'%s' was replaced by another process while it was read: it is read again", folder)
+    return read()
+
+
+def _version_of(folder: Path) -> tuple[int, int] | None:
+    """What another checkpoint of that name has otherwise; see `writing`."""
+    try:
+        manifest = (folder / MANIFEST).stat()
+    except OSError:
+        return None
+    return manifest.st_ino, manifest.st_mtime_ns
 
 
 def _is_foreign(folder: Path) -> bool:
@@ -424,6 +459,7 @@ def _make_group(folder: Path) -> None:
 
 __all__ = [
     "EXCLUDED",
+    "EXCLUDED_CHECKSUMS",
     "LATEST",
     "RAW",
     "REST",
@@ -434,6 +470,7 @@ __all__ = [
     "SavedTensor",
     "find",
     "is_tag",
+    "reading_again",
     "seal",
     "tags",
     "writing",

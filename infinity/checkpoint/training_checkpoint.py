@@ -7,11 +7,12 @@ nothing of units, tiers or budgets: any setting of those loads it. What lies in 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,16 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.arrays import ArraySpec, ArrayWriter
+from infinity.checkpoint.arrays import ArraySpec, ArrayWriter, name_of
 from infinity.checkpoint.record_stream import AHEAD_BYTES
-from infinity.checkpoint.saved import EXCLUDED, TIED, CheckpointFiles, writing
+from infinity.checkpoint.saved import EXCLUDED, EXCLUDED_CHECKSUMS, TIED, CheckpointFiles, writing
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, EngineClosedError, ModelError
 from infinity.loop.pager import Pager
 from infinity.metrics.progress import progress
 from infinity.numerics.chunk_format import WEIGHT
-from infinity.numerics.raw_bytes import checksum
+from infinity.numerics.raw_bytes import checksum, raw_bytes
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups
 from infinity.optim.main_weights import without_main_weight
@@ -42,6 +43,7 @@ from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
 from infinity.units.unit import Unit
 from swapper import Latch
 from swapper.sync.limits import start_threads
+from swapper.wrappers.checksum import crc32c
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
     beside: dict[str, Any] = {TIED: _tied(training.model)}
     if excluded:
         beside[EXCLUDED] = list(dict.fromkeys(excluded.values()))
+        sums = checksums_of(training, beside[EXCLUDED])
+        beside[EXCLUDED_CHECKSUMS] = {fqn: list(each) for fqn, each in sums.items()}
     if training.optimizer is None:
         return found, beside
     saved = training.optimizer.state_dict()
@@ -156,6 +160,27 @@ def _frozen(training: Training) -> dict[int, str]:
             tiled, _ = tiles.get(id(parameter), (None, 0))
             found[id(parameter)] = fqn if tiled is None else tiled.fqn
     return found
+
+
+def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[str, int]]:
+    """FQN -> dtype, and crc32c of the elements in C order, of frozen parameters as they are now."""
+    found = {}
+    for fqn, parameter in whole_parameters(training.model).items():  # those of a unit stand together
+        if fqn in fqns:
+            parts, so_far = training.tiled.all_of(parameter), 0
+            for rows in itertools.chain.from_iterable(_rows_of(training, part) for part in parts):
+                so_far = crc32c(raw_bytes(rows).numpy(), after=so_far)
+            found[fqn] = name_of(parts[0].dtype), so_far
+    return found
+
+
+def _rows_of(training: Training, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    if not training.parameter_map.holds(parameter):
+        yield from _rows(parameter, _CHECKED_BYTES)
+        return
+    unit, slot = training.parameter_map.locate(parameter)
+    with training.pager.opened(unit):
+        yield from _rows(unit.weight(slot), _CHECKED_BYTES)
 
 
 def _rows(value: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:

@@ -22,7 +22,7 @@ from infinity.checkpoint.arrays import reading_from
 from infinity.checkpoint.checkpoint_loading import Wanted, load
 from infinity.checkpoint.manifest import MANIFEST, completed_at
 from infinity.checkpoint.record_stream import SharedStream
-from infinity.checkpoint.saved import Checkpoint, find, tags
+from infinity.checkpoint.saved import Checkpoint, find, reading_again, tags
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Training
 from infinity.distributed.agreement import agree, on_first, together
@@ -291,20 +291,25 @@ class CheckpointCalls(ExportCalls):
             logger.warning("engine.load_checkpoint: nothing was loaded. %s", error)
             return None, None
         before = self.global_steps
-        changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
-        try:
-            rest = load(
-                self._training(),
-                folder,
-                wanted,
-                shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
-                is_first_rank=self.global_rank <= 0,
-                begin=changing.tell,
-                changing=changing,
-            )
-        except Exception as error:
-            changing.tell(error)
-            raise
+
+        def read() -> dict[str, Any]:
+            changing = _Changing(self._guard, folder, ranks, what, self._parts.access)
+            try:
+                return load(
+                    self._training(),
+                    folder,
+                    wanted,
+                    shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
+                    is_first_rank=self.global_rank <= 0,
+                    begin=changing.tell,
+                    changing=changing,
+                )
+            except Exception as error:
+                changing.tell(error)
+                raise
+
+        # Several ranks may find it replaced or not: they all raise.
+        rest = reading_again(folder, read) if ranks.num == 1 else read()
         if self._parts.access.shared is not None:
             self._parts.exchange.gather(self._parts.parameter_map.units)
         if wanted.counters:

@@ -1,60 +1,88 @@
 """Files that ``torch.save`` wrote, read as data: nothing in them is run, and no memory is needed for tensors.
 
-[Note: foreign pickles] torch's own reader for untrusted files (``weights_only=True``) makes numbers, texts, containers and
-tensors. Under a `FakeTensorMode` it reads no tensor, but says where in the file each of them is. So tensors are views of a
-mapping that may be larger than memory, which ``torch.load(mmap=True)`` refuses. Objects of other classes become a `Record`.
+Knows how torch lays out its files and which names stand for numbers; must not know what a file is for.
+
+[Note: foreign pickles] A pickle names classes and functions, and unpickling calls them, also with arguments that corrupt
+memory (dtypes and arrays of NumPy, sparse and nested tensors of torch). Here a name is only a name. A few of them mean
+numbers: strided tensors over checked ranges of the file, NumPy arrays of plain numbers over checked bytes, sets and ordered
+dicts. Every other object becomes a `Record` that holds what the file says about it.
+
+Python's unpickler in C trusts sizes and indices in the file, so the one in Python is used. What a file may expand to is
+limited by its size: objects can refer to each other so that a hundred bytes describe more than any memory holds.
 """
 
 from __future__ import annotations
 
+import io
+import math
+import pickle
+import sys
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from infinity.torch_internals.operations import replaced
+_MOST_DEPTH = 100
+"""Of containers inside each other."""
+_SPARE_BYTES = 64 << 20
+_SPARE_WORK = 1 << 20
+"""Elements that calls may be given beyond those that the pickle has."""
+_MOST_EXPANSION = 8
+"""A tensor, text or list may be referred to several times. Written out, all may be so many times the file."""
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+_DTYPES = {
+    **{str(dtype): dtype for dtype in _STORAGES.values()},
+    **{f"torch.{name}": getattr(torch, name) for name in ("uint16", "uint32", "uint64")},
+    **{f"torch.float8_{kind}": getattr(torch, f"float8_{kind}") for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")},
+    "torch.float8_e8m0fnu": torch.float8_e8m0fnu,
+}
+_TYPES = {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.storage.UntypedStorage", "numpy.ndarray"}
+"""Classes that calls are told about."""
+_KEYS = {str, bytes, bool, int, float, complex, type(None), torch.dtype}
+_Memory = npt.NDArray[np.uint8]
 
 
 class DamagedPickleError(Exception):
     """A file is not what ``torch.save`` writes; the message is the reason."""
 
 
-class UnknownObjectsError(DamagedPickleError):
-    """A file holds objects of classes that the caller does not know."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__(f"it holds objects of {', '.join(names)}, and no class of others is run for it")
-        self.names = names
-
-
+@dataclass(eq=False)
 class Record:
-    """Stands for an object of a class that is not imported; a subclass without instances for the class itself.
+    """Stands for an object of a class that is not imported, or for the class itself.
 
     Attributes:
-        arguments: what it was to be called with.
+        name: of the class or function, with its module.
+        arguments: what it was to be called with; None for the class itself.
         state: what the object held, by name of the attribute.
     """
 
-    arguments: tuple[Any, ...]
-    state: dict[str, Any]
-
-    def __new__(cls, *arguments: Any) -> Record:
-        made = super().__new__(cls)
-        made.arguments, made.state = arguments, {}
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        for part in state if isinstance(state, tuple) else (state,):
-            self.state.update(part or {})
+    name: str
+    arguments: tuple[Any, ...] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
 
-def read_pickle(path: Path, data: npt.NDArray[np.uint8], is_known: Callable[[str], bool]) -> Any:
-    """What a file holds, see [Note: foreign pickles]. Tensors are views of ``data``; those of torch before 1.6 are in memory.
+def read_pickle(path: Path, data: _Memory, is_known: Callable[[str], bool]) -> Any:
+    """What a file holds, see [Note: foreign pickles]. Tensors are views of ``data``.
 
     Args:
         path: of the file.
@@ -66,41 +94,474 @@ def read_pickle(path: Path, data: npt.NDArray[np.uint8], is_known: Callable[[str
         OSError: the file cannot be opened.
     """
     try:
-        if not zipfile.is_zipfile(path):
-            return torch.load(path, map_location="cpu", weights_only=True)
-        names = get_unsafe_globals_in_checkpoint(str(path))
-        unknown = sorted(name for name in names if not is_known(name))
-        if unknown:
-            raise UnknownObjectsError(unknown)
-        return _mapped(path, data, names)
-    except (OSError, DamagedPickleError):
+        unpickler = (_zipped if zipfile.is_zipfile(path) else _legacy)(path, data)
+        found, unknown = unpickler.load(), sorted(name for name in unpickler.names if not is_known(name))
+        if not unknown:
+            _Size(_MOST_EXPANSION * data.size + _SPARE_BYTES).check(found)
+    except OSError:
         raise
-    except Exception as error:  # of torch, zip archives and pickles, which raise many kinds
+    except Exception as error:  # hostile bytes reach zipfile, numpy and torch, which raise many kinds
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise DamagedPickleError(reason) from error
+    if unknown:
+        raise UnknownObjectsError(unknown)
+    return found
 
 
-def _mapped(path: Path, data: npt.NDArray[np.uint8], names: list[str]) -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class UnknownObjectsError(DamagedPickleError):
+    """A file holds objects of classes that the caller does not know."""
 
-    with safe_globals([(type("Record", (Record,), {}), name) for name in names]), FakeTensorMode():
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    storages: dict[int, torch.Tensor] = {}
-    tensors: dict[int, torch.Tensor] = {}
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(f"it holds objects of {', '.join(names)}, and no class of others is run for it")
+        self.names = names
 
-    def value_of(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in tensors:
-            storage: Any = leaf.untyped_storage()
-            if not leaf.numel():
-                tensors[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-                return tensors[id(leaf)]
-            start = storage._checkpoint_offset
-            if start not in storages:
-                storages[start] = torch.from_numpy(data[start : start + storage.nbytes()])
-            flat = storages[start].view(leaf.dtype)
-            tensors[id(leaf)] = flat.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
-        return tensors[id(leaf)]
 
-    return replaced(found, value_of)
+def _zipped(path: Path, data: _Memory) -> _Unpickler:
+    with zipfile.ZipFile(path) as archive:
+        members = {each.filename: each for each in archive.infolist()}
+    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise ValueError("it is a zip archive without the one 'data.pkl' that torch.save writes")
+    folder = pickles[0].removesuffix("data.pkl")
+
+    def record(name: str) -> _Memory:
+        member = members[folder + name]
+        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
+            raise ValueError(f"'{name}' in it is compressed or encrypted, as torch.save never does")
+        head = data[member.header_offset : member.header_offset + 30].tobytes()
+        start = (
+            member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+        )
+        found = data[start : start + member.file_size]
+        if head[:4] != b"PK\3\4" or found.size != member.file_size:
+            raise ValueError(f"it ends inside of '{name}'")
+        return found
+
+    if folder + "byteorder" in members and record("byteorder").tobytes() != sys.byteorder.encode():
+        raise ValueError("it was written on a machine with another order of bytes")
+    content = record("data.pkl").tobytes()
+    if zlib.crc32(content) != members[pickles[0]].CRC:
+        raise ValueError("Bad CRC-32 of 'data.pkl'")
+    return _Unpickler(io.BytesIO(content), lambda key, num_bytes: record(f"data/{key}"), len(content))
+
+
+def _legacy(path: Path, data: _Memory) -> _Unpickler:
+    """Of a file of before torch 1.6: pickles one after the other, and then the storages, each after its length."""
+    sizes: dict[str, int] = {}
+
+    def note(key: str, num_bytes: int) -> _Memory:
+        sizes[key] = num_bytes
+        return np.empty(0, dtype=np.uint8)
+
+    with path.open("rb") as file:
+        if _Unpickler(file, note, data.size).load() != _LEGACY_MAGIC:
+            raise ValueError("it is no file of torch.save")
+        for _ in ("the version", "sizes of the machine"):
+            _Unpickler(file, note, data.size).load()
+        begin = file.tell()
+        _Unpickler(file, note, data.size, is_trial=True).load()
+        keys, start = _Unpickler(file, note, data.size).load(), file.tell()
+        file.seek(begin)
+        content = file.read(start - begin)
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys:
+        places[key] = start + 8, sizes[_text(key)]
+        start += 8 + sizes[key]
+    if start > data.size:
+        raise ValueError(f"it has {data.size} bytes, and its tensors end at {start}")
+
+    def record(key: str, num_bytes: int) -> _Memory:
+        first, most = places[key]
+        return data[first : first + most]
+
+    return _Unpickler(io.BytesIO(content), record, len(content))
+
+
+@dataclass
+class _Storage:
+    data: torch.Tensor
+
+
+@dataclass(eq=False)
+class _NumpyType(Record):
+    """A dtype of plain numbers or text. Its code is checked before NumPy sees it."""
+
+    code: str = ""
+    order: str = "="
+
+    def made(self) -> np.dtype[Any]:
+        kind, size = self.code[:1], self.code[1:]
+        if kind not in "biufcSU" or not (size.isascii() and size.isdecimal()) or int(size) > 1 << 20:
+            raise ValueError(f"it holds an array of NumPy's type {self.code!r}, which is not plain numbers")
+        return np.dtype(("" if self.order == "|" else self.order) + self.code)
+
+    def set_state(self, state: Any) -> None:
+        _version, order, *fields, item_bytes, _alignment, _flags = state[:8]
+        if order not in ("<", ">", "|", "=") or any(each is not None for each in fields):
+            raise ValueError("it holds an array of one of NumPy's structured types")
+        self.order = order
+        if self.code in ("S", "U") and type(item_bytes) is int and item_bytes >= 0:
+            self.code += str(item_bytes // (4 if self.code == "U" else 1))
+
+
+@dataclass(eq=False)
+class _UnbuiltArray:
+    """An array of which the values come later. ``memo``: the indices under which the unpickler knows it."""
+
+    memo: list[Any] = field(default_factory=list)
+
+
+class _Memo(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, _UnbuiltArray):
+            value.memo.append(key)
+        super().__setitem__(key, value)
+
+
+def _array(dtype: Any, shape: Any, data: Any, order: str = "C") -> npt.NDArray[Any]:
+    shape, made = _sizes(shape), dtype.made()
+    if type(data) is str:  # bytes of protocol 2 that were not marked as such
+        data = data.encode("latin1")
+    if type(data) not in (bytes, bytearray) or len(data) != math.prod(shape) * made.itemsize:
+        raise ValueError(f"an array of shape {shape} in it has another number of bytes")
+    if not made.itemsize:
+        return np.zeros(shape, dtype=made)
+    if made.kind == "U" and int(np.frombuffer(data, made.byteorder + "u4").max(initial=0)) > sys.maxunicode:
+        raise ValueError("text in an array in it is none")
+    return np.frombuffer(data, made).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if type(values) not in (tuple, list) or not all(type(each) is int and 0 <= each < 1 << 62 for each in values):
+        raise ValueError("the shape of a tensor in it is none")
+    if len(values) > 64:
+        raise ValueError(f"a tensor in it has {len(values)} dimensions")
+    return tuple(values)
+
+
+def _text(value: Any) -> str:
+    """A text. To make one of something else may take forever: see `_Size`."""
+    if type(value) is not str:
+        raise TypeError(f"it has a {type(value).__name__} where a text should be")
+    return value
+
+
+def _key(value: Any) -> Hashable:
+    """A key, if its hash needs no code of its own and little time."""
+    if type(value) in _KEYS:
+        return value  # type: ignore[no-any-return]
+    parts = value if type(value) is tuple else (value,)
+    if not all(isinstance(each, Record) or type(each) in _KEYS for each in parts):
+        raise ValueError(f"a {type(value).__name__} in it is used as a key")
+    return value  # type: ignore[no-any-return]
+
+
+_Base: Any = pickle._Unpickler
+
+
+class _Unpickler(_Base):  # type: ignore[misc]
+    """Python's unpickler, in which names do nothing and every container is what it should be."""
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        code: function
+        for code, function in _Base.dispatch.items()
+        if bytes([code]) not in (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ, pickle.PERSID)
+        and bytes([code]) not in (pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
+    }
+
+    def __init__(
+        self, file: Any, record: Callable[[str, int], _Memory], num_bytes: int, *, is_trial: bool = False
+    ) -> None:
+        """
+        Args:
+            file: the pickle.
+            record: gives the bytes of a storage by its key and the number of bytes that it should have.
+            num_bytes: of the pickle.
+            is_trial: whether tensors are None: only the storages are of interest.
+        """
+        super().__init__(file)
+        self.memo = _Memo()
+        self.names: set[str] = set()
+        """Of objects that became a `Record`."""
+        self._record = record
+        self._is_trial = is_trial
+        self._storages: dict[tuple[str, torch.dtype], _Storage] = {}
+        self._left = 2 * num_bytes + _SPARE_WORK
+
+    # ---------------------------------------------------------------------------------------------------------- names
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Names are not looked up."""
+        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
+        if full in _DTYPES:
+            return _DTYPES[full]
+        if full not in _KNOWN and full not in _TYPES and full.removeprefix("torch.") not in _STORAGES:
+            self.names.add(full)
+        return Record(full)
+
+    def persistent_load(self, saved_id: Any) -> _Storage:
+        """A storage, by its type, key and number of elements."""
+        kind, stored_as, key, _device, numel, *view = saved_id
+        if kind != "storage" or type(key) is not str or type(numel) is not int or any(view) or numel < 0:
+            raise ValueError("it refers to something else than a storage")
+        if not isinstance(stored_as, Record) or stored_as.arguments is not None:
+            raise ValueError("a storage in it has no type")
+        package, _, name = stored_as.name.rpartition(".")
+        dtype = torch.uint8 if name == "UntypedStorage" else _STORAGES.get(name if package == "torch" else "")
+        if dtype is None:
+            raise ValueError(f"it holds elements of '{stored_as.name}'")
+        if (key, dtype) not in self._storages:
+            num_bytes = numel * dtype.itemsize
+            data = self._record(key, num_bytes)
+            if data.size < num_bytes and not self._is_trial:
+                raise ValueError(f"storage '{key}' has {data.size} bytes, not {num_bytes}")
+            flat = torch.from_numpy(data[:num_bytes]) if data.size else torch.empty(0, dtype=torch.uint8, device="cpu")
+            if flat.data_ptr() % dtype.itemsize:
+                flat = flat.clone()
+            self._storages[key, dtype] = _Storage(flat.view(dtype))
+        return self._storages[key, dtype]
+
+    def _called(self, function: Any, arguments: Any) -> Any:
+        if not isinstance(function, Record) or function.arguments is not None or type(arguments) is not tuple:
+            raise ValueError(f"it calls a {type(function).__name__}")
+        self._charge(sum(len(each) for each in arguments if isinstance(each, str | bytes | tuple | list | dict | set)))
+        known = _KNOWN.get(function.name)
+        if known is not None:
+            return known(self, *arguments)
+        return Record(function.name, arguments)
+
+    def _charge(self, amount: int) -> None:
+        self._left -= amount
+        if self._left < 0:
+            raise ValueError("it describes far more than it holds")
+
+    def _tensor(
+        self,
+        storage: Any,
+        offset: Any,
+        size: Any,
+        stride: Any,
+        _requires_grad: Any = False,
+        _hooks: Any = None,
+        metadata: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        if self._is_trial:
+            return None
+        if metadata or not isinstance(storage, _Storage):
+            raise ValueError("a tensor in it is conjugated or has no storage")
+        size, stride, (offset,) = _sizes(size), _sizes(stride), _sizes((offset,))
+        flat = storage.data
+        if dtype is not None:
+            flat = flat.view(torch.uint8)
+            flat = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].clone().view(dtype)
+        last = offset + sum((num - 1) * step for num, step in zip(size, stride, strict=True))
+        if math.prod(size) and last >= flat.numel():
+            raise ValueError(f"a tensor in it ends at element {last}, and its storage at {flat.numel()}")
+        if not math.prod(size):
+            return torch.empty(size, dtype=flat.dtype, device="cpu")
+        return flat.as_strided(size, stride, offset)
+
+    # ---------------------------------------------------------------------------------------------------------- opcodes
+
+    def load_reduce(self) -> None:
+        """A call."""
+        arguments = self.stack.pop()
+        self.stack[-1] = self._called(self.stack[-1], arguments)
+
+    def load_newobj(self) -> None:
+        """An object that is made without its ``__init__``."""
+        self.load_reduce()
+
+    def load_newobj_ex(self) -> None:
+        """The same, with arguments by name."""
+        named = self.stack.pop()
+        self.load_reduce()
+        if named:
+            self._set_state(self.stack[-1], named)
+
+    def load_build(self) -> None:
+        """The state of an object."""
+        state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, _UnbuiltArray):
+            _version, shape, dtype, is_fortran, data = state
+            built = _array(dtype, shape, data, "F" if is_fortran else "C")
+            self.stack[-1] = built
+            for index in made.memo:
+                self.memo[index] = built
+        else:
+            self._set_state(made, state)
+
+    def _set_state(self, made: Any, state: Any) -> None:
+        if isinstance(made, _NumpyType):
+            made.set_state(state)
+        elif isinstance(made, Record) and made.arguments is not None:
+            slots = state[1] if type(state) is tuple and len(state) == 2 else None
+            for part in (state[0], slots) if slots is not None else (state,):
+                if type(part) is dict:
+                    self._charge(len(part))
+                    made.state.update(part)
+        elif not isinstance(made, dict | torch.Tensor):  # theirs are hooks and metadata
+            raise ValueError(f"it has a state for a {type(made).__name__}")
+
+    def load_append(self) -> None:
+        """One element of a list."""
+        self._append([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        """Several elements of a list."""
+        self._append(self.pop_mark())
+
+    def _append(self, values: list[Any]) -> None:
+        made = self.stack[-1]
+        if type(made) is list:
+            made.extend(values)
+        elif not isinstance(made, Record):
+            raise ValueError(f"it appends to a {type(made).__name__}")
+
+    def load_setitem(self) -> None:
+        """One entry of a dict."""
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        """Several entries of a dict."""
+        self._set_items(self.pop_mark())
+
+    def load_dict(self) -> None:
+        """A dict of what comes after the mark."""
+        items = self.pop_mark()
+        self.append({})
+        self._set_items(items)
+
+    def _set_items(self, items: list[Any]) -> None:
+        made = self.stack[-1]
+        if type(made) is dict:
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                made[_key(key)] = value
+        elif not isinstance(made, Record):
+            raise ValueError(f"it sets an item of a {type(made).__name__}")
+
+    def load_additems(self) -> None:
+        """Elements of a set."""
+        values, made = self.pop_mark(), self.stack[-1]
+        if type(made) is not set:
+            raise ValueError(f"it adds to a {type(made).__name__}")
+        made.update(map(_key, values))
+
+    def load_frozenset(self) -> None:
+        """A frozen set."""
+        self.append(frozenset(map(_key, self.pop_mark())))
+
+    for _code, _function in (
+        (pickle.REDUCE, load_reduce),
+        (pickle.NEWOBJ, load_newobj),
+        (pickle.NEWOBJ_EX, load_newobj_ex),
+        (pickle.BUILD, load_build),
+        (pickle.APPEND, load_append),
+        (pickle.APPENDS, load_appends),
+        (pickle.SETITEM, load_setitem),
+        (pickle.SETITEMS, load_setitems),
+        (pickle.DICT, load_dict),
+        (pickle.ADDITEMS, load_additems),
+        (pickle.FROZENSET, load_frozenset),
+    ):
+        dispatch[_code[0]] = _function
+
+
+def _ordered(_: _Unpickler, pairs: Any = ()) -> dict[Hashable, Any]:
+    if isinstance(pairs, dict):
+        return dict(pairs)
+    return {_key(key): value for key, value in pairs}
+
+
+def _numpy_scalar(_: _Unpickler, dtype: Any, data: Any) -> Any:
+    return _array(dtype, (), data)[()]
+
+
+def _encoded(_: _Unpickler, text: str, encoding: str = "latin1") -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError("it encodes text by something else than latin1")
+    return _text(text).encode("latin1")
+
+
+def _of_type(made: _Unpickler, function: Any, _class: Any, arguments: Any, _state: Any) -> Any:
+    return made._called(function, arguments)
+
+
+def _device(_: _Unpickler, kind: str, index: int | None = None) -> torch.device:
+    return torch.device(_text(kind) if index is None else f"{_text(kind)}:{int(index)}")
+
+
+_KNOWN: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": lambda made, *arguments: made._tensor(*arguments),
+    "torch._utils._rebuild_tensor_v2": lambda made, *arguments: made._tensor(*arguments),
+    "torch._utils._rebuild_tensor_v3": lambda made, storage, offset, size, stride, grad, hooks, dtype, more=None: (
+        made._tensor(storage, offset, size, stride, grad, hooks, more, dtype=dtype)
+    ),
+    "torch._utils._rebuild_parameter": lambda made, data, *more: data,
+    "torch._utils._rebuild_parameter_with_state": lambda made, data, *more: data,
+    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch.Size": lambda made, sizes=(): _sizes(sizes),
+    "torch.device": _device,
+    "collections.OrderedDict": _ordered,
+    "collections.Counter": _ordered,
+    "builtins.set": lambda made, values=(): set(map(_key, values)),
+    "builtins.frozenset": lambda made, values=(): frozenset(map(_key, values)),
+    "builtins.bytes": lambda made, values=b"": bytes(_encoded(made, values) if isinstance(values, str) else values[:]),
+    "builtins.bytearray": lambda made, values=b"", encoding="latin1": bytearray(
+        values if isinstance(values, bytes) else _encoded(made, values, encoding)
+    ),
+    "builtins.complex": lambda made, real=0.0, imag=0.0: complex(float(real), float(imag)),
+    "_codecs.encode": _encoded,
+    "numpy.dtype": lambda made, code, *flags: _NumpyType("numpy.dtype", (), code=_text(code)),
+    "numpy.core.multiarray._reconstruct": lambda made, *arguments: _UnbuiltArray(),
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.numeric._frombuffer": lambda made, data, dtype, shape, order: _array(dtype, shape, data, order),
+}
+"""What names mean that stand for numbers and containers. Each takes the unpickler and what the file gives."""
+
+
+class _Size:
+    """How much an object is when everything that it refers to is written out."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def check(self, value: Any, depth: int = 0) -> tuple[int, int]:
+        """The size, and how many containers are inside each other.
+
+        Raises:
+            ValueError: it is too much, or refers to itself.
+        """
+        if depth > _MOST_DEPTH:
+            raise ValueError("containers in it are inside each other without end")
+        if id(value) not in self._known:
+            inner = [self.check(each, depth + 1) for each in self._inner(value)]
+            total = self._own(value) + sum(size for size, _ in inner)
+            self._known[id(value)] = total, 1 + max((height for _, height in inner), default=0)
+        total, height = self._known[id(value)]
+        if total > self._most or depth + height > _MOST_DEPTH + 1:
+            raise ValueError("it describes far more than it holds")
+        return total, height
+
+    @staticmethod
+    def _own(value: Any) -> int:
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return int(value.nbytes)
+        if isinstance(value, str | bytes | bytearray):
+            return 1 + len(value)
+        if isinstance(value, _UnbuiltArray | _Storage):
+            raise ValueError("it has an array without values, or a storage without a tensor")
+        return 1
+
+    @staticmethod
+    def _inner(value: Any) -> list[Any]:
+        if isinstance(value, Record):
+            return [value.arguments or (), value.state]
+        if isinstance(value, dict):
+            return [*value.keys(), *value.values()]
+        return list(value) if isinstance(value, list | tuple | set | frozenset) else []

@@ -1,4 +1,4 @@
-"""Pickles of strangers: nothing in them is run, and what is no file of torch is an error that names it."""
+"""Pickles of strangers: nothing in them is run, corrupts memory, or takes more memory and time than the file is long."""
 
 from __future__ import annotations
 
@@ -18,15 +18,71 @@ from torch import nn
 import infinity
 from infinity.errors import CheckpointError
 
+_DTYPE = b"cnumpy\ndtype\n(X\2\0\0\0%b\x89\x88tR"
+_RECONSTRUCT = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\0tX\1\0\0\0btR"
+
 
 def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
-_WRONG = {
-    "array of objects": b"cnumpy\ndtype\n(X\2\0\0\0O8\x89\x88tR",
+def _bytes(data: bytes) -> bytes:
+    """As protocol 2 has them."""
+    return b"c_codecs\nencode\n(" + _text(data.decode("latin1")) + _text("latin1") + b"tR"
+
+
+def _array(dtype: bytes, shape: bytes, data: bytes) -> bytes:
+    """An array as NumPy pickles it, of a dtype, of a shape (both pickled) and of bytes."""
+    return _RECONSTRUCT + b"(K\1" + shape + dtype + b"\x89" + _bytes(data) + b"tb"
+
+
+def _nested(begin: bytes, end: bytes, depth: int) -> bytes:
+    return begin * depth + end * depth
+
+
+def _doubled(times: int) -> bytes:
+    """A tuple of twice the tuple before, and so on."""
+    return b"K\1\x85" + b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(times))
+
+
+_OBJECT = b"cnumpy\ndtype\n(X\2\0\0\0O8\x89\x88tR(K\3X\1\0\0\0|NNNK\x08K\x08K\0tb"
+_STRUCTURED = b"cnumpy\ndtype\n(X\2\0\0\0V8\x89\x88tR(K\3X\1\0\0\0|NX\1\0\0\0a\x85}NK\x08K\x01K\0tb"
+_ALLOCATING = {
+    "array of objects": _array(_OBJECT, b"K\1\x85", b"A" * 8),
+    "array of an array of objects": b"cnumpy\nndarray\n(" + _array(_OBJECT, b"K\1\x85", b"A" * 8) + b"tR",
+    "structured array": _array(_STRUCTURED, b"K\1\x85", b"A" * 8),
+    "array with too few bytes": _array(_DTYPE % b"f8", b"J\xff\xff\xff\x7f\x85", b"A" * 8),
+    "array of a negative shape": _array(_DTYPE % b"f8", b"J\xff\xff\xff\xffK\2\x86", b"A" * 8),
+    "text that is none": _array(_DTYPE % b"U1", b"K\1\x85", b"\xff" * 4),
+    "scalar of an object": b"cnumpy.core.multiarray\nscalar\n(" + _OBJECT + _bytes(b"AAAAAAAA") + b"tR",
+    "scalar with too few bytes": b"cnumpy.core.multiarray\nscalar\n(" + _DTYPE % b"f8" + _bytes(b"A") + b"tR",
+    "array without values": _RECONSTRUCT,
+    "huge dtype": b"cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n("
+    + _text("S9999999999")
+    + b"\x89\x88tR"
+    + _bytes(b"A")
+    + b"tR",
+    "huge bytes": b"\x8e" + struct.pack("<Q", 1 << 40) + b"A",
+    "huge text": b"\x8d" + struct.pack("<Q", 1 << 62) + b"A",
+    "huge bytearray": b"\x96" + struct.pack("<Q", 1 << 63) + b"A",
+    "huge number": b"\x8b" + struct.pack("<i", 1 << 30) + b"A",
+    "negative length": b"\x8b" + struct.pack("<i", -5),
     "huge index of the memo": b"K\1r" + struct.pack("<I", (1 << 32) - 1),
     "extension": b"\x82\1",
+    "deep lists": _nested(b"(", b"l", 100_000),
+    "deep tuples as a key": b"}" + b"K\1" + b"\x85" * 200_000 + b"K\1s",
+    "doubled tuples": _doubled(60),
+    "doubled tuples as a key": b"}" + _doubled(60) + b"K\1s",
+    "doubled tuples as a storage": _doubled(60) + b"Q",
+    "doubled tuples as a dtype": b"cnumpy\ndtype\n" + _doubled(60) + b"\x85R",
+    "doubled tuples as a device": b"ctorch\ndevice\n" + _doubled(60) + b"\x85R",
+    "doubled tuples as an encoding": b"c_codecs\nencode\n(" + _text("a") + _doubled(60) + b"tR",
+    "doubled tuples as a shape": b"ctorch\nSize\n" + _doubled(60) + b"\x85R",
+    "list of itself": b"]q\0h\0a",
+    "dict of itself": b"}q\0K\1h\0s",
+    "long list as sets": b"](" + b"K\1" * 100_000 + b"eq\0" + b"cbuiltins\nset\nh\0\x85R" * 10_000,
+    "long text as bytes": _text("a" * 1_000_000) + b"q\0" + b"0c_codecs\nencode\nh\0\x85R" * 10_000,
+    "sparse tensor": b"ctorch._utils\n_rebuild_sparse_tensor\n(ctorch\nsparse_coo\nNtR",
     "tensor without a storage": b"ctorch._utils\n_rebuild_tensor_v2\n(NK\0K\1\x85K\1\x85\x89NtR",
     "state of a list": b"]}b",
     "item of a list": b"]K\0K\1s",
@@ -60,11 +116,11 @@ def _load(path: Path) -> None:
 
 
 @pytest.mark.deep(but=16)
-@pytest.mark.parametrize("name", [*_WRONG, *_RUNNING])
+@pytest.mark.parametrize("name", [*_ALLOCATING, *_RUNNING])
 def test_a_hostile_pickle_is_an_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "weights.pt"
-    _file(file, (_WRONG | _RUNNING)[name])
+    _file(file, (_ALLOCATING | _RUNNING)[name])
     with pytest.raises(CheckpointError, match=r"weights\.pt"):
         _load(file)
     assert [each.name for each in tmp_path.iterdir()] == ["weights.pt"]
@@ -86,7 +142,8 @@ def test_a_tensor_stays_inside_its_storage(offset: int, size: Any, stride: Any, 
         _load(tmp_path / "weights.pt")
 
 
-def test_values_are_those_that_torch_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zipped", [True, False])
+def test_values_are_those_that_torch_reads(zipped: bool, tmp_path: Path) -> None:
     from infinity.torch_internals.pickles import read_pickle
     from swapper.volumes.mapped import map_file
 
@@ -96,12 +153,19 @@ def test_values_are_those_that_torch_reads(tmp_path: Path) -> None:
         "dtypes": [torch.ones(3, dtype=dtype) for dtype in (torch.bfloat16, torch.bool, torch.complex64, torch.int8)],
         "further dtypes": [torch.ones(3).to(dtype) for dtype in (torch.uint16, torch.float8_e4m3fn)],
         "parameter": nn.Parameter(torch.ones(2)),
-        "numbers": [1 << 70, -1.5, None, True, 1j],
+        "arrays": [
+            np.arange(6.0).reshape(2, 3).T,
+            np.array(["a", "bcd"]),
+            np.array([b"x"]),
+            np.zeros((0, 2)),
+            np.ones(2, ">i4"),
+        ],
+        "numbers": [np.float64(2.5), np.int8(-1), np.bool_(True), 1 << 70, -1.5, None, True, 1j],
         "containers": [collections.OrderedDict(a=1), {1, 2}, (1, (2,)), {(1, "a"): 2}, b"bytes", bytearray(b"more")],
         "torch": [torch.Size([1, 2]), torch.float16, torch.device("cuda", 1)],
     }
     file = tmp_path / "values.pt"
-    torch.save(values, file)
+    torch.save(values, file, _use_new_zipfile_serialization=zipped)
     found = read_pickle(file, map_file(file), lambda name: False)
     assert list(found) == list(values)
     for name, expected in values.items():

@@ -99,7 +99,7 @@ def without_records(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _has_record(value: Any) -> bool:
-    if isinstance(value, Record) or (isinstance(value, type) and issubclass(value, Record)):
+    if isinstance(value, Record):
         return True
     inner: Iterable[Any] = ()
     if isinstance(value, dict):
