@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -33,6 +34,8 @@ TENSORS = "tensors.zarr"
 _ALIGNMENT = 4096
 _CRC_BYTES = 4
 _READ_AHEAD = 3
+_MOST_LETTERS = 250
+"""Of a folder's name, where file systems have 255."""
 _Bytes = npt.NDArray[np.uint8]
 _Sums = npt.NDArray[np.uint32]
 STORED_AS = {
@@ -320,8 +323,12 @@ def _document(create: Callable[..., Any], **options: Any) -> str:
 
 
 def _folder(name: str) -> str:
-    """As a file system has it."""
-    return quote(name, safe="", errors="surrogatepass")
+    """As a file system has it. A percent sign that no two digits follow is in no other name."""
+    quoted = quote(name, safe="", errors="surrogatepass")
+    if len(quoted) <= _MOST_LETTERS:
+        return quoted
+    digest = hashlib.sha256(quoted.encode()).hexdigest()
+    return f"{quoted[: _MOST_LETTERS - 1 - len(digest)]}%-{digest}"
 
 
 def _aligned(num_bytes: int) -> int:

@@ -126,6 +126,13 @@ def check_entries(entries: Sequence[Entry]) -> None:
         ModelError: it has none; the tensor is named.
     """
     for entry in entries:
+        for name in entry.names:
+            if name == "__metadata__":
+                refuse(name, "the format uses that name for itself")
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                refuse(ascii(name), "its name is no text that can be encoded")
         try:
             name_of(entry.dtype)
         except Exception:
