@@ -82,15 +82,14 @@ def buffers_of(model: nn.Module) -> dict[str, Buffer]:
 
 
 def set_buffers(model: nn.Module, values: Mapping[str, Buffer], device: torch.device) -> None:
-    """Go on from what `buffers_of` gave: what has come or got another shape since is what it was.
+    """Go on from what `buffers_of` gave: what has come, gone, or got another shape since is what it was.
 
-    Raises:
-        ValueError: one is missing that a state dict has. (Others follow from it.)
+    A buffer of which nothing was known then goes, unless a state dict leaves it out: then it follows from others.
     """
     there = _places(model)
     for fqn, (module, name) in there.items():
         if fqn not in values and name not in module._non_persistent_buffers_set:
-            raise ValueError(f"it lacks the buffer '{fqn}'")
+            del module._buffers[name]
     for fqn, value in values.items():
         prefix, _, name = fqn.rpartition(".")
         owner = there[fqn][0] if fqn in there else _module(model, prefix)

@@ -428,6 +428,8 @@ class DurableRun:
         check_counters(rest["counters"])
         check_groups(rest["groups"], training.optimizer.param_groups)
         check_states(rest["states"], sorted({name for unit in self._units for name in self._records.names_of(unit)}))
+        if lost := _header_of(head)["layout"]["buffers"].keys() - rest["buffers"].keys():
+            raise ValueError(f"it lacks buffer '{min(lost)}'")
         self._records.set_valid_bytes(rest["valid_bytes"])
         for group, values in zip(training.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)
