@@ -139,8 +139,9 @@ def _problem(command: list[str]) -> str:
     known_options = ""
     match command:
         case ["bash", script, *rest]:
+            demo = "larger_than_ram.py" if rest[:1] == ["--larger-than-ram"] else "train.py"
             tools = {
-                "tools/demo.sh": "tools/train.py",
+                "tools/demo.sh": f"tools/{demo}",
                 "tools/test.sh": "pytest",
                 "tools/gpu_day.sh": "tools/gpu_day.py",
             }

@@ -103,6 +103,21 @@ def test_bench_step_measures_a_small_model_and_leaves_nothing(nvme_dir: Path) ->
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("limit", ["2000000000", "100000000"])
+def test_larger_than_ram_compares_a_whole_life(limit: str, nvme_dir: Path) -> None:
+    # Without layers: what is left is small. With the second limit, Python alone is too large.
+    code, output = finish(start(nvme_dir, "larger_than_ram.py", "--layers", "0", "--seq-len", "8", "--limit", limit))
+    if limit == "2000000000":
+        assert code == 0, output
+        assert "killed with -9 in the middle of a step" in output
+        assert "All equal." in output
+        assert "DIFFERENT" not in output
+    elif "No memory limit" not in output:
+        assert code != 0, output
+    assert not list((nvme_dir / "nvme").iterdir())
+
+
+@pytest.mark.deep
 def test_a_day_with_a_gpu_runs_to_its_end_on_the_simulated_one(nvme_dir: Path) -> None:
     slots = ["same-bits", "synchronisations"]
     command = ["bash", str(_ROOT / "tools/gpu_day.sh"), "--simulated", "--out", str(nvme_dir / "day"), *slots]
