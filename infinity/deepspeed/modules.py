@@ -129,6 +129,8 @@ _MODULES: dict[str, dict[str, Any]] = {
         "OffloadStateTypeEnum": OffloadStateTypeEnum,
     },
     "runtime.zero.partition_parameters": _INIT,
+    "runtime.zero.stage3": {},
+    "runtime.zero.stage_1_and_2": {},
     "runtime.zero.utils": _of(small_functions, "is_zero_param"),
     "utils": {
         **_MESSAGES,

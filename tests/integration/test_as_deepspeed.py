@@ -152,6 +152,8 @@ def test_it_is_seen_wherever_libraries_look() -> None:
             ("from deepspeed.zero import GatheredParams", "The nearest there is: "),
             ("deepspeed.tp_model_init", "mesh_param= of initialize"),
             ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "that initialize returns"),
+            ("from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live", "infinity plan"),
+            ("from deepspeed.zero import TiledLinear", "tile_above"),
             ("from deepspeed.comm import enable_symm_mem_for_group", "torch.distributed"),
         ):
             try:
