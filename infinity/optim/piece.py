@@ -21,14 +21,13 @@ from infinity.optim.classes import Lion
 from infinity.optim.probe import (
     StateSchema,
     advanced,
-    copy_scalar,
     learn_schema,
     probe,
     probe_groups,
 )
 from infinity.optim.registry import is_known, mixes_elements
 from infinity.optim.template import Template
-from infinity.optim.worker import MEMBERSHIP_KEYS, Worker, hyperparameters, same_values
+from infinity.optim.worker import MEMBERSHIP_KEYS, Worker, copy_scalar, hyperparameters, same_values
 
 
 class PieceUpdater:

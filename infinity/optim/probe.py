@@ -32,7 +32,7 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.numerics.random_states import random_states, set_random_states
-from infinity.optim.worker import Worker, same_values
+from infinity.optim.worker import Worker, copy_scalar, same_values
 from infinity.torch_internals.operations import leaves, replaced
 
 #: Pieces of a parameter start at multiples of this many elements.
@@ -180,17 +180,6 @@ def _first_steps(
 def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
     # Explicit, because users set a default dtype or device to build their models with.
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
-
-
-def copy_scalar(value: Any) -> Any:
-    """An independent copy of a scalar state entry: steps advance such tensors in place. Weights in it stay what they are."""
-    if isinstance(value, Tensor):
-        return value if isinstance(value, torch.nn.Parameter) and value.numel() > 1 else value.detach().clone()
-    if isinstance(value, numpy.ndarray):
-        return value.copy()
-    if type(value) in (list, tuple):
-        return type(value)(copy_scalar(item) for item in value)
-    return {key: copy_scalar(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def advanced(

@@ -26,20 +26,21 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     Tensors among them (a tensor `lr`, which torch's schedulers fill in place) are copied, so that a later change does
     not reach an update that was fixed before it.
     """
-    return {key: _frozen(value) for key, value in group.items() if key not in MEMBERSHIP_KEYS}
+    return {key: copy_scalar(value) for key, value in group.items() if key not in MEMBERSHIP_KEYS}
 
 
-def _frozen(value: Any) -> Any:
+def copy_scalar(value: Any) -> Any:
+    """An independent copy of a scalar state entry: steps advance such tensors in place. Weights in it stay what they are."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is tuple:
-        items = tuple(_frozen(item) for item in value)
-        return value if all(map(operator.is_, items, value)) else items
-    if type(value) is list:
-        return [_frozen(item) for item in value]
+        return value if isinstance(value, torch.nn.Parameter) and value.numel() > 1 else value.detach().clone()
     if isinstance(value, numpy.ndarray):
         return value.copy()
-    return dict(value) if type(value) is dict else value
+    if type(value) is tuple:
+        items = tuple(copy_scalar(item) for item in value)
+        return value if all(map(operator.is_, items, value)) else items
+    if type(value) is list:
+        return [copy_scalar(item) for item in value]
+    return {key: copy_scalar(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def one_element(device: torch.device | str = "cpu", num_dims: int = 1) -> Tensor:

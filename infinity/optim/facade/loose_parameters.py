@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from infinity.optim.groups import Groups
-from infinity.optim.probe import copy_scalar
 from infinity.optim.template import Template
-from infinity.optim.worker import Worker
+from infinity.optim.worker import Worker, copy_scalar
 
 
 class LooseParameters:
