@@ -64,7 +64,7 @@ def load_class(
     model_config, rest = _read_config(model_class, path, dict(options))
     if getattr(model_config, "quantization_config", None) is not None:
         check_method(path, model_config.quantization_config)
-        del model_config.quantization_config  # `tensors` are plain ones
+        vars(model_config).pop("quantization_config")  # `tensors` are plain ones
     chosen = _choose(model_class, model_config, path)
     of_text = model_config.sub_configs.get("text_config")
     if of_text is not None and model_class is not chosen and getattr(chosen, "config_class", None) == of_text:
