@@ -25,7 +25,9 @@ import torch
 from infinity.packed.nf4_levels import LEVELS, THRESHOLDS
 
 _APART = 1 << 62  # `infinity.packed.kernels.APART`: numba is imported late
-_BLOCK, _BLOCK_BYTES, _TILE = 64, 36, 128
+_BLOCK_BYTES = 36
+NF4NF4_BLOCK, FP8_TILE = 64, 128
+"""Weights of a block of NF4; rows and columns of a tile of fp8."""
 _PART_NUMEL = 1 << 20
 """Elements that are converted to fp32 at a time, at least a record."""
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -128,7 +130,7 @@ class Nf4(PackedFormat):
     name = "nf4"
 
     def record_numel(self, shape: Sequence[int]) -> int:
-        return _BLOCK
+        return NF4_BLOCK
 
     def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
         return _BLOCK_BYTES
@@ -156,7 +158,7 @@ class Nf4(PackedFormat):
         pairs = torch.cartesian_prod(LEVELS, LEVELS).to(stored.device)  # byte -> two levels, the high half's first
         for start in range(0, out.numel(), _PART_NUMEL):  # numbers of codes are wide
             part = out[start : start + _PART_NUMEL]
-            first, last = start // _BLOCK, -(-(start + part.numel()) // _BLOCK)
+            first, last = start // NF4_BLOCK, -(-(start + part.numel()) // NF4_BLOCK)
             records = stored[first * _BLOCK_BYTES : last * _BLOCK_BYTES].view(-1, _BLOCK_BYTES)
             scales = records[:, :4].contiguous().view(torch.float32)
             values = pairs[records[:, 4:].int()].view(len(records), -1)
@@ -217,10 +219,10 @@ class Fp8(_OfRows):
     name = "fp8_e4m3"
 
     def record_numel(self, shape: Sequence[int]) -> int:
-        return _TILE * max(shape[-1], 1)
+        return FP8_TILE * max(shape[-1], 1)
 
     def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
-        return 4 * -(-shape[-1] // _TILE) + _to_four(numel)
+        return 4 * -(-shape[-1] // FP8_TILE) + _to_four(numel)
 
     def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
         columns, record = shape[-1], self.record_numel(shape)
@@ -228,10 +230,10 @@ class Fp8(_OfRows):
         for start in range(0, values.numel(), record):
             band = values[start : start + record].view(-1, columns)
             _check_finite(band)
-            tiles = band.abs().amax(dim=0).split(_TILE)
+            tiles = band.abs().amax(dim=0).split(FP8_TILE)
             scales = torch.stack([tile.max() for tile in tiles]) / 448.0
             scales = torch.where(scales > 0, scales, 1.0)
-            codes = (band / scales.repeat_interleave(_TILE)[:columns]).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+            codes = (band / scales.repeat_interleave(FP8_TILE)[:columns]).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
             self.write_record(stored[place : place + self.record_bytes(band.numel(), shape)], scales, codes)
             place += self.record_bytes(band.numel(), shape)
 
@@ -249,12 +251,12 @@ class Fp8(_OfRows):
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         columns, record, place = shape[-1], self.record_numel(shape), 0
-        head = 4 * -(-columns // _TILE)
+        head = 4 * -(-columns // FP8_TILE)
         for start in range(0, out.numel(), record):
             band = out[start : start + record].view(-1, columns)
             scales = stored[place : place + head].view(torch.float32)
             codes = stored[place + head : place + head + band.numel()].view(torch.float8_e4m3fn).view(-1, columns)
-            band.copy_(codes.float() * scales.repeat_interleave(_TILE)[:columns])
+            band.copy_(codes.float() * scales.repeat_interleave(FP8_TILE)[:columns])
             place += self.record_bytes(band.numel(), shape)
 
 

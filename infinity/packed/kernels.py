@@ -78,11 +78,16 @@ _LARGEST = np.float32(3.4028235e38)
 
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
-def _half(value: Any, kind: Any) -> Any:
-    """The bits of a finite fp32 number as bf16 or fp16, rounded to the nearest, ties to even."""
+def _bf16(value: Any) -> Any:
+    """The bits of a finite fp32 number as bf16, rounded to the nearest, ties to even."""
     u = np.uint32(bits_of(value))
-    if kind == KIND_BF16:
-        return np.uint16((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    return np.uint16((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _fp16(value: Any) -> Any:
+    """The same as fp16."""
+    u = np.uint32(bits_of(value))
     sign = np.uint32((u >> np.uint32(16)) & np.uint32(0x8000))
     a = np.uint32(u & np.uint32(0x7FFFFFFF))
     if a >= np.uint32(0x47800000):  # 65,536 and more
@@ -130,7 +135,8 @@ def _nf4_to_halves(stored: Any, scales: Any, code: Any, out: Any, pairs: Any, ga
     for b in range((numel + NF4_BLOCK - 1) // NF4_BLOCK):
         scale = scales[b * (NF4_RECORD_BYTES // 4)]
         for k in range(16):  # 16 roundings for 64 weights
-            table[k] = np.uint32(_half(code[k] * scale, kind))
+            product = code[k] * scale
+            table[k] = np.uint32(_bf16(product) if kind == KIND_BF16 else _fp16(product))
         o, p = b * half, b * NF4_RECORD_BYTES + 4
         count = min(NF4_BLOCK, numel - b * NF4_BLOCK)
         if count == NF4_BLOCK and gap + p >= 4 * (o + half):
@@ -187,6 +193,16 @@ def _fp8_value(code: Any, scale: Any) -> Any:
     return float_of(bits_of(magnitude) | np.int32((v & np.int32(0x80)) << np.int32(24))) * scale
 
 
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _int8_row(codes: Any, scale: Any, out: Any, kind: Any) -> None:
+    if kind == KIND_BF16:
+        for i in range(out.size):
+            out[i] = _bf16(_int8_value(codes[i], scale))
+    else:
+        for i in range(out.size):
+            out[i] = _fp16(_int8_value(codes[i], scale))
+
+
 def _int8_to_halves(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
     record = 4 + (row_numel + 3) // 4 * 4
     local = np.empty(row_numel, np.uint8)
@@ -194,13 +210,16 @@ def _int8_to_halves(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any
         scale = scales[r * record // 4]
         o, p = r * row_numel, r * record + 4
         if gap + p >= 2 * (o + row_numel):
-            for i in range(row_numel):
-                out[o + i] = _half(_int8_value(stored[p + i], scale), kind)
+            _int8_row(stored[p : p + row_numel], scale, out[o : o + row_numel], kind)
         else:
-            for i in range(row_numel):
-                local[i] = stored[p + i]
-            for i in range(row_numel):
-                out[o + i] = _half(_int8_value(local[i], scale), kind)
+            local[:] = stored[p : p + row_numel]
+            _int8_row(local, scale, out[o : o + row_numel], kind)
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _int8_row_of_floats(codes: Any, scale: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = _int8_value(codes[i], scale)
 
 
 def _int8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
@@ -210,13 +229,32 @@ def _int8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any
         scale = scales[r * record // 4]
         o, p = r * row_numel, r * record + 4
         if gap + p >= 4 * (o + row_numel):
-            for i in range(row_numel):
-                out[o + i] = _int8_value(stored[p + i], scale)
+            _int8_row_of_floats(stored[p : p + row_numel], scale, out[o : o + row_numel])
         else:
-            for i in range(row_numel):
-                local[i] = stored[p + i]
-            for i in range(row_numel):
-                out[o + i] = _int8_value(local[i], scale)
+            local[:] = stored[p : p + row_numel]
+            _int8_row_of_floats(local, scale, out[o : o + row_numel])
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _fp8_row(codes: Any, factors: Any, out: Any, kind: Any) -> None:
+    for t in range(factors.size):
+        factor, first, last = factors[t], t * FP8_TILE, min((t + 1) * FP8_TILE, out.size)
+        into, source = out[first:last], codes[first:last]  # slices: their loops have plain indices
+        if kind == KIND_BF16:
+            for i in range(into.size):
+                into[i] = _bf16(_fp8_value(source[i], factor))
+        else:
+            for i in range(into.size):
+                into[i] = _fp16(_fp8_value(source[i], factor))
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _fp8_row_of_floats(codes: Any, factors: Any, out: Any) -> None:
+    for t in range(factors.size):
+        factor, first, last = factors[t], t * FP8_TILE, min((t + 1) * FP8_TILE, out.size)
+        into, source = out[first:last], codes[first:last]
+        for i in range(into.size):
+            into[i] = _fp8_value(source[i], factor)
 
 
 def _fp8_to_halves(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
@@ -225,22 +263,16 @@ def _fp8_to_halves(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any,
     p = 0
     for r in range(out.size // row_numel):
         if r % FP8_TILE == 0:  # the scales of a band of tiles lie before its codes
-            for t in range(across):
-                factors[t] = scales[p // 4 + t]
+            p = (p + 3) // 4 * 4
+            factors[:] = scales[p // 4 : p // 4 + across]
             p += 4 * across
         o = r * row_numel
-        source, start = stored, p
-        if gap + p < 2 * (o + row_numel):
-            for i in range(row_numel):
-                local[i] = stored[p + i]
-            source, start = local, 0
-        for t in range(across):
-            factor = factors[t]
-            for i in range(t * FP8_TILE, min((t + 1) * FP8_TILE, row_numel)):
-                out[o + i] = _half(_fp8_value(source[start + i], factor), kind)
+        if gap + p >= 2 * (o + row_numel):
+            _fp8_row(stored[p : p + row_numel], factors, out[o : o + row_numel], kind)
+        else:
+            local[:] = stored[p : p + row_numel]
+            _fp8_row(local, factors, out[o : o + row_numel], kind)
         p += row_numel
-        if r % FP8_TILE == FP8_TILE - 1:
-            p = (p + 3) // 4 * 4
 
 
 def _fp8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
@@ -249,22 +281,16 @@ def _fp8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any)
     p = 0
     for r in range(out.size // row_numel):
         if r % FP8_TILE == 0:
-            for t in range(across):
-                factors[t] = scales[p // 4 + t]
+            p = (p + 3) // 4 * 4
+            factors[:] = scales[p // 4 : p // 4 + across]
             p += 4 * across
         o = r * row_numel
-        source, start = stored, p
-        if gap + p < 4 * (o + row_numel):
-            for i in range(row_numel):
-                local[i] = stored[p + i]
-            source, start = local, 0
-        for t in range(across):
-            factor = factors[t]
-            for i in range(t * FP8_TILE, min((t + 1) * FP8_TILE, row_numel)):
-                out[o + i] = _fp8_value(source[start + i], factor)
+        if gap + p >= 4 * (o + row_numel):
+            _fp8_row_of_floats(stored[p : p + row_numel], factors, out[o : o + row_numel])
+        else:
+            local[:] = stored[p : p + row_numel]
+            _fp8_row_of_floats(local, factors, out[o : o + row_numel])
         p += row_numel
-        if r % FP8_TILE == FP8_TILE - 1:
-            p = (p + 3) // 4 * 4
 
 
 def _widen(stored: Any, out: Any, gap: Any) -> None:

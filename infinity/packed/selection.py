@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.packed.formats import COMPUTE_DTYPES, packed_format
+from infinity.packed.formats import COMPUTE_DTYPES, FP8_TILE, NF4_BLOCK, packed_format
 from infinity.units.adapters import is_adapted, is_base
+from infinity.units.experts import ExpertTiles
 from infinity.units.layout import SLOT_GRANULE, round_up
 
 KEY = "infinity.frozen_dtype"
@@ -55,31 +56,49 @@ def _is_smaller(parameter: nn.Parameter, name: str, compute_dtype: torch.dtype) 
     if compute_dtype not in COMPUTE_DTYPES or (name == "bf16" and compute_dtype.itemsize == 2):
         return False
     padded = round_up(parameter.numel(), SLOT_GRANULE)
+    if parameter.dim() == 3 and not _ends_with_experts(parameter, name):
+        return False
     return packed_format(name).saves_memory(tuple(parameter.shape), compute_dtype.itemsize, padded)
+
+
+def _ends_with_experts(parameter: nn.Parameter, name: str) -> bool:
+    """Whether no block or tile reaches into the next expert: else numbers would depend on whether experts are paged one by one."""
+    _, rows, columns = parameter.shape
+    return {"nf4": rows * columns % NF4_BLOCK == 0, "fp8_e4m3": rows % FP8_TILE == 0}.get(name, True)
 
 
 def _packable(model: nn.Module) -> dict[int, tuple[str, nn.Parameter]]:
     """``id`` -> name and parameter of what can be packed."""
     is_of_base = is_base(model) if is_adapted(model) else lambda parameter: not parameter.requires_grad
+    of_experts = {
+        id(tile) for module in model.modules() if isinstance(module, ExpertTiles) for tile in module.experts()
+    }
     owners: dict[int, int] = {}
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-            if _holds_packable(module, name, parameter) and is_of_base(parameter):
+            is_linear = _is_linear_weight(module, name, parameter)
+            is_expert = id(module) in of_experts or _holds_experts(module, parameter)
+            if (is_linear or is_expert) and _is_plain(parameter) and is_of_base(parameter):
                 found[id(parameter)] = f"{prefix}.{name}" if prefix else name, parameter
     return {key: each for key, each in found.items() if owners[key] == 1}
 
 
-def _holds_packable(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    if not parameter.is_floating_point() or parameter.element_size() == 1 or parameter.dtype == torch.float64:
+def _is_plain(parameter: nn.Parameter) -> bool:
+    if type(parameter) is not nn.Parameter or parameter.requires_grad or not parameter.is_contiguous():
         return False
-    if not parameter.is_contiguous() or parameter.requires_grad:
-        return False
-    kinds = {cls.__name__ for cls in type(module).__mro__}
-    if isinstance(module, nn.Linear) or "Conv1D" in kinds:
-        return name == "weight" and parameter.dim() == 2
-    return parameter.dim() == 3 and any("expert" in kind.lower() for kind in kinds)
+    return parameter.is_floating_point() and parameter.element_size() in (2, 4)
+
+
+def _is_linear_weight(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    is_linear = isinstance(module, nn.Linear) or any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+    return is_linear and name == "weight" and parameter.dim() == 2
+
+
+def _holds_experts(module: nn.Module, parameter: nn.Parameter) -> bool:
+    is_named_so = any("expert" in cls.__name__.lower() for cls in type(module).__mro__)
+    return is_named_so and parameter.dim() == 3
 
 
 def _matches(fqn: str, pattern: str) -> bool:

@@ -105,7 +105,7 @@ class UnitSize:
             share_numel,
             weight_share_bytes,
             copied_numel,
-            stored.num_bytes if stored.packed_bytes else None,
+            packed_bytes=stored.num_bytes if stored.packed_bytes else None,
         )
 
 
