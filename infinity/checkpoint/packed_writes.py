@@ -43,7 +43,7 @@ def store_packed(unit: Unit, originals: Sequence[torch.Tensor], weights: WeightS
     landing[: form.slots[0].start].zero_()
     for packed in form.slots:
         original, spec = originals[packed.slot.index], packed.slot.spec
-        source = source_of(unit.parameters[packed.slot.index], spec.packed)
+        source = source_of(unit.parameters[packed.slot.index], spec.packed, packed.num_bytes)
         if source is not None:
             packed.of(landing).copy_(source)
             continue

@@ -26,7 +26,7 @@ from infinity.packed.nf4_levels import LEVELS, THRESHOLDS
 
 _APART = 1 << 62  # `infinity.packed.kernels.APART`: numba is imported late
 _BLOCK_BYTES = 36
-NF4NF4_BLOCK, FP8_TILE = 64, 128
+NF4_BLOCK, FP8_TILE = 64, 128
 """Weights of a block of NF4; rows and columns of a tile of fp8."""
 _PART_NUMEL = 1 << 20
 """Elements that are converted to fp32 at a time, at least a record."""

@@ -62,7 +62,7 @@ def _is_smaller(parameter: nn.Parameter, name: str, compute_dtype: torch.dtype) 
 
 
 def _ends_with_experts(parameter: nn.Parameter, name: str) -> bool:
-    """Whether no block or tile reaches into the next expert: else numbers would depend on whether experts are paged one by one."""
+    """Whether no block or tile reaches into the next expert: numbers must not depend on whether experts are paged one by one."""
     _, rows, columns = parameter.shape
     return {"nf4": rows * columns % NF4_BLOCK == 0, "fp8_e4m3": rows % FP8_TILE == 0}.get(name, True)
 

@@ -26,13 +26,16 @@ def give_source(parameter: torch.Tensor, name: str, stored: torch.Tensor) -> Non
     setattr(holder, _ATTRIBUTE, _Source(name, stored, parameter._version, parameter.data_ptr()))
 
 
-def source_of(parameter: torch.Tensor, name: str | None) -> torch.Tensor | None:
-    """Its packed bytes in the format of this name, if they are known and it has not been written to."""
+def source_of(parameter: torch.Tensor, name: str | None, num_bytes: int) -> torch.Tensor | None:
+    """Its packed bytes in the format of this name, if they are known and it has not been written to.
+
+    ``num_bytes``: how many there must be: those of a whole are not a tile's, which takes over its attributes.
+    """
     source: _Source | None = getattr(parameter, _ATTRIBUTE, None)
     if source is None or source.format != name:
         return None
     is_same = source.version == parameter._version and source.address == parameter.data_ptr()
-    return source.stored if is_same else None
+    return source.stored if is_same and source.stored.numel() == num_bytes else None
 
 
 def forget_source(parameter: torch.Tensor) -> None:

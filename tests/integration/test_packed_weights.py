@@ -13,7 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, ModelError
 from tests.exactness.lockstep import everything_on_nvme
-from tests.quantized import quantize
+from tests.quantized import nf4, quantize
 from tests.stand_in.models import llama
 from tests.twins import Twins
 
@@ -244,4 +244,26 @@ def test_thawed_weights_become_ordinary(tmp_path: Path) -> None:
 
         both.change(thaw)
         _train(both, 2)
+        both.require_equal()
+
+
+@pytest.mark.parametrize("experts", ["by_expert", "whole"])
+def test_experts_that_are_one_tensor(experts: str, tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    plain = quantize(copy.deepcopy(model))
+    for parameter in plain.parameters():
+        if parameter.dim() == 3:
+            parameter.data = nf4(parameter)
+    changes = {"infinity": {"frozen_dtype": "nf4", "experts": experts}}
+    with Twins(tmp_path, model, plain=plain, **changes) as both:
+        specs = [slot.spec for unit in both.engine._parts.plan.units for slot in unit.layout.slots]
+        assert {spec.packed for spec in specs if len(spec.shape) == 3} == {"nf4"}
+        _train(both)
         both.require_equal()
