@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,9 @@ def test_fp8_files_are_stored_as_they_are(tmp_path: Path) -> None:
     assert isinstance(loaded, LlamaForCausalLM)
     weights = loaded.state_dict()
     assert [name for name, value in plain.items() if not torch.equal(weights[name], value)] == []
-    expected = llama(**_WIDTHS).to(torch.bfloat16)
-    expected.load_state_dict(copy.deepcopy(plain), strict=False)
+    llama(**_WIDTHS).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    save_file(plain, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    expected = LlamaForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
     packed = _trained(
         loaded, tmp_path / "nvme", {"lm_head": "bf16", "*": "fp8_e4m3"}
     )  # the head is not quantized there
