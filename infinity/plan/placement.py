@@ -392,23 +392,7 @@ class _Planner:
         left = request.budget_bytes - sum(given)
         chunk_numel, page_bytes, num_pages = self._pages.cut(given.pages, keeps_all_records=option.keeps_all_records)
 
-        saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
-        taken: list[int] = moving if option.hosts_all else []
-        packed: list[int] = []
-        """Of a CPU's units, those that rest in RAM packed."""
-        if request.keeps_in_memory and not option.hosts_all:
-            stored = [unit.stored_weight_bytes for unit in units]
-            sizes = self._sizes if request.shares_host_memory else stored
-            # Memory for experts is worth more where the ones that are used most can come and stay, unless there is some for all.
-            fits = sum(sizes[index] for index in moving) <= left
-            steady = [index for index in moving if fits or not units[index].is_routed]
-            if self._is_packed and request.shares_host_memory and not fits:
-                packed, left = take_weights(stored, [i for i in steady if units[i].packed_bytes is not None], left)
-            taken, left = take_weights(sizes, [index for index in steady if index not in set(packed)], left)
-        saved += sum(request.saved_by_weights(units[index]) for index in (*taken, *packed))
-        if request.shares_host_memory:
-            unpacked = [index for index in (*packed, *taken) if units[index].packed_bytes is not None]
-            saved -= sum(self._sizes[i] for i in unpacked if i in packed or option.hosts_all) // _UNPACKED_PER_READ
+        taken, packed, left, saved = self._kept_weights(option, moving, left)
         capacity = self._all_gradients if self._gradients_on_device else given.gradients
         if request.gradient_moves:
             spare = self._wished_gradients() - capacity
@@ -474,6 +458,29 @@ class _Planner:
             spills=share.num_units < trainable,
         )
         return (saved - apparent_bytes(units, request, placement), left), placement
+
+    def _kept_weights(self, option: _Option, moving: list[int], left: int) -> tuple[list[int], list[int], int, int]:
+        """Of the units that do not stay from the beginning: those that are kept; those of a CPU that are kept packed; what is
+        left of the room; and bytes that all of them save in a step."""
+        units, request = self._units, self._request
+        saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
+        taken: list[int] = moving if option.hosts_all else []
+        packed: list[int] = []
+        """Of a CPU's units, those that rest in RAM packed."""
+        if request.keeps_in_memory and not option.hosts_all:
+            stored = [unit.stored_weight_bytes for unit in units]
+            sizes = self._sizes if request.shares_host_memory else stored
+            # Memory for experts is worth more where the ones that are used most can come and stay, unless there is some for all.
+            fits = sum(sizes[index] for index in moving) <= left
+            steady = [index for index in moving if fits or not units[index].is_routed]
+            if self._is_packed and request.shares_host_memory and not fits:
+                packed, left = take_weights(stored, [i for i in steady if units[i].packed_bytes is not None], left)
+            taken, left = take_weights(sizes, [index for index in steady if index not in set(packed)], left)
+        saved += sum(request.saved_by_weights(units[index]) for index in (*taken, *packed))
+        if request.shares_host_memory:
+            unpacked = [index for index in (*packed, *taken) if units[index].packed_bytes is not None]
+            saved -= sum(self._sizes[i] for i in unpacked if i in packed or option.hosts_all) // _UNPACKED_PER_READ
+        return taken, packed, left, saved
 
     def _kept_records(self, numels: Sequence[int]) -> int:
         record_bytes = self._request.record_format.record_bytes
