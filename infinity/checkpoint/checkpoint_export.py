@@ -59,7 +59,8 @@ class CheckpointExport:
         if left_out := checkpoint.excluded:
             raise CheckpointError(
                 checkpoint.folder,
-                f"it was saved with exclude_frozen_parameters=True, without '{left_out[0]}' and {len(left_out) - 1} others",
+                "it was saved with exclude_frozen_parameters=True or infinity.frozen_dtype, "
+                f"without '{left_out[0]}' and {len(left_out) - 1} others",
                 cure="Load it into the model with its base, and call engine.save_pretrained",
             )
         buffers = checkpoint.of("buffers")

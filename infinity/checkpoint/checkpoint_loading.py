@@ -16,7 +16,7 @@ from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.rest_checks import check_groups
 from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
 from infinity.checkpoint.stored_weights import in_memory_order
-from infinity.checkpoint.training_checkpoint import Training, checksums_of
+from infinity.checkpoint.training_checkpoint import Training, checksums_of, packed_in
 from infinity.errors import CheckpointError, InfinityError, ModelError, listed
 from infinity.metrics.progress import Note, progress
 from infinity.numerics.chunk_format import WEIGHT
@@ -145,6 +145,8 @@ class Loading:
         self._check_shapes("buffers", {fqn: tuple(each.shape) for fqn, each in self._buffers.items()})
         if extra_states is not None:
             self._check_names("extra states", takers(self._training.model), extra_states)
+        if self._is_strict:
+            self._check_formats({*left_out, *packed_in(self._training)})
         if self._is_strict and left_out:
             self._check_left_out(left_out)
 
@@ -168,6 +170,20 @@ class Loading:
             raise ModelError(
                 f"the checkpoint's {group} are not the model's: {listed(problems, '; ')}",
                 cure="Make the model as it was, or pass load_module_strict=False to leave out what only one of them has",
+            )
+
+    def _check_formats(self, fqns: Collection[str]) -> None:
+        """See that the frozen weights of these names were stored as they are now."""
+        (base, formats), now = self._saved.base, packed_in(self._training)
+        differing = [fqn for fqn in sorted(fqns) if formats.get(fqn) != now.get(fqn)]
+        if differing:
+            fqn = differing[0]
+            whose = f" of '{base}'" if base else ""
+            raise ModelError(
+                f"the checkpoint was trained over frozen weights{whose} that were stored as "
+                f"{formats.get(fqn, 'they are')} ('{fqn}'), and here they are stored as {now.get(fqn, 'they are')}",
+                cure="Set infinity.frozen_dtype as it was, or pass load_module_strict=False to train its adapters over these",
+                fqn=fqn,
             )
 
     def _check_left_out(self, fqns: Collection[str]) -> None:
@@ -308,7 +324,7 @@ class Loading:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 weight = self._saved.tensor("parameters", names.get(id(parameter), ""))
                 if not slot.spec.is_trainable:
-                    if weight is not None:
+                    if weight is not None and slot.spec.packed is None:
                         frozen.append((parameter, weight))
                         num_bytes += slot.numel * weight.dtype.itemsize
                     continue

@@ -63,8 +63,8 @@ _MOST_READS = 5
 _MOST_TAG_BYTES = 255 - 26
 """Of the longest name that file systems have; while it is written, it has more letters."""
 
-EXCLUDED, EXCLUDED_CHECKSUMS, TIED = "excluded", "excluded_checksums", "tied"
-"""What `Checkpoint.excluded`, `Checkpoint.excluded_checksums` and `Checkpoint.tied` are called in the file."""
+EXCLUDED, EXCLUDED_CHECKSUMS, TIED, BASE = "excluded", "excluded_checksums", "tied", "base"
+"""What `Checkpoint.excluded`, `Checkpoint.excluded_checksums`, `Checkpoint.tied` and `Checkpoint.base` are called in the file."""
 
 
 class Checkpoint:
@@ -127,6 +127,22 @@ class Checkpoint:
             CheckpointError: it is damaged.
         """
         return self._names(EXCLUDED, lambda found: [str(fqn) for fqn in found or []])
+
+    @property
+    def base(self) -> tuple[str, dict[str, str]]:
+        """What the frozen weights that were left out were loaded from, as the model's config says, and FQN -> `frozen_dtype`
+        of those that were stored packed.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self._names(
+            BASE,
+            lambda found: (
+                str((found or {}).get("name", "")),
+                {str(fqn): str(name) for fqn, name in (found or {}).get("formats", {}).items()},
+            ),
+        )
 
     @property
     def excluded_checksums(self) -> dict[str, tuple[str, int]]:
@@ -458,6 +474,7 @@ def _make_group(folder: Path) -> None:
 
 
 __all__ = [
+    "BASE",
     "EXCLUDED",
     "EXCLUDED_CHECKSUMS",
     "LATEST",

@@ -236,6 +236,7 @@ class StateAccess:
             )
         self._stored.let_save(unit)
         with self._pager.opened(unit):
+            self._pager.residency.remember(unit, slot)
             place = unit.weight(slot)
             if not self._stored.has_main_weights or not slot.spec.is_trainable:
                 place.copy_(values)

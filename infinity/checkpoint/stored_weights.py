@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.checkpoint.packed_writes import accept_packed, read_packed, store_packed
 from infinity.checkpoint.record_stream import RecordStream
 from infinity.errors import ModelError
 from infinity.numerics.chunk_format import RECORD_GRANULE, ChunkBuffer, ChunkFormat, MainWeight
@@ -85,7 +86,10 @@ class StoredWeights:
             raise RuntimeError(f"unit {unit.name} has no flat buffer")
         base = unit.flat.tensor()
         base.zero_()
+        store_packed(unit, originals, self._weights)
         for slot, original in zip(unit.layout.slots, originals, strict=True):
+            if slot.spec.packed is not None:
+                continue
             unit.view(base, slot).copy_(original)
             if self.has_halves and self.exchange.shares.is_divided and slot.spec.is_trainable:
                 # Other ranks keep parts of the main weights, and round them so.
@@ -114,6 +118,9 @@ class StoredWeights:
             return
         start, stop = 0, base.numel()
         if changed is not None:
+            changed = [slot for slot in changed if slot.spec.packed is None]
+            if not changed:
+                return
             start = min(slot.offset_bytes for slot in changed) // RECORD_GRANULE * RECORD_GRANULE
             end = max(slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize for slot in changed)
             stop = min(stop, round_up(end, RECORD_GRANULE))
@@ -165,14 +172,24 @@ class StoredWeights:
         """
         if unit.flat is None:
             raise RuntimeError(f"unit {unit.name} is not resident")
-        base = unit.flat.tensor()
+        packed = [slot for slot in changed if slot.spec.packed is not None]
+        refusal = accept_packed(unit, packed, self._weights) if packed else None
+        unit.forget_written(slot.index for slot in packed)
+        changed = [slot for slot in changed if slot.spec.packed is None]
+        if refusal is not None and not changed:
+            raise refusal
         if is_outdating:
             unit.outdate()
+        base = unit.flat.tensor()
         with self.exchange.changing(unit):
             if self.has_main_weights:
                 for chunk, pieces in self.pieces(unit, {slot.index for slot in changed}):
                     self._store_changed(unit, chunk, pieces, before)
             self._write_weights(unit, base, changed)
+        if refusal is not None:
+            unit.forget_written(slot.index for slot in changed)
+            del base  # or the error's frames would keep the unit in memory
+            raise refusal
 
     def _store_changed(self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], before: torch.Tensor | None) -> None:
         with self.changing(unit, chunk) as workspace:
@@ -191,17 +208,28 @@ class StoredWeights:
                 workspace.read_main(span, main)
                 workspace.write_main(span, torch.where(is_kept, main, new.float()))
 
+    def packed_bytes(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
+        """The bytes of a packed weight as they rest; None if it is not packed, or rests in a flat buffer."""
+        if slot.spec.packed is None or self._weights is None or unit.stays_resident:
+            return None
+        return read_packed(unit, slot, self._weights)
+
     # ------------------------------------------------------------------------------- written by others than the engine
 
     def needs_before(self, unit: Unit, slot: Slot) -> bool:
         """Whether only what the weights were before a write tells which elements it changed. See `Unit.before`."""
+        if slot.spec.packed is not None:
+            return unit.stays_resident  # elsewhere, what rests says it
         return self.has_halves and unit.stays_resident and slot.spec.is_trainable
 
     def is_urgent(self, unit: Unit) -> bool:
         """Whether main weights follow, or other ranks write, too: neither must depend on when the unit is paged out."""
         if self.exchange.divides(unit):
             return True
-        return self.has_main_weights and any(unit.layout.slots[i].spec.is_trainable for i in unit.dirty)
+        specs = [unit.layout.slots[index].spec for index in unit.dirty]
+        if any(spec.packed is not None for spec in specs):
+            return True
+        return self.has_main_weights and any(spec.is_trainable for spec in specs)
 
     def store_written(self, unit: Unit) -> None:
         """Store the weights in ``unit.dirty`` from the unit's flat buffer, and let main weights follow.
@@ -212,7 +240,11 @@ class StoredWeights:
             ModelError: nobody knows which elements were changed, so which main weights keep their low bits.
         """
         changed = [unit.layout.slots[index] for index in sorted(unit.dirty)]
-        unknown = [slot for slot in changed if self.needs_before(unit, slot) and slot.index not in unit.before]
+        unknown = [
+            slot
+            for slot in changed
+            if slot.spec.packed is None and self.needs_before(unit, slot) and slot.index not in unit.before
+        ]
         if unknown:
             unit.forget_written(slot.index for slot in unknown)
             raise ModelError(
@@ -237,6 +269,7 @@ class StoredWeights:
     def begin_gathering(self, unit: Unit, *, compares: bool) -> Gathered:
         """The unit is in memory, and is going to be held; see `StateAccess.gather`."""
         self.store_gathered(unit)  # by a block around this one: what it wrote so far is its own
+        self._keep_packed(unit)
         return Gathered(unit, _checksums(unit) if compares else None, self._kept(unit))
 
     def store_gathered(self, unit: Unit) -> None:
@@ -254,6 +287,14 @@ class StoredWeights:
                 if gathered.checksums is not None:
                     gathered.checksums = _checksums(unit)
         unit.accept_changes()
+        if unit.gathered:
+            self._keep_packed(unit)
+
+    def _keep_packed(self, unit: Unit) -> None:
+        """Packed weights of a unit that rests nowhere else: what is written to them may have to be put back."""
+        for slot in unit.layout.slots:
+            if slot.spec.packed is not None and self.needs_before(unit, slot) and slot.index not in unit.before:
+                unit.keep_before(slot)
 
     def _kept(self, unit: Unit) -> torch.Tensor | None:
         """A copy of what else nobody would know any more: half of the main weights, if it rests nowhere but here."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from infinity.checkpoint.arrays import ArraySpec, ArrayWriter, name_of
 from infinity.checkpoint.record_stream import AHEAD_BYTES
-from infinity.checkpoint.saved import EXCLUDED, EXCLUDED_CHECKSUMS, TIED, CheckpointFiles, writing
+from infinity.checkpoint.saved import BASE, EXCLUDED, EXCLUDED_CHECKSUMS, TIED, CheckpointFiles, writing
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, EngineClosedError, ModelError
@@ -87,7 +87,9 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
     found: list[_Planned] = []
     names = {id(parameter): fqn for fqn, parameter in whole_parameters(training.model).items()}
     tiles = tiled_in(training.model)
+    formats = packed_in(training)
     excluded = _frozen(training) if excludes_frozen else {}
+    excluded |= {id(training.model.get_parameter(fqn)): fqn for fqn in formats}
     for fqn, parameter in training.model.named_parameters():
         if id(parameter) in excluded:
             continue
@@ -108,6 +110,8 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
         beside[EXCLUDED] = list(dict.fromkeys(excluded.values()))
         sums = checksums_of(training, beside[EXCLUDED])
         beside[EXCLUDED_CHECKSUMS] = {fqn: list(each) for fqn, each in sums.items()}
+        base = getattr(getattr(training.model, "config", None), "_name_or_path", None)
+        beside[BASE] = {"name": str(base or ""), "formats": formats}
     if training.optimizer is None:
         return found, beside
     saved = training.optimizer.state_dict()
@@ -159,6 +163,17 @@ def _frozen(training: Training) -> dict[int, str]:
         ):
             tiled, _ = tiles.get(id(parameter), (None, 0))
             found[id(parameter)] = fqn if tiled is None else tiled.fqn
+    return found
+
+
+def packed_in(training: Training) -> dict[str, str]:
+    """FQN -> `frozen_dtype` of the weights that are stored packed: a checkpoint says what they are, and has none of them."""
+    found = {}
+    for fqn, parameter in training.model.named_parameters():
+        if training.parameter_map.holds(parameter):
+            name = training.parameter_map.locate(parameter)[1].spec.packed
+            if name is not None:
+                found[fqn] = name
     return found
 
 

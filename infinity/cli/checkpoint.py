@@ -82,7 +82,9 @@ def inspect(source: Path, tag: str | None, tensors: bool, as_json: bool) -> None
         ("added by the script", ", ".join(facts["client_state"]) or "nothing"),
     ]
     if facts["excluded"]:
-        rows.append(("left out", f"{len(facts['excluded'])} frozen parameters (exclude_frozen_parameters)"))
+        rows.append(
+            ("left out", f"{len(facts['excluded'])} frozen parameters (exclude_frozen_parameters or frozen_dtype)")
+        )
     if facts["tied"]:
         rows.append(("tied", ", ".join(f"{name} = {first}" for name, first in facts["tied"].items())))
     if facts["other_tags"]:

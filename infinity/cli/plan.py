@@ -53,6 +53,14 @@ def _positive(text: str) -> float:
 @click.option("--gpu", type=size_in_bytes, metavar="SIZE", help="Memory of its GPU.")
 @click.option("--tflops", type=_positive, metavar="NUMBER", help="10^12 operations per second that it reaches.")
 @click.option("--tbw", type=_positive, metavar="NUMBER", help="Terabytes that its drives are rated to take.")
+@click.option(
+    "--lora", type=click.IntRange(min=1), metavar="RANK", help="Adapters on a frozen base, in place of all of it."
+)
+@click.option(
+    "--frozen-dtype",
+    type=click.Choice(["nf4", "int8", "fp8_e4m3", "bf16"]),
+    help="How the frozen base is stored, in place of the config's infinity.frozen_dtype.",
+)
 @click.option("--no-measure", is_flag=True, help="Do not try drive and compute for a second, which writes 32 MiB.")
 @click.option("--largest", is_flag=True, help="Also the largest model of this family that trains there.")
 @json_option
@@ -62,6 +70,8 @@ def plan(
     file: Path | None,
     directories: tuple[Path, ...],
     tokens: int,
+    lora: int | None,
+    frozen_dtype: str | None,
     largest: bool,
     as_json: bool,
     **described: Any,
@@ -79,6 +89,7 @@ def plan(
       infinity plan model-directory --config ds_config.json --json
       infinity plan --params 70b --ram 64GB --disk 2TB --drive-speed 6GB --gpu 24GB --tflops 150 --tbw 1200
       infinity plan path/to/config.json --largest
+      infinity plan --params 70b --lora 16 --frozen-dtype nf4 --ram 64GB --disk 1TB --drive-speed 6GB --gpu 24GB
     """
     if (model is None) == (params is None):
         raise click.UsageError("give a MODEL (config.json or a directory with one) or --params, and not both.")
@@ -87,15 +98,20 @@ def plan(
     if params is not None and Path(params).exists():
         raise click.UsageError(f"--params {params}: it is a path. Give it without --params.")
     from infinity.machine.here import room_bytes
-    from infinity.plan.ladder import Ladder
-    from infinity.plan.model_shapes import ModelRefused, read_model
+    from infinity.plan.ladder import PLAIN, Ladder
+    from infinity.plan.model_shapes import ModelRefused, add_adapters, read_model
 
     try:
         name, shapes = read_model(params or str(model))
+        if lora is not None:
+            name, shapes = f"{name}, LoRA of rank {lora}", add_adapters(shapes, lora)
     except ModelRefused as error:
         raise click.ClickException(str(error)) from error
     config = None if file is None else _config(file, directories)
     written = None if config is None else dict(config)
+    if frozen_dtype is not None:
+        written = {**(PLAIN if written is None else written)}
+        written["infinity"] = {**written.get("infinity", {}), "frozen_dtype": frozen_dtype}
     paths = list(directories) or ([] if config is None else list(config.nvme_paths)) or [Path.cwd()]
     machine, source = _machine(paths, SimpleNamespace(**described))
     look = None if described["disk"] else room_bytes

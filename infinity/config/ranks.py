@@ -81,6 +81,7 @@ def check_same_config(config: InfinityConfig, ranks: Ranks) -> None:
         "gradient_clipping": config.gradient_clipping,
         "infinity.main_weights": section.main_weights,
         "infinity.state_dtype": section.state_dtype,
+        "infinity.frozen_dtype": section.frozen_dtype,
         "infinity.gradient_dtype": section.gradient_dtype,
         "infinity.units": section.units,
         "infinity.tile_above": section.tile_above,

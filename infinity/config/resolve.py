@@ -311,6 +311,8 @@ def _resolve_infinity(
     gradient_dtype, rounds_gradients = _resolve_gradient_dtype(book, compute_dtype, num_micro_batches)
     book.note("infinity.schedule", block.schedule)
     book.note("infinity.state_dtype", block.state_dtype)
+    if block.frozen_dtype is not None:
+        book.note("infinity.frozen_dtype", block.frozen_dtype)
     update = _resolve_update(book)
     decided: dict[str, Any] = {
         "keep_in_memory": block.keep_in_memory and durable is None,

@@ -159,6 +159,7 @@ class InfinitySection:
         keep_in_memory: whether what the budgets leave keeps weights and states off the drives.
         progress_bars: whether what takes seconds shows on a terminal how far it is.
         drive_tbw: terabytes that all NVMe drives together are rated to take; None if nobody said.
+        frozen_dtype: how frozen weights are stored: a format for all, or pairs of a pattern and a format; None: as they are.
         units: class names or FQN patterns of what is paged together; empty when the engine finds it.
         tile_above: bytes of the largest weight of a linear layer or embedding that is used whole; None: all are.
         experts: how experts are paged that are in one tensor.
@@ -203,6 +204,7 @@ class InfinitySection:
     update_workers: int | None = None
     update_is_open: bool = False
     progress_bars: bool = True
+    frozen_dtype: str | tuple[tuple[str, str], ...] | None = None
 
 
 @dataclass(frozen=True)

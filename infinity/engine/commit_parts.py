@@ -5,6 +5,7 @@ Pure data: knows layouts, scalars and generators of random numbers; must not kno
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -32,10 +33,10 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
     problems += [f"'{fqn}' is not in the model" for fqn in old if fqn not in new]
     had, has = found["buffers"], wanted["buffers"]
     problems += [f"buffer '{fqn}' is not the model's" for fqn in {**had, **has} if had.get(fqn, 0) != has.get(fqn, 0)]
-    words = ("unit", "shape", "strides", "dtype", "trainable", "states")
+    words = ("unit", "shape", "strides", "dtype", "trainable", "states", "frozen_dtype")
     for fqn in new:
         if fqn in old and old[fqn] != new[fqn]:
-            differing = zip(words, old[fqn], new[fqn], strict=True)
+            differing = itertools.zip_longest(words, old[fqn], new[fqn], fillvalue="none")
             problems += [f"'{fqn}' has {word} {was}, not {now}" for word, was, now in differing if was != now]
     for index, fqns in enumerate(wanted["groups"]):
         here = set(found["groups"][index]) if index < len(found["groups"]) else set()

@@ -46,6 +46,7 @@ from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam, GpuAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
 from infinity.optim.template import Template
+from infinity.packed.sources import forget_source
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.residency import Residency
@@ -202,6 +203,7 @@ class Parts:
                     self.stored.store(unit, [parameter.detach() for parameter in unit.parameters])
                 for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                     parameter.grad = None
+                    forget_source(parameter)
                     hold(parameter, self.parameter_handler, slot.spec.dtype, self.device.torch_device)
                 self._residency.evict(unit)
                 note(unit.num_bytes)

@@ -23,6 +23,7 @@ from infinity.engine.durable_run import DurableRun
 from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.optim.classes import OneBitAdam
 from infinity.optim.template import Template
+from infinity.packed.selection import KEY
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.placement import DEVICE_KEY, Placement
 from infinity.plan.sizes import Request
@@ -139,6 +140,7 @@ def make_plan(
     inputs, placement, reason_against = (
         _placed_on_devices(ranks, inputs_of, config) if fills_devices else _placed(inputs_of, config)
     )
+    _check_packed(inputs, has_parts=has_parts)
     if has_parts:
         placement = _agreed(ranks, placement, len(inputs.units))
     if inputs.config.infinity.host_memory_budget is not None:
@@ -152,6 +154,28 @@ def make_plan(
         for unit, border, span in zip(inputs.units, borders, inputs.spans, strict=True)
     ]
     return Planned(inputs, placement, reason_against, borders, chunks)
+
+
+def _check_packed(inputs: PlanInputs, *, has_parts: bool) -> None:
+    """Raise or warn if weights are to be packed and cannot be."""
+    frozen_dtype = inputs.config.infinity.frozen_dtype
+    if frozen_dtype is None:
+        return
+    is_any = any(slot.spec.packed is not None for unit in inputs.units for slot in unit.layout.slots)
+    if is_any and has_parts:
+        raise ConfigError.value(
+            KEY,
+            frozen_dtype,
+            "with ZeRO's stage 3 on several processes, weights are divided among them, and packed ones cannot be yet",
+            cure="Set zero_optimization.stage to 2: adapters' states are divided, and each process has the packed base",
+        )
+    if not is_any and frozen_dtype != "bf16":
+        logger.warning(
+            "%s is %s, and nothing is packed: no weight of a linear layer is frozen. Freeze the base before "
+            "infinity.initialize (requires_grad_(False)), or add adapters with PEFT",
+            KEY,
+            frozen_dtype,
+        )
 
 
 def _placed(
@@ -201,6 +225,7 @@ def check_same_layout(
             str(slot.spec.dtype),
             slot.spec.is_trainable,
             list(plan.inputs.names[unit.index]) if slot.spec.is_trainable else [],
+            *([] if slot.spec.packed is None else [slot.spec.packed]),
         ]
         for unit in plan.units
         for slot in unit.layout.slots

@@ -22,6 +22,7 @@ from infinity.engine.parts import Parts
 from infinity.errors import ModelError, StepError
 from infinity.loop.phase import Phase
 from infinity.optim.facade.loose_parameters import LooseParameters
+from infinity.packed.sources import give_source
 from infinity.units.adapters import is_base
 from infinity.units.originals import Originals
 from infinity.units.parameter import let_go
@@ -36,6 +37,8 @@ class _Contents:
     mains: dict[nn.Parameter, torch.Tensor]
     states: dict[nn.Parameter, dict[str, Any]]
     gradients: dict[nn.Parameter, torch.Tensor]
+    packed: dict[nn.Parameter, tuple[str, torch.Tensor]]
+    """Format and packed bytes: packed once more from its weights, one might become another."""
     loss_scale: dict[str, Any]
 
 
@@ -151,7 +154,7 @@ class Relayout(CheckpointCalls):
         self.flush()
         parts = self._parts
         access, copies = parts.access, parts.access.copies
-        found = _Contents({}, {}, {}, {}, parts.stepper.scaler.state())
+        found = _Contents({}, {}, {}, {}, {}, parts.stepper.scaler.state())
         parts.template.keep_room(
             [p for p in parts.template.known() if parts.parameter_map.holds(p) and access.has_place(p)]
         )
@@ -159,6 +162,9 @@ class Relayout(CheckpointCalls):
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 with parts.pager.opened(unit):
                     found.weights[parameter] = copies.copy(unit.weight(slot).cpu())
+                stored = parts.stored.packed_bytes(unit, slot)
+                if stored is not None and slot.spec.packed is not None:
+                    found.packed[parameter] = slot.spec.packed, copies.copy(stored)
                 if access.has_main_weights and access.has_place(parameter):
                     found.mains[parameter] = access.main_weight(parameter)
                 if access.has_state(parameter):
@@ -193,3 +199,5 @@ class Relayout(CheckpointCalls):
             for parameter, weight in contents.weights.items():
                 let_go([parameter])
                 parameter.data = weight
+                if parameter in contents.packed:
+                    give_source(parameter, *contents.packed[parameter])

@@ -17,11 +17,12 @@ from torch import nn
 
 from infinity.errors import CheckpointError, ModelError
 from infinity.loading.outcome import Outcome
+from infinity.loading.quantized_files import check_method
 
 _MADE_ELSEWHERE = {
     "device_map": "infinity.initialize places it",
     "state_dict": "the files have one",
-    "quantization_config": "quantized weights cannot be paged",
+    "quantization_config": 'to store frozen weights packed, set "infinity": {"frozen_dtype": "nf4"}',
     **dict.fromkeys(
         ("gguf_file", "variant", "subfolder", "revision", "trust_remote_code"), "name the files themselves"
     ),
@@ -62,10 +63,8 @@ def load_class(
         )
     model_config, rest = _read_config(model_class, path, dict(options))
     if getattr(model_config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"the model in '{path}' is quantized, and quantized weights cannot be trained or paged",
-            cure="Load it with transformers, dequantize it and save it",
-        )
+        check_method(path, model_config.quantization_config)
+        vars(model_config).pop("quantization_config")  # `tensors` are plain ones
     chosen = _choose(model_class, model_config, path)
     of_text = model_config.sub_configs.get("text_config")
     if of_text is not None and model_class is not chosen and getattr(chosen, "config_class", None) == of_text:

@@ -22,7 +22,9 @@ from infinity.config.schema.directories import make_directories
 from infinity.device.drive_tensors import large_results_on
 from infinity.errors import CheckpointError, ModelError
 from infinity.loading import hugging_face, plain_module
+from infinity.loading.quantized_files import plain_tensors
 from infinity.loading.weight_files import open_weights
+from infinity.packed.sources import give_source
 
 
 def load_pretrained(
@@ -87,7 +89,8 @@ def load_pretrained(
     resolved = load_config(config) if config is not None else None
     directories = resolved.nvme_paths if resolved is not None else ()
     make_directories(directories)
-    tensors = open_weights(place)
+    quantized = plain_tensors(place, open_weights(place), _wanted_dtype(dtype, model_or_class), directories)
+    tensors = quantized.tensors
     with large_results_on(directories):
         if not is_module:
             extra = {"dtype": dtype} if dtype is not None else {}
@@ -98,6 +101,11 @@ def load_pretrained(
         else:
             renamed = _renamed(place, tensors, key_mapping or {})
             model, outcome = model_or_class, plain_module.load_module(model_or_class, renamed)
+    packed_at = quantized.packed_at()
+    for parameter in model.parameters():
+        source = packed_at.get(parameter.data_ptr())
+        if source is not None:
+            give_source(parameter, *source)
     info = outcome.check(
         place,
         ignore_missing=ignore_missing_keys,
@@ -105,6 +113,14 @@ def load_pretrained(
         ignore_mismatched=ignore_mismatched_sizes,
     )
     return (model, info) if output_loading_info else model
+
+
+def _wanted_dtype(dtype: torch.dtype | str | None, model_or_class: Any) -> torch.dtype | None:
+    """In which quantized weights of files are to be; None: as the files say."""
+    if isinstance(model_or_class, nn.Module):
+        return next((each.dtype for each in model_or_class.parameters() if each.is_floating_point()), None)
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    return found if isinstance(found, torch.dtype) else None
 
 
 def _renamed(

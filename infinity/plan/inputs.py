@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from infinity.errors import ConfigError
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.piece import PieceUpdater, check_parts, check_state_format
 from infinity.optim.template import Template
+from infinity.packed.selection import packed_weights
 from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.machine import Bandwidth, RoomBytes
 from infinity.plan.placement import Placement
@@ -93,7 +94,9 @@ class PlanInputs:
         check_state_format(StateFormat(config.infinity.state_dtype), template, updater)
         check_parts(template, updater, config.zero_stage, is_divided=shares.is_divided)
         # What came into the model since the template was made stays an ordinary parameter.
-        units = make_units(model, config, _with_room(model, template), lambda parameter: parameter in template)
+        packed = packed_weights(model, config.infinity.frozen_dtype, config.compute_dtype)
+        with_room = _with_room(model, template, packed)
+        units = make_units(model, config, with_room, lambda parameter: parameter in template, packed)
         names = {unit.index: _state_names(unit, template, updater) for unit in units}
         budget = config.infinity.host_memory_budget
         routed = routed_experts(model)
@@ -211,6 +214,7 @@ def make_units(
     config: InfinityConfig,
     grouped: Iterable[nn.Parameter] | None = None,
     takes: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    packed: Mapping[int, str] | None = None,
 ) -> list[Unit]:
     """Cut a model into units.
 
@@ -219,6 +223,7 @@ def make_units(
         grouped: the parameters in the optimizer's groups, which get room for states: frozen ones as well, since they may be
             thawed, but for constants that stay in fp64. None: all that require a gradient.
         takes: whether a parameter comes into a unit.
+        packed: ``id`` of each parameter that is to be packed where it gets no room -> its format.
     """
     by_name = {fqn: parameter for fqn, parameter in model.named_parameters() if takes(parameter)}
     trained = [p for p in by_name.values() if p.requires_grad] if grouped is None else list(grouped)
@@ -242,7 +247,12 @@ def make_units(
         parameters = [by_name[fqn] for fqn in members.fqns]
         specs = [
             spec_of(
-                fqn, parameter, config.compute_dtype, keeps_double=keeps_double, is_trainable=id(parameter) in with_room
+                fqn,
+                parameter,
+                config.compute_dtype,
+                keeps_double=keeps_double,
+                is_trainable=id(parameter) in with_room,
+                packed=(packed or {}).get(id(parameter)),
             )
             for fqn, parameter in zip(members.fqns, parameters, strict=True)
         ]
@@ -251,10 +261,10 @@ def make_units(
     return units
 
 
-def _with_room(model: nn.Module, template: Template) -> Sequence[nn.Parameter]:
-    """What gets room for states: all but the weights under adapters, unless these have it already."""
+def _with_room(model: nn.Module, template: Template, packed: Collection[int]) -> Sequence[nn.Parameter]:
+    """What gets room for states: all but the weights under adapters and those that are packed, unless these have it already."""
     is_left_out = is_base(model)
-    return [p for p in template.with_room() if template.keeps_room(p) or not is_left_out(p)]
+    return [p for p in template.with_room() if template.keeps_room(p) or not (is_left_out(p) or id(p) in packed)]
 
 
 def _state_names(unit: Unit, template: Template, updater: PieceUpdater) -> dict[str, None]:

@@ -196,7 +196,10 @@ class Ladder:
         machine = self._machine
         speed = machine.flops_per_second
         is_trained = plan.num_trainable > 0
-        per_parameter = FLOPS_PER_PARAMETER + 2 * config.infinity.activation_checkpointing if is_trained else _FORWARD
+        # What is frozen has no gradients of its own, only passes on those of its inputs.
+        trained = plan.num_trainable / max(plan.num_parameters, 1)
+        whole = FLOPS_PER_PARAMETER - _FORWARD * (1 - trained) + 2 * config.infinity.activation_checkpointing
+        per_parameter = whole if is_trained else _FORWARD
         num_active = plan.num_parameters * active_share(self._model)
         plan = dataclasses.replace(
             plan,

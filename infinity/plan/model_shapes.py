@@ -20,6 +20,8 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _DTYPE = torch.bfloat16
 _NUM_BLOCKS, _OF_NUMBER, _DEPTH = 32, 7e9, 0.4
 """Models of 7e9 parameters have about 32 blocks, and depth grows with so much of a power of size: 16 for 1e9, 80 for 70e9."""
+_SQUARES_IN_BLOCK = 12
+"""A block of a transformer has about so many times the square of its width in parameters."""
 _MOST_PARAMETERS = 10**14
 
 
@@ -45,6 +47,49 @@ def read_model(text: str) -> tuple[str, nn.Module]:
     if not 1 <= value <= _MOST_PARAMETERS:
         raise ModelRefused(f"{text}: a model has between 1 and {_MOST_PARAMETERS:.0e} parameters")
     return _count_words(round(value)), _of_equal_blocks(round(value))
+
+
+class _Adapted(nn.Module):
+    """A linear layer under LoRA, without data."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base
+        dtype = base.weight.dtype
+        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features, dtype=dtype, device="meta"))
+        self.lora_b = nn.Parameter(torch.empty(base.out_features, rank, dtype=dtype, device="meta"))
+
+
+def add_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze a model without data, and put LoRA of this rank on each linear layer but its head, in place.
+
+    Raises:
+        ModelRefused: it has no linear layer.
+    """
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.ParameterDict):  # a block of which nobody said how it is built
+                setattr(module, name, _block(child["weight"].numel()))
+    model.requires_grad_(False)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear) and child is not head:
+                setattr(module, name, _Adapted(child, rank))
+                found += 1
+    if not found:
+        raise ModelRefused("the model has no linear layer that could be adapted")
+    return model
+
+
+def _block(numel: int) -> nn.Module:
+    width = max(round(math.sqrt(numel / _SQUARES_IN_BLOCK) / 64) * 64, 1)
+    linear = nn.Linear(width, max(numel // width, 1), bias=False, dtype=_DTYPE, device="meta")
+    block = nn.ModuleDict({"linear": linear})
+    if left := numel - linear.weight.numel():
+        block.register_parameter("rest", nn.Parameter(torch.empty(left, dtype=_DTYPE, device="meta")))
+    return block
 
 
 def _of_equal_blocks(num_parameters: int) -> nn.Module:

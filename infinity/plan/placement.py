@@ -70,6 +70,8 @@ _UNITS_ON_THE_WAY = 3
 """From backward into the update of a share: one unit's gradients are added up, one's exchanged and one's in the update."""
 _CHUNKS_ON_DEVICE = 2
 """Whose gradients and weights have working memory there, where updates run there."""
+_UNPACKED_PER_READ = 8
+"""To unpack so many bytes, forward and backward, counts like one byte that is read: packed in RAM is worth less than in use."""
 _SHARE_OF_DEVICE = 0.65
 """Of what the engine's other memory leaves of a device: the rest is for activations, which nobody knows before a step."""
 
@@ -93,7 +95,8 @@ class Placement:
     resident_units: frozenset[int]
     """Units whose weights rest in their flat buffers."""
     hosted_units: frozenset[int]
-    """Units whose weights rest in host memory beside the device's, or this process's share of them does."""
+    """Units whose weights rest in host memory beside the device's or, packed, beside flat buffers; or this process's share of
+    them does."""
     states_in_memory: tuple[int, ...]
     """For each unit, of how many elements, from the first on whose states this process keeps, those rest in host memory."""
     kept_bytes: int
@@ -208,6 +211,8 @@ class _Planner:
         self._all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
         self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
         self._is_divided = has_shares(units)
+        self._is_packed = any(unit.packed_bytes is not None for unit in units) and not divides_weights(units)
+        """Whether a unit may take less memory where it rests than in use."""
         self._device_bytes = self._total
         self._comes_together = not request.shares_host_memory and divides_weights(units)
         """Whether weights come to a device from host memory, where ranks' shares of a unit are put together."""
@@ -227,6 +232,10 @@ class _Planner:
             return
         everything = range(len(self._units))
         least = self._total if request.param_tier == "none" else needed_together(self._units, request, everything)
+        # What comes packed lies beside the memory that it is unpacked into, until it is needed.
+        packed = max((unit.packed_bytes / unit.weight_bytes for unit in self._units if unit.packed_bytes), default=0.0)
+        beside = packed if request.param_tier != "none" else 0.0
+        least = int(least * (1 + beside))
         budget = request.device_budget_bytes
         if budget is None:
             budget = self._automatic_device_budget(least)
@@ -237,7 +246,7 @@ class _Planner:
                 minimum_bytes=least,
                 reason="The two largest units must be resident together",
             )
-        self._device_bytes = min(self._total, budget)
+        self._device_bytes = min(self._total, budget if budget >= self._total else int(budget / (1 + beside)))
         if request.param_tier == "none":
             self._on_device = frozenset(everything)
         elif request.keeps_in_memory:
@@ -322,7 +331,7 @@ class _Planner:
         kept_bytes = request.shares_in_memory(self._units) or 0
         if request.shares_host_memory:
             flat_bytes = self._bytes_of([*residents]) + needed_together(self._units, request, moving)
-        elif hosts_all:
+        if hosts_all and request.shares_in_memory(self._units) is None:
             kept_bytes = sum(self._units[index].stored_weight_bytes for index in moving)
         if moving and not request.shares_host_memory and (self._comes_together or not hosts_all):
             upload_bytes = self._num_upload_pages[0] * self._upload_page_bytes
@@ -357,9 +366,13 @@ class _Planner:
                 yield self._option(frozenset(), hosts_all=True, records=keeps_records)
             elif request.keeps_all_weights:
                 yield self._option(frozenset(self._order), hosts_all=False, records=keeps_records)
+                if self._is_packed:
+                    yield self._option(frozenset(), hosts_all=True, records=keeps_records)
             else:
                 for prefix in self._prefixes() if request.keeps_in_memory else [frozenset[int]()]:
                     yield self._option(prefix, hosts_all=False, records=keeps_records)
+                if self._is_packed and request.keeps_in_memory:
+                    yield self._option(frozenset(), hosts_all=True, records=keeps_records)
 
     def _may_keep_records(self) -> bool:
         return self._request.keeps_in_memory and self._request.optimizer_tier == "nvme"
@@ -379,15 +392,7 @@ class _Planner:
         left = request.budget_bytes - sum(given)
         chunk_numel, page_bytes, num_pages = self._pages.cut(given.pages, keeps_all_records=option.keeps_all_records)
 
-        saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
-        taken: list[int] = moving if option.hosts_all else []
-        if request.keeps_in_memory and not option.hosts_all:
-            sizes = self._sizes if request.shares_host_memory else [unit.stored_weight_bytes for unit in units]
-            # Memory for experts is worth more where the ones that are used most can come and stay, unless there is some for all.
-            fits = sum(sizes[index] for index in moving) <= left
-            steady = [index for index in moving if fits or not units[index].is_routed]
-            taken, left = take_weights(sizes, steady, left)
-        saved += sum(request.saved_by_weights(units[index]) for index in taken)
+        taken, packed, left, saved = self._kept_weights(option, moving, left)
         capacity = self._all_gradients if self._gradients_on_device else given.gradients
         if request.gradient_moves:
             spare = self._wished_gradients() - capacity
@@ -414,7 +419,7 @@ class _Planner:
             left -= gradient_bytes - given.gradients
 
         is_resident = request.shares_host_memory and not option.hosts_all
-        hosted = frozenset() if is_resident else frozenset(taken)
+        hosted = frozenset(packed if is_resident else taken)
         hosts_others = not self._comes_together and len(hosted) == len(
             moving
         )  # then nothing is read on its way to a device
@@ -422,6 +427,7 @@ class _Planner:
         weights_bytes = self._device_bytes
         if request.shares_host_memory:
             base = given.flat + (self._bytes_of(taken) if is_resident else 0)
+            kept_bytes += sum(units[index].stored_weight_bytes for index in packed)
             weights_bytes = min(base + left, self._total)
             left -= max(weights_bytes - base, 0)
         elif not option.hosts_all:
@@ -452,6 +458,29 @@ class _Planner:
             spills=share.num_units < trainable,
         )
         return (saved - apparent_bytes(units, request, placement), left), placement
+
+    def _kept_weights(self, option: _Option, moving: list[int], left: int) -> tuple[list[int], list[int], int, int]:
+        """Of the units that do not stay from the beginning: those that are kept; those of a CPU that are kept packed; what is
+        left of the room; and bytes that all of them save in a step."""
+        units, request = self._units, self._request
+        saved = sum(request.saved_by_weights(units[index]) for index in option.residents)
+        taken: list[int] = moving if option.hosts_all else []
+        packed: list[int] = []
+        """Of a CPU's units, those that rest in RAM packed."""
+        if request.keeps_in_memory and not option.hosts_all:
+            stored = [unit.stored_weight_bytes for unit in units]
+            sizes = self._sizes if request.shares_host_memory else stored
+            # Memory for experts is worth more where the ones that are used most can come and stay, unless there is some for all.
+            fits = sum(sizes[index] for index in moving) <= left
+            steady = [index for index in moving if fits or not units[index].is_routed]
+            if self._is_packed and request.shares_host_memory and not fits:
+                packed, left = take_weights(stored, [i for i in steady if units[i].packed_bytes is not None], left)
+            taken, left = take_weights(sizes, [index for index in steady if index not in set(packed)], left)
+        saved += sum(request.saved_by_weights(units[index]) for index in (*taken, *packed))
+        if request.shares_host_memory:
+            unpacked = [index for index in (*packed, *taken) if units[index].packed_bytes is not None]
+            saved -= sum(self._sizes[i] for i in unpacked if i in packed or option.hosts_all) // _UNPACKED_PER_READ
+        return taken, packed, left, saved
 
     def _kept_records(self, numels: Sequence[int]) -> int:
         record_bytes = self._request.record_format.record_bytes

@@ -15,6 +15,7 @@ from torch import nn
 from infinity.config import InfinityConfig
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.numerics.state_format import StateFormat
+from infinity.packed.stored_form import StoredForm
 from infinity.units.partition import used_together
 from infinity.units.shares import NUM_SERVED
 from infinity.units.unit import Unit
@@ -53,11 +54,15 @@ class UnitSize:
     """Of how many trainable elements it has the weights only, and others update them."""
     is_routed: bool = False
     """Whether only some micro-batches need it, and nothing else: an expert whose weights no step changes without a token."""
+    packed_bytes: int | None = None
+    """Bytes of its weights where they do not stay in memory, if some of them are packed there."""
 
     @property
     def stored_weight_bytes(self) -> int:
         """Bytes of its weights where they do not stay in memory: what this process keeps, and reads to fetch the unit."""
-        return self.weight_bytes if self.weight_share_bytes is None else self.weight_share_bytes
+        if self.weight_share_bytes is not None:
+            return self.weight_share_bytes
+        return self.weight_bytes if self.packed_bytes is None else self.packed_bytes
 
     @property
     def written_numel(self) -> int:
@@ -89,6 +94,7 @@ class UnitSize:
         matrices = [slot for slot in layout.slots if len(slot.spec.shape) == 2]
         largest = max(((s.numel * s.spec.dtype.itemsize, s.spec.fqn) for s in matrices), default=(0, ""))
         layer = (largest[1], largest[0]) if 2 * largest[0] > layout.num_bytes else None
+        stored = StoredForm(layout)
         return cls(
             unit.name,
             layout.num_bytes,
@@ -99,6 +105,7 @@ class UnitSize:
             share_numel,
             weight_share_bytes,
             copied_numel,
+            packed_bytes=stored.num_bytes if stored.packed_bytes else None,
         )
 
 

@@ -9,24 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from infinity.numerics.chunk_format import ChunkFormat
-from infinity.units.layout import Chunk, UnitLayout
+from infinity.packed.stored_form import StoredForm
+from infinity.units.layout import Chunk, Slot, UnitLayout
 from swapper import NameOf
 
 _MOST_NAMES = 4
 _MAIN_NAMES = {4: "main weight", 2: "remainder of the main weight"}
 
 
-def weight_contents(layout: UnitLayout) -> NameOf:
-    """For an extent that is laid out byte for byte like a unit's flat buffer."""
+def weight_contents(layout: UnitLayout, form: StoredForm | None = None) -> NameOf:
+    """For an extent that is laid out byte for byte like a unit's flat buffer, or where weights are packed as ``form`` says."""
+    packed = {} if form is None else {each.slot: each for each in form.slots}
+    raw_bytes = layout.num_bytes if form is None else form.raw_bytes
+
+    def span(slot: Slot) -> tuple[int, int]:
+        if slot in packed:
+            start = raw_bytes + packed[slot].start
+            return start, start + packed[slot].num_bytes
+        return slot.offset_bytes, slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize
 
     def name_of(start: int, stop: int) -> str:
-        return _listed(
-            slot.spec.fqn
-            for slot in sorted(layout.slots, key=lambda slot: slot.offset_bytes)
-            if slot.numel
-            and slot.offset_bytes < stop
-            and start < slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize
-        )
+        places = sorted((*span(slot), slot.spec.fqn) for slot in layout.slots if slot.numel)
+        return _listed(fqn for first, last, fqn in places if first < stop and start < last)
 
     return name_of
 

@@ -1,4 +1,4 @@
-"""Where model weights rest, and how they come into flat buffers.
+"""Where model weights rest, and how they come into flat buffers. Those that are packed: see `infinity.tiers.packed_weights`.
 
 Knows extents of weights and flat buffers; must not know when anything is needed.
 """
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from infinity.device.compute import ComputeDevice, Fence
+from infinity.packed.stored_form import PackedSlot, StoredForm
 from infinity.tiers.extent_labels import weight_contents
+from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking, scratch_for
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
 from swapper import AlignedRegion, Extent, Handle, Latch, Page, Priority, StagingArena, Swapper
@@ -139,16 +141,24 @@ class WeightStore:
         self._device = device
         self._uploader = None if arena is None else Uploader(device, arena)
         self._blocks: dict[int, HostWeights] = {}
+        self._packed: dict[int, StoredForm] = {}
+        """Unit index -> how it rests, of those with packed weights."""
+        self._unpacker = Unpacker(device)
+        self._scratch: dict[int, torch.Tensor] = {}
+        """Unit index -> memory of the device for its packed bytes: held until they are unpacked, or no copy brings them."""
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         """Give ``unit`` its place, unless its flat buffer is that."""
         if unit.stays_resident:
             return
+        form = StoredForm(unit.layout)
+        if form.slots:
+            self._packed[unit.index] = form
         if in_host_memory:
-            self._blocks[unit.index] = HostWeights(unit.num_bytes, self._device)
+            self._blocks[unit.index] = HostWeights(form.num_bytes, self._device)
         else:
             unit.extent = self.swapper.allocate(
-                unit.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout)
+                form.num_bytes, f"weights of {unit.name}", name_of=weight_contents(unit.layout, form)
             )
 
     @property
@@ -160,11 +170,60 @@ class WeightStore:
 
     def fetch(self, unit: Unit, *, is_demand: bool) -> Arrival:
         """Start bringing the unit's weights into ``unit.flat``."""
+        if unit.index in self._packed:
+            return self._fetch_packed(unit, self._packed[unit.index], is_demand=is_demand)
         if unit.index in self._blocks:
             return self._blocks[unit.index].fetch(unit.memory)
         if self._uploader is not None:
-            return self._uploader.fetch(unit, functools.partial(self._read, unit), is_demand=is_demand)
+            read = functools.partial(self._read, unit)
+            return self._uploader.fetch(f"weights of {unit.name}", unit.memory, read, is_demand=is_demand)
         return self._read(unit, unit.memory, 0, is_demand=is_demand)
+
+    def _fetch_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
+        block, memory = self._blocks.get(unit.index), unit.memory
+        if not self._device.shares_host_memory:
+            return self._upload_packed(unit, form, is_demand=is_demand)
+        if block is not None:
+            return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.present, memory))
+        priority = Priority.DEMAND if is_demand else Priority.PREFETCH
+        packed, reads = form.landing(memory), []
+        for start, target in ((0, memory[: form.raw_bytes]), (form.raw_bytes, packed)):
+            if target.numel():
+                reads.append(self.swapper.read(extent_of(unit), target, offset=start, priority=priority))
+        return self._unpacker.begin(reads, functools.partial(form.unpack, packed, memory))
+
+    def _upload_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
+        block, memory = self._blocks.get(unit.index), unit.memory
+        stored = self._scratch[unit.index] = scratch_for(form.num_bytes, memory.device)
+        if block is not None:
+            upload = block.fetch(stored)
+        elif self._uploader is not None:
+            read = functools.partial(self._read, unit)
+            upload = self._uploader.fetch(f"weights of {unit.name}", stored, read, is_demand=is_demand)
+        else:
+            raise RuntimeError("no pages for the way to the device")
+
+        def unpack() -> None:
+            _unpack_apart(form, stored, memory)
+            self._scratch.pop(unit.index, None)
+
+        return UploadedUnpacking(upload, unpack)
+
+    def read_packed(self, unit: Unit, packed: PackedSlot, target: torch.Tensor) -> None:
+        """Bring the bytes of one packed weight, as they rest, into host memory; return when they are there."""
+        start = self._packed[unit.index].raw_bytes + packed.start
+        if unit.index in self._blocks:
+            target.copy_(self._blocks[unit.index].present[start : start + packed.num_bytes])
+            return
+        self.swapper.read(extent_of(unit), target, offset=start).wait()
+
+    def write_packed(self, unit: Unit, start: int, source: torch.Tensor) -> None:
+        """Store packed bytes from host memory, from ``start`` behind the plain weights on; return when they are stored."""
+        place = self._packed[unit.index].raw_bytes + start
+        if unit.index in self._blocks:
+            self._blocks[unit.index].write(place, source)
+            return
+        self.swapper.write(extent_of(unit), source, offset=place).wait()
 
     def _read(self, unit: Unit, target: torch.Tensor, offset: int, *, is_demand: bool) -> Arrival:
         """Begin to read bytes of the unit's flat buffer, from ``offset`` on, into host memory."""
@@ -195,7 +254,14 @@ class WeightStore:
         return self.swapper.write(extent_of(unit), source, offset=chunk_offset(unit, chunk))
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
-        """Write a flat buffer's bytes, from ``offset`` on, from host memory. Returns None if they are written already."""
+        """Write a flat buffer's bytes, from ``offset`` on, from host memory. Returns None if they are written already.
+
+        Those that are to be packed are left out: see `write_packed`.
+        """
+        if unit.index in self._packed:
+            source = source[: max(self._packed[unit.index].raw_bytes - offset, 0)]
+            if not source.numel():
+                return None
         if unit.index in self._blocks:
             self._blocks[unit.index].write(offset, source)
             return None
@@ -205,9 +271,17 @@ class WeightStore:
         """Stop the upload thread, if there is one, and release memory. The swapper belongs to somebody else."""
         if self._uploader is not None:
             self._uploader.close()
+        self._unpacker.close()
         for block in self._blocks.values():
             block.release()
         self._blocks.clear()
+        self._scratch.clear()
+
+
+def _unpack_apart(form: StoredForm, stored: torch.Tensor, memory: torch.Tensor) -> None:
+    """From a whole stored form into a flat buffer."""
+    memory[: form.raw_bytes].copy_(stored[: form.raw_bytes])
+    form.unpack(stored[form.raw_bytes :], memory)
 
 
 def extent_of(unit: Unit) -> Extent:
@@ -280,9 +354,9 @@ class Uploader:
         self._thread = threading.Thread(target=self._run, name="infinity-upload", daemon=True)
         start_threads(self._thread)
 
-    def fetch(self, unit: Unit, read: Read, *, is_demand: bool) -> Arrival:
-        """Start to bring the unit into ``unit.flat``, with ``read`` for each page. In the order of the requests."""
-        upload = _Upload(f"weights of {unit.name}", unit.memory, read, self._device, is_demand=is_demand)
+    def fetch(self, name: str, target: torch.Tensor, read: Read, *, is_demand: bool) -> Arrival:
+        """Start to bring what is called ``name`` into ``target``, with ``read`` for each page. In the order of the requests."""
+        upload = _Upload(name, target, read, self._device, is_demand=is_demand)
         with self._lock:
             if self._end is None:
                 self._queue.put(upload)

@@ -40,13 +40,17 @@ def round_up(value: int, granule: int) -> int:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the layout has to know of one parameter: its FQN, shape, strides (elements), dtype, and whether it is trained."""
+    """What the layout has to know of one parameter: its FQN, shape, strides (elements), dtype, and whether it is trained.
+
+    ``packed`` is the name of the format (``infinity.packed``) in which a frozen one is stored; None: as it is in memory.
+    """
 
     fqn: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_trainable: bool
+    packed: str | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -129,7 +133,7 @@ class Chunk:
 
 
 class UnitLayout:
-    """The flat buffer of one unit. Segments appear in the order trainable, then frozen by dtype."""
+    """The flat buffer of one unit. Segments appear in the order trainable, frozen by dtype, frozen that are stored packed."""
 
     def __init__(self, specs: Sequence[ParameterSpec], state_block_numel: int = 1) -> None:
         """
@@ -138,13 +142,14 @@ class UnitLayout:
             state_block_numel: elements of an optimizer state that are stored together. Parameters start at multiples of
                 it, so that none shares a block with another, and cuts between chunks lie between blocks.
         """
-        groups: dict[tuple[bool, str], list[tuple[int, ParameterSpec]]] = {}
+        groups: dict[tuple[bool, bool, str], list[tuple[int, ParameterSpec]]] = {}
         for index, spec in enumerate(specs):
-            groups.setdefault((not spec.is_trainable, str(spec.dtype)), []).append((index, spec))
+            key = (not spec.is_trainable, spec.packed is not None, str(spec.dtype))
+            groups.setdefault(key, []).append((index, spec))
         slot_granule = math.lcm(SLOT_GRANULE, state_block_numel)
         segments: list[Segment] = []
         start_bytes = 0
-        for (is_frozen, _), members in sorted(groups.items(), key=lambda item: item[0]):
+        for (is_frozen, _, _), members in sorted(groups.items(), key=lambda item: item[0]):
             dtype = members[0][1].dtype
             slots: list[Slot] = []
             position = 0

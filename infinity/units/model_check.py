@@ -18,6 +18,9 @@ _OTHER_HOLDERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})
 
+_OF_BITSANDBYTES = {"Params4bit": "Linear4bit", "Int8Params": "Linear8bitLt"}
+"""Class of a parameter -> that of its module."""
+
 
 def check_model(model: nn.Module) -> None:
     """Check modules and parameters.
@@ -68,6 +71,15 @@ def check_model(model: nn.Module) -> None:
         is_trained_fp8 = is_float8(parameter.dtype) and parameter.requires_grad
         if parameter.is_sparse or is_trained_fp8 or type(parameter) is not nn.Parameter:
             kind = f"{parameter.dtype} that is trained" if is_trained_fp8 else type(parameter).__name__
+            if kind in _OF_BITSANDBYTES:
+                raise ModelError(
+                    f"parameter '{fqn}' is a {kind} of bitsandbytes' {_OF_BITSANDBYTES[kind]}, which keeps its own codes and "
+                    "scales, and in a graph the whole weight: it cannot be paged",
+                    cure="Load the model without quantization_config, or its quantized files by infinity.load_pretrained, and "
+                    'set "infinity": {"frozen_dtype": "nf4"} (or "int8"): its linear layers are then stored packed, with the '
+                    "same codes. Or dequantize the model",
+                    fqn=fqn,
+                )
             raise ModelError(
                 f"parameter '{fqn}' is a {kind}{' (sparse)' if parameter.is_sparse else ''}",
                 cure="Freeze it (requires_grad_(False)), or convert it to another dtype"

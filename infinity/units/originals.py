@@ -3,9 +3,10 @@
 Knows parameters and how the engine stores them; must not know why it failed.
 
 [Note: what is kept] The engine stores a trainable parameter as fp32 and a frozen one in its compute dtype. Where that holds
-every bit (nearly always), it is the copy from which the parameter comes back. Anything else, an fp64 weight or a frozen
-fp32 one under bf16, is kept as it came, on a drive if there is one: memory is given back as units are taken over. What lies
-on a drive already (see `infinity.loading`) stays there until then, and what comes back to such a parameter lies there again.
+every bit (nearly always), it is the copy from which the parameter comes back. Anything else, an fp64 weight, a frozen fp32 one
+under bf16 or one that is stored packed, is kept as it came, on a drive if there is one: memory is given back as units are taken
+over. What lies on a drive already (see `infinity.loading`) stays there until then, and what comes back to such a parameter lies
+there again.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ class Originals:
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             value = parameter.detach()
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
-            if not value.numel() or self._survives(value, dtype, in_halves=slot.spec.is_trainable):
+            is_rounded = slot.spec.packed is not None
+            if not value.numel() or (not is_rounded and self._survives(value, dtype, in_halves=slot.spec.is_trainable)):
                 continue
-            swapper = None if value.dtype == dtype or on_drive(value) else self._space()
+            swapper = None if (value.dtype == dtype and not is_rounded) or on_drive(value) else self._space()
             if swapper is None:
                 self._in_memory[id(parameter)] = value
                 continue
@@ -93,7 +95,7 @@ class Originals:
                 parameter.numel() * parameter.element_size()
                 for unit in self._units
                 for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
-                if self._facts[id(parameter)][0] != slot.spec.dtype
+                if self._facts[id(parameter)][0] != slot.spec.dtype or slot.spec.packed is not None
             ]
             try:
                 self._swapper = self.open_space(sum(-(-size // 4096) * 4096 for size in lossy))

@@ -463,11 +463,12 @@ def spec_of(
     *,
     keeps_double: bool = False,
     is_trainable: bool | None = None,
+    packed: str | None = None,
 ) -> ParameterSpec:
     """The layout's view of a parameter. Of strides with gaps or overlaps, only the order of dimensions stays.
 
     A float8 parameter, which is frozen, keeps its dtype. ``keeps_double``: so does a frozen fp64 one. ``is_trainable``: whether
-    it gets room for states; None: if it requires a gradient.
+    it gets room for states; None: if it requires a gradient. ``packed``: the format in which it is stored if it does not.
     """
     dtype = compute_dtype if parameter.is_floating_point() and not is_float8(parameter.dtype) else parameter.dtype
     if is_trainable is None:
@@ -475,7 +476,7 @@ def spec_of(
     if keeps_double and parameter.dtype == torch.float64 and not is_trainable:
         dtype = torch.float64
     stride = dense_strides(tuple(parameter.shape), tuple(parameter.stride()))
-    return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, is_trainable)
+    return ParameterSpec(fqn, tuple(parameter.shape), stride, dtype, is_trainable, None if is_trainable else packed)
 
 
 def is_float8(dtype: torch.dtype) -> bool:

@@ -31,7 +31,7 @@ from tests.warm_process import run_script
 _ROOT = Path(__file__).resolve().parents[2]
 _WITH_CODE = (
     *("", "infinity", "swapper", "configs", "tools/examples"),
-    *("infinity/deepspeed", "infinity/checkpoint", "infinity/metrics"),
+    *("infinity/deepspeed", "infinity/checkpoint", "infinity/metrics", "infinity/packed"),
 )
 _FOLDERS = ("infinity", "swapper", "configs", "tools", "tests")
 _READMES = [_ROOT / "README.md", *(page for folder in _FOLDERS for page in sorted((_ROOT / folder).rglob("README.md")))]

@@ -27,6 +27,7 @@ from tests.exactness.grid import WORKERS, Row
 from tests.exactness.on_device import give_least_device_memory, require_exact_training_on
 from tests.exactness.shapes import SHAPES
 from tests.internals import EngineResources, gradient_norm, gradient_store, placement
+from tests.quantized import FORMATS
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import COMPUTE, SimulatedGpu
 
@@ -368,4 +369,47 @@ def test_a_plain_loop_keeps_its_gradients_on_the_device(to_none: bool, tmp_path:
             assert torch.equal(found.cpu(), expected.cpu())
         if to_none:
             assert all(torch.equal(found.cpu(), expected.cpu()) for found, expected in kept), "they are the script's"
+    assert not device.order.races
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "fp8_e4m3"])
+def test_packed_weights_are_uploaded_packed(name: str, tier: str, tmp_path: Path, device: SimulatedGpu) -> None:
+    """And unpacked there: the bits are those of a model with the rounded weights, and fewer bytes cross the bus."""
+    losses: list[torch.Tensor] = []
+    copied: list[int] = []
+    upload = device.upload
+
+    def counted(target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+        copied[-1] += source.nbytes
+        return upload(target, source, after)
+
+    device.upload = counted  # type: ignore[method-assign]
+    for frozen_dtype in (name, None):
+        torch.manual_seed(0)
+        with torch.device(backend.NAME):
+            model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256)) for _ in range(4)))
+        for block in model:
+            block[0].weight.requires_grad_(False)
+            block[1].weight.requires_grad_(False)
+            if frozen_dtype is None:
+                for linear in block:
+                    linear.weight.data.copy_(FORMATS[name](linear.weight.detach().cpu()))
+        place = {"device": tier, **({"nvme_path": str(tmp_path)} if tier == "nvme" else {})}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 3, "offload_param": place},
+            "infinity": {"host_memory_budget": "64MiB", "keep_in_memory": False, "frozen_dtype": frozen_dtype},
+        }
+        copied.append(0)
+        with infinity.initialize(model=model, config=config)[0] as engine:
+            for step in range(3):
+                inputs = torch.randn(2, 256, generator=torch.Generator().manual_seed(step)).to(backend.NAME)
+                loss = engine(inputs).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach().cpu())
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
+    assert copied[0] < 0.75 * copied[1]
     assert not device.order.races

@@ -21,6 +21,7 @@ from infinity.config.schema.quantities import (
     parse_choice,
     parse_count,
     parse_flag,
+    parse_frozen_dtype,
     parse_names,
     parse_number,
     parse_path,
@@ -153,6 +154,11 @@ class InfinityBlock(Block):
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Of the optimizer's states where they rest: `"bf16"` (rounded stochastically) and `"int8"` (a byte each, and a
     scale for every 256) are smaller and change the numbers a little, see [Smaller states](#smaller-states)."""
+    frozen_dtype: Annotated[str | tuple[tuple[str, str], ...] | None, BeforeValidator(parse_frozen_dtype)] = None
+    """How frozen weights are stored: `"nf4"`, `"int8"` or `"fp8_e4m3"` packs those of linear layers on drives and in RAM, and
+    unpacks them when they are fetched; `"bf16"` stores them so under fp32. An object chooses by patterns of names, the first
+    that matches: `{"lm_head": "bf16", "*": "nf4"}`. The model computes with the rounded weights, see [Packed
+    weights](../infinity/packed/README.md)."""
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
     """Order of `engine.train_batch`, and of `InfinityTrainer`: `"vertical"` takes all micro-batches through a unit before
     the next, `"ordinary"` one micro-batch after the other; `"auto"` takes the one that moves fewer bytes, beside a GPU the

@@ -62,7 +62,8 @@ def _property(field: FieldInfo, of_pydantic: dict[str, Any]) -> dict[str, Any]:
     own = {key: value for key, value in of_pydantic.items() if key not in ("title", "default", "description")}
     kinds = [taken for kind in own.pop("anyOf", [own]) for taken in _taken(_bounded(kind))]
     readers = [part.func for part in (*field.metadata, *leaves(field.annotation)) if isinstance(part, BeforeValidator)]
-    if any(reader.__module__ != quantities.__name__ or reader is quantities.parse_names for reader in readers):
+    own_forms = (quantities.parse_names, quantities.parse_frozen_dtype)
+    if any(reader.__module__ != quantities.__name__ or reader in own_forms for reader in readers):
         kinds.append({})  # what one takes that is written for a few keys is not told here
     child = child_block(field)
     if field.annotation == Untyped or (

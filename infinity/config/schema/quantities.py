@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from numbers import Integral, Real
 from pathlib import PurePath
 
@@ -82,6 +83,29 @@ def parse_names(value: object) -> tuple[str, ...]:
     if not all(isinstance(item, str | PurePath) and str(item) for item in values):
         raise ValueError("must be a text or a list of texts")
     return tuple(map(str, values))
+
+
+FROZEN_DTYPES = ("bf16", "int8", "nf4", "fp8_e4m3")
+
+
+def parse_frozen_dtype(value: object) -> str | tuple[tuple[str, str], ...] | None:
+    """One of `FROZEN_DTYPES` for all, or an object from patterns to them, as pairs. None, and "bf16" for all: as they are."""
+    if value is None or is_auto(value):
+        return None
+    if isinstance(value, str):
+        return _frozen_dtype(value)
+    if isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value):
+        value = dict(value)
+    if not isinstance(value, Mapping) or not all(isinstance(pattern, str) and pattern for pattern in value):
+        raise ValueError(f'must be one of {", ".join(FROZEN_DTYPES)}, or an object such as {{"*.mlp.*": "nf4"}}')
+    return tuple((pattern, _frozen_dtype(name)) for pattern, name in value.items())
+
+
+def _frozen_dtype(value: object) -> str:
+    name = parse_choice(value)
+    if name not in FROZEN_DTYPES:
+        raise ValueError(f"must be one of {', '.join(FROZEN_DTYPES)}, not {value!r}")
+    return str(name)
 
 
 def parse_path(value: object) -> str:

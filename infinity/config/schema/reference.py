@@ -27,6 +27,9 @@ _KINDS = {
     quantities.parse_number: "a number",
     quantities.parse_names: "a text or a list of texts",
     quantities.parse_path: "a path",
+    quantities.parse_frozen_dtype: "one of "
+    + ", ".join(f'`"{name}"`' for name in quantities.FROZEN_DTYPES)
+    + ", or an object",
     directories.parse_directories: "a path, an object, or a list of those",
 }
 _TYPES = {bool: "`true` or `false`", dict: "an object", str: "a text", int: "a whole number", float: "a number"}

@@ -345,3 +345,16 @@ def test_why_no_model_can_be_made_of_a_config(content: Any, told: str, tmp_path:
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ModelRefused, match=told):
         read_model(str(tmp_path))
+
+
+def test_a_base_of_70b_with_adapters_fits_on_one_card_packed(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--ram", "64GB", "--disk", "1TB", "--drive-speed", "6GB", "--gpu", "24GB", "--tflops", "80", "--json"]
+    found = {}
+    for frozen_dtype in ("nf4", "bf16"):
+        main(["plan", "--params", "70b", "--lora", "16", "--frozen-dtype", frozen_dtype, *machine])
+        found[frozen_dtype] = json.loads(capsys.readouterr().out)
+    packed, plain = (
+        next(each for each in found[name]["choices"] if each["param_tier"] == each["optimizer_tier"] == "cpu")
+        for name in found
+    )
+    assert packed["fits"] and not plain["fits"]

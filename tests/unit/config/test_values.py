@@ -41,6 +41,7 @@ def test_defaults() -> None:
             None,
             True,
             True,
+            None,
         ),
     )
     assert config.steps_per_print is None

@@ -7,7 +7,7 @@ from tests.unit.test_architecture import dependencies, load_modules
 _MAY_IMPORT = (
     *("infinity.config", "infinity.errors", "infinity.console", "infinity.plan"),
     *("infinity.numerics.chunk_format", "infinity.numerics.state_format"),  # how large a chunk is
-    "infinity.units",  # how a model is cut
+    *("infinity.units", "infinity.packed"),  # how a model is cut, and what of it is stored packed
     *("infinity.optim", "infinity.torch_internals.names"),  # which states an optimizer has
     *("infinity.paging.trace", "infinity.metrics"),  # what a step needed, and took
     *(

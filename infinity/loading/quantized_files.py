@@ -1,0 +1,231 @@
+"""Weights that a file holds quantized: what bitsandbytes and FP8 checkpoints have in place of a weight, as plain tensors.
+
+Knows names and layouts in files; must not know models. Each weight comes back with its values, and with the packed bytes that
+they are (`infinity.packed.sources`): codes and scales of the file, which an engine with the same ``frozen_dtype`` stores as they
+are. Nothing is rounded a second time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.device.drive_tensors import DriveTensors
+from infinity.errors import CheckpointError
+from infinity.packed.formats import Fp8, packed_format
+from infinity.packed.nf4_levels import LEVELS
+
+_STATE = ".quant_state.bitsandbytes__"
+_BLOCK, _RECORD, _TILE = 64, 36, 128
+_OTHERS = {
+    ".qweight": "GPTQ or AWQ",
+    ".qzeros": "GPTQ or AWQ",
+    "_blocks": "MXFP4",
+    ".weight_packed": "compressed-tensors",
+}
+"""Endings of names in formats that are not read."""
+_METHODS = {"bitsandbytes": "bitsandbytes", "fp8": "FP8"}
+"""``quant_method`` in a config -> what is read."""
+_CURE = (
+    "Take the model's unquantized weights (or a copy in bitsandbytes' NF4 or FP8) and pack them by infinity.frozen_dtype; or "
+    "dequantize them with transformers (quantization_config with dequantize=True, or model.dequantize()) and save them"
+)
+
+
+@dataclass
+class QuantizedFiles:
+    """Tensors of files, in which quantized weights are plain ones.
+
+    Attributes:
+        tensors: all by name, without scales and the like.
+        packed: name of a weight that was quantized -> its format and packed bytes.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    packed: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
+
+    def packed_at(self) -> dict[int, tuple[str, torch.Tensor]]:
+        """The same by where the plain tensor's memory begins."""
+        return {self.tensors[name].data_ptr(): found for name, found in self.packed.items()}
+
+
+def check_method(path: Path, quantization: Any) -> None:
+    """Raise if the config of a model names a quantization that is not read.
+
+    Raises:
+        CheckpointError: names it.
+    """
+    settings = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    method = str(settings.get("quant_method", "unknown")).lower().removeprefix("quantizationmethod.")
+    if method not in _METHODS:
+        raise CheckpointError.of_weights(path, f"is quantized by {method.upper()}, which is not read", cure=_CURE)
+    size = settings.get("weight_block_size")
+    if method == "fp8" and size is not None and [*size] != [_TILE, _TILE]:
+        raise CheckpointError.of_weights(path, f"has FP8 weights with tiles of {size}, not [128, 128]", cure=_CURE)
+
+
+def plain_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, directories: Sequence[Path]
+) -> QuantizedFiles:
+    """Unpack what is quantized; all else stays as it is.
+
+    Args:
+        path: of the files, for messages.
+        tensors: what they hold, by name.
+        dtype: of the unpacked weights; None: bf16, or as bitsandbytes has noted it.
+        directories: where unpacked weights lie; in memory if there are none.
+
+    Raises:
+        CheckpointError: a weight is quantized in a way that is not read, or its scales do not fit.
+    """
+    for name in tensors:
+        for ending, method in _OTHERS.items():
+            if name.endswith(ending):
+                _refuse_others(path, name, ending, method, tensors)
+    drives = DriveTensors(directories) if directories else None
+
+    def empty(shape: Sequence[int], kind: torch.dtype) -> torch.Tensor:
+        return drives.empty(shape, kind) if drives else torch.empty(*shape, dtype=kind, device="cpu")
+
+    found = QuantizedFiles(dict(tensors))
+    for name in tensors:
+        if _STATE in name:
+            _read_four_bits(path, name, found, dtype, empty)
+        elif name.endswith(".SCB"):
+            _read_eight_bits(path, name, found, dtype, empty)
+        elif name.endswith(".weight_scale_inv"):
+            _read_fp8(path, name, found, dtype, empty)
+    return found
+
+
+_Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+
+def _refuse_others(path: Path, name: str, ending: str, method: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    scales = name.removesuffix(ending) + ("_scales" if ending.startswith("_") else ".scales")
+    if ending == "_blocks" and scales not in tensors:
+        return  # some other tensor with such a name
+    raise CheckpointError.of_weights(path, f"has '{name}', quantized by {method}, which is not read", cure=_CURE)
+
+
+def _unpack(
+    name: str,
+    format_name: str,
+    shape: Sequence[int],
+    stored: torch.Tensor,
+    dtype: torch.dtype,
+    found: QuantizedFiles,
+    empty: _Empty,
+) -> None:
+    values = empty(shape, dtype)
+    packed_format(format_name).unpack(stored, shape, values.view(-1))
+    found.tensors[name] = values
+    found.packed[name] = format_name, stored
+
+
+def _read_four_bits(
+    path: Path, state_name: str, found: QuantizedFiles, dtype: torch.dtype | None, empty: _Empty
+) -> None:
+    weight, _, kind = state_name.partition(_STATE)
+    tensors = found.tensors
+    try:
+        state: dict[str, Any] = json.loads(bytes(tensors.pop(state_name).tolist()))
+        codes, absmax = tensors[weight].reshape(-1), tensors.pop(f"{weight}.absmax")
+        levels = tensors.pop(f"{weight}.quant_map")
+        shape, block = [int(size) for size in state["shape"]], int(state["blocksize"])
+        if absmax.dtype == torch.uint8:
+            nested, nested_levels = tensors.pop(f"{weight}.nested_absmax"), tensors.pop(f"{weight}.nested_quant_map")
+            scales = nested[
+                torch.arange(absmax.numel(), dtype=torch.int64, device="cpu") // int(state["nested_blocksize"])
+            ]
+            # Two roundings, as in bitsandbytes: of the product, and of the sum.
+            absmax = nested_levels[absmax.int()] * scales + torch.tensor(
+                state["nested_offset"], dtype=torch.float32, device="cpu"
+            )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError.of_weights(
+            path,
+            f"has '{weight}' in 4 bits without what belongs to it: {error}",
+            cure="Fetch it again, or save it again",
+        ) from error
+    if kind != "nf4" or not torch.equal(levels.float(), LEVELS):
+        raise CheckpointError.of_weights(path, f"has '{weight}' as {kind} of bitsandbytes, not nf4", cure=_CURE)
+    numel = math.prod(shape)
+    if block % _BLOCK or absmax.numel() != -(-numel // block) or codes.numel() != -(-numel // 2):
+        raise CheckpointError.of_weights(
+            path,
+            f"has '{weight}' in blocks of {block} that do not make {shape}",
+            cure="Fetch it again, or save it again",
+        )
+    num_blocks = -(-numel // _BLOCK)
+    stored = empty([num_blocks * _RECORD], torch.uint8)
+    records = stored.view(-1, _RECORD)
+    records[:, :4] = absmax.float().repeat_interleave(block // _BLOCK)[:num_blocks].view(torch.uint8).view(-1, 4)
+    whole = codes.numel() // (_BLOCK // 2)
+    records[:whole, 4:] = codes[: whole * (_BLOCK // 2)].view(-1, _BLOCK // 2)
+    if whole < num_blocks:
+        records[whole, 4:] = 0
+        records[whole, 4 : 4 + codes.numel() - whole * (_BLOCK // 2)] = codes[whole * (_BLOCK // 2) :]
+    noted = getattr(torch, str(state.get("dtype", "bfloat16")).removeprefix("torch."), torch.bfloat16)
+    _check_scales(path, weight, absmax)
+    _unpack(weight, "nf4", shape, stored, dtype or noted, found, empty)
+
+
+def _read_eight_bits(path: Path, name: str, found: QuantizedFiles, dtype: torch.dtype | None, empty: _Empty) -> None:
+    weight = f"{name.removesuffix('.SCB')}.weight"
+    scales = found.tensors.pop(name)
+    order = found.tensors.pop(f"{name.removesuffix('.SCB')}.weight_format", None)
+    codes = found.tensors.get(weight)
+    is_by_rows = order is None or not order.any()
+    if codes is None or codes.dtype != torch.int8 or codes.dim() != 2 or scales.numel() != len(codes) or not is_by_rows:
+        raise CheckpointError.of_weights(
+            path,
+            f"has '{name}' that does not fit to '{weight}'",
+            cure="Save it with a newer bitsandbytes, or fetch it again",
+        )
+    format_int8 = packed_format("int8")
+    stored = empty([format_int8.num_bytes(codes.shape)], torch.uint8)
+    records = stored.view(len(codes), -1)
+    records.zero_()
+    records[:, :4] = scales.float().contiguous().view(torch.uint8).view(-1, 4)
+    records[:, 4 : 4 + codes.shape[1]] = codes.view(torch.uint8)
+    _check_scales(path, weight, scales)
+    _unpack(weight, "int8", codes.shape, stored, dtype or torch.bfloat16, found, empty)
+
+
+def _read_fp8(path: Path, name: str, found: QuantizedFiles, dtype: torch.dtype | None, empty: _Empty) -> None:
+    weight = name.removesuffix("_scale_inv")
+    scales, codes = found.tensors.pop(name), found.tensors.get(weight)
+    if codes is None or codes.dtype != torch.float8_e4m3fn or codes.dim() != 2:
+        raise CheckpointError.of_weights(path, f"has '{name}' without a weight in e4m3", cure=_CURE)
+    if tuple(scales.shape) != tuple(-(-size // _TILE) for size in codes.shape):
+        raise CheckpointError.of_weights(
+            path,
+            f"has scales of {tuple(scales.shape)} for '{weight}' of {tuple(codes.shape)}, not of tiles of 128 x 128",
+            cure=_CURE,
+        )
+    _check_scales(path, weight, scales)
+    form = Fp8()
+    stored = empty([form.num_bytes(codes.shape)], torch.uint8)
+    place = 0
+    for row, start in enumerate(range(0, len(codes), _TILE)):
+        band = codes[start : start + _TILE]
+        if bool(((band.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            raise CheckpointError.of_weights(path, f"has NaN in '{weight}'", cure="Fetch it again")
+        size = form.record_bytes(band.numel(), codes.shape)
+        form.write_record(stored[place : place + size], scales[row].float(), band)
+        place += size
+    _unpack(weight, "fp8_e4m3", codes.shape, stored, dtype or torch.bfloat16, found, empty)
+
+
+def _check_scales(path: Path, weight: str, scales: torch.Tensor) -> None:
+    if not bool(scales.float().isfinite().all()):
+        raise CheckpointError.of_weights(
+            path, f"has scales of '{weight}' that are NaN or infinite", cure="Fetch it again"
+        )

@@ -1,0 +1,312 @@
+"""How the elements of one weight are stored packed: NF4, int8, fp8 and bf16, each with its definition in torch's terms.
+
+Knows values and stored bytes; must not know units, files or modules. A packed weight is a row of records, each with a scale (or
+several) and the codes that it belongs to, so that it can be unpacked from front to back in the memory that it is unpacked into.
+
+| name | a record | a weight is |
+|---|---|---|
+| ``nf4`` | 64 weights in C order: fp32 scale, 32 bytes, the first weight in the high half | one of 16 levels x scale |
+| ``int8`` | a row: fp32 scale, a byte per weight | code x scale x fp32(1/127) |
+| ``fp8_e4m3`` | 128 rows: an fp32 scale for each 128 columns, a byte per weight | e4m3 number x scale |
+| ``bf16`` | a weight | itself, where the compute dtype is wider |
+
+Products are taken in fp32 and rounded once, to the compute dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from infinity.packed.nf4_levels import LEVELS, THRESHOLDS
+
+_APART = 1 << 62  # `infinity.packed.kernels.APART`: numba is imported late
+_BLOCK_BYTES = 36
+NF4_BLOCK, FP8_TILE = 64, 128
+"""Weights of a block of NF4; rows and columns of a tile of fp8."""
+_PART_NUMEL = 1 << 20
+"""Elements that are converted to fp32 at a time, at least a record."""
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+COMPUTE_DTYPES = frozenset(_KINDS)
+
+
+class Elements(Protocol):
+    """A 1-D tensor, or what gives parts of one."""
+
+    def numel(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> torch.Tensor: ...
+
+
+class NotFiniteError(ValueError):
+    """A weight that is to be packed has a NaN or an infinity."""
+
+
+class PackedFormat(ABC):
+    """A way to store weights. ``shape`` is the parameter's: all but the last dimension make rows."""
+
+    name: ClassVar[str]
+
+    def num_bytes(self, shape: Sequence[int]) -> int:
+        """Of a packed weight; a multiple of 4."""
+        records, last = divmod(math.prod(shape), self.record_numel(shape))
+        return records * self.record_bytes(self.record_numel(shape), shape) + (
+            self.record_bytes(last, shape) if last else 0
+        )
+
+    @abstractmethod
+    def record_numel(self, shape: Sequence[int]) -> int:
+        """Weights of a whole record."""
+
+    @abstractmethod
+    def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
+        """Of a record with so many weights; a multiple of 4."""
+
+    def saves_memory(self, shape: Sequence[int], itemsize: int, padded_numel: int) -> bool:
+        """Whether a weight can be unpacked in place: from no record on are there more packed bytes than weights to come.
+
+        Args:
+            shape: of the parameter.
+            itemsize: bytes of a weight in the compute dtype.
+            padded_numel: elements of the memory that the weight fills.
+        """
+        record = self.record_numel(shape)
+        whole, last = divmod(math.prod(shape), record)
+        if whole and self.record_bytes(record, shape) > record * itemsize:
+            return False
+        left = padded_numel - whole * record
+        return math.prod(shape) > 0 and (not last or self.record_bytes(last, shape) <= left * itemsize)
+
+    def pack(self, values: Elements, shape: Sequence[int], stored: torch.Tensor) -> None:
+        """Write ``stored`` (uint8, `num_bytes`) for ``values`` (1-D in C order, floating-point, on any device).
+
+        Raises:
+            NotFiniteError: one of them is NaN or infinite.
+        """
+        record = self.record_numel(shape)
+        step = record * max(_PART_NUMEL // record, 1)
+        place = 0
+        for start in range(0, values.numel(), step):
+            part = values[start : start + step].to("cpu", torch.float32)
+            num_bytes = self._part_bytes(part.numel(), shape)
+            self._pack_part(part, shape, stored[place : place + num_bytes])
+            place += num_bytes
+
+    def _part_bytes(self, numel: int, shape: Sequence[int]) -> int:
+        whole, last = divmod(numel, self.record_numel(shape))
+        return whole * self.record_bytes(self.record_numel(shape), shape) + (
+            self.record_bytes(last, shape) if last else 0
+        )
+
+    @abstractmethod
+    def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
+        """As `pack`, of whole records and the last one: fp32 on the CPU."""
+
+    def unpack(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        """The inverse of `pack`, rounded to the dtype of ``out`` (1-D, in C order, without gaps, on the device of ``stored``).
+
+        ``stored`` may lie in the memory of ``out``, as far behind its beginning as `saves_memory` allows for.
+        """
+        if out.device.type == "cpu":
+            self._unpack_on_cpu(stored, shape, out)
+        else:
+            self._unpack_by_torch(stored, shape, out)
+
+    @abstractmethod
+    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        """By torch's operations, on the device of both. The memory is not shared."""
+
+
+class Nf4(PackedFormat):
+    """Four bits: the levels of QLoRA's NormalFloat, single quantization, the blocks of bitsandbytes."""
+
+    name = "nf4"
+
+    def record_numel(self, shape: Sequence[int]) -> int:
+        return NF4_BLOCK
+
+    def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
+        return _BLOCK_BYTES
+
+    def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
+        from infinity.packed.kernels import kernels
+
+        packed = stored.numpy()
+        if kernels().pack_nf4(values.numpy(), THRESHOLDS.numpy(), packed, packed.view("float32")) >= 0:
+            raise NotFiniteError
+
+    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        from infinity.packed.kernels import kernels
+
+        gap, packed, code = _gap(stored, out), stored.numpy(), LEVELS.numpy()
+        scales = packed.view("float32")
+        if out.dtype == torch.float32:
+            kernels().nf4_to_floats(packed, scales, code, out.numpy(), gap)
+            return
+        bits = _bits(out)
+        pairs = bits[: bits.size // 2 * 2].view("uint32")
+        kernels().nf4_to_halves(packed, scales, code, bits, pairs, gap, _KINDS[out.dtype])
+
+    def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        pairs = torch.cartesian_prod(LEVELS, LEVELS).to(stored.device)  # byte -> two levels, the high half's first
+        for start in range(0, out.numel(), _PART_NUMEL):  # numbers of codes are wide
+            part = out[start : start + _PART_NUMEL]
+            first, last = start // NF4_BLOCK, -(-(start + part.numel()) // NF4_BLOCK)
+            records = stored[first * _BLOCK_BYTES : last * _BLOCK_BYTES].view(-1, _BLOCK_BYTES)
+            scales = records[:, :4].contiguous().view(torch.float32)
+            values = pairs[records[:, 4:].int()].view(len(records), -1)
+            part.copy_(values.mul_(scales).view(-1)[: part.numel()])
+
+
+class _OfRows(PackedFormat):
+    """A byte per weight, with scales by rows."""
+
+    def _unpack_rows(
+        self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor, halves: Any, floats: Any
+    ) -> None:
+        gap, packed = _gap(stored, out), stored.numpy()
+        if out.dtype == torch.float32:
+            floats(packed, packed.view("float32"), out.numpy(), shape[-1], gap)
+        else:
+            halves(packed, packed.view("float32"), _bits(out), shape[-1], gap, _KINDS[out.dtype])
+
+
+class Int8(_OfRows):
+    """A byte per weight and a scale per row, as LLM.int8 of bitsandbytes."""
+
+    name = "int8"
+
+    def record_numel(self, shape: Sequence[int]) -> int:
+        return max(shape[-1], 1)
+
+    def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
+        return 4 + _to_four(numel)
+
+    def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
+        rows = values.view(-1, shape[-1])
+        _check_finite(rows)
+        largest = rows.abs().amax(dim=1, keepdim=True)
+        factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+        records = stored.view(len(rows), -1)
+        records[:, :4] = largest.view(torch.uint8)
+        records[:, 4 : 4 + shape[-1]] = (rows * factor).round().to(torch.int8).view(torch.uint8)
+
+    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        from infinity.packed.kernels import kernels
+
+        self._unpack_rows(stored, shape, out, kernels().int8_to_halves, kernels().int8_to_floats)
+
+    def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        columns = shape[-1]
+        records, rows = stored.view(-1, 4 + _to_four(columns)), out.view(-1, columns)
+        scales = records[:, :4].contiguous().view(torch.float32)
+        step = max(_PART_NUMEL // columns, 1)
+        for start in range(0, len(rows), step):
+            codes = records[start : start + step, 4 : 4 + columns].contiguous().view(torch.int8)
+            rows[start : start + step] = codes.float() * scales[start : start + step] * 7.874015718698502e-3
+
+
+class Fp8(_OfRows):
+    """A byte per weight, e4m3, and a scale for each 128 x 128 tile, as DeepSeek-V3 stores weights."""
+
+    name = "fp8_e4m3"
+
+    def record_numel(self, shape: Sequence[int]) -> int:
+        return FP8_TILE * max(shape[-1], 1)
+
+    def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
+        return 4 * -(-shape[-1] // FP8_TILE) + _to_four(numel)
+
+    def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
+        columns, record = shape[-1], self.record_numel(shape)
+        place = 0
+        for start in range(0, values.numel(), record):
+            band = values[start : start + record].view(-1, columns)
+            _check_finite(band)
+            tiles = band.abs().amax(dim=0).split(FP8_TILE)
+            scales = torch.stack([tile.max() for tile in tiles]) / 448.0
+            scales = torch.where(scales > 0, scales, 1.0)
+            codes = (band / scales.repeat_interleave(FP8_TILE)[:columns]).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+            self.write_record(stored[place : place + self.record_bytes(band.numel(), shape)], scales, codes)
+            place += self.record_bytes(band.numel(), shape)
+
+    def write_record(self, record: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        """Put the scales (fp32) and codes (e4m3, or their bits) of 128 rows together."""
+        head = 4 * scales.numel()
+        record[:head] = scales.contiguous().view(torch.uint8)
+        record[head : head + codes.numel()] = codes.contiguous().view(torch.uint8).view(-1)
+        record[head + codes.numel() :] = 0
+
+    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        from infinity.packed.kernels import kernels
+
+        self._unpack_rows(stored, shape, out, kernels().fp8_to_halves, kernels().fp8_to_floats)
+
+    def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        columns, record, place = shape[-1], self.record_numel(shape), 0
+        head = 4 * -(-columns // FP8_TILE)
+        for start in range(0, out.numel(), record):
+            band = out[start : start + record].view(-1, columns)
+            scales = stored[place : place + head].view(torch.float32)
+            codes = stored[place + head : place + head + band.numel()].view(torch.float8_e4m3fn).view(-1, columns)
+            band.copy_(codes.float() * scales.repeat_interleave(FP8_TILE)[:columns])
+            place += self.record_bytes(band.numel(), shape)
+
+
+class Bf16(PackedFormat):
+    """Two bytes, where weights are computed with in fp32."""
+
+    name = "bf16"
+
+    def record_numel(self, shape: Sequence[int]) -> int:
+        return 2
+
+    def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
+        return 4
+
+    def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
+        _check_finite(values)
+        stored[: 2 * values.numel()].view(torch.bfloat16).copy_(values)
+
+    def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        from infinity.packed.kernels import kernels
+
+        kernels().widen(stored.numpy()[: 2 * out.numel()].view("uint16"), out.numpy(), 0)
+
+    def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
+        out.copy_(stored[: 2 * out.numel()].view(torch.bfloat16))
+
+
+_FORMATS: dict[str, PackedFormat] = {each.name: each for each in (Nf4(), Int8(), Fp8(), Bf16())}
+
+
+def packed_format(name: str) -> PackedFormat:
+    """The format of this name."""
+    return _FORMATS[name]
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    return tensor.view(torch.int16).numpy().view("uint16")
+
+
+def _gap(stored: torch.Tensor, out: torch.Tensor) -> int:
+    """How many bytes ``stored`` begins behind ``out``, where both lie in one piece of memory; else `APART`."""
+    begin, end = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
+    is_apart = stored.data_ptr() >= end or stored.data_ptr() + stored.numel() <= begin
+    return _APART if is_apart else stored.data_ptr() - begin
+
+
+def _to_four(value: int) -> int:
+    return -(-value // 4) * 4
+
+
+def _check_finite(values: torch.Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise NotFiniteError

@@ -1,0 +1,304 @@
+"""Loops that pack and unpack weights, compiled by numba when they are first wanted.
+
+Knows arrays of bits; must not know parameters, units or files. As in `infinity.numerics.kernels`, every kernel runs on one
+thread and releases the GIL.
+
+[Note: unpacking in place] A unit's packed bytes are read into the end of the memory that its weights are going to fill, and
+unpacked from front to back: no other memory is needed. Packed bytes are fewer than the weights that they become, from any
+point to the end, so writing never overtakes reading (`infinity.packed.stored_form` sees to that). Only the record that is being
+unpacked may lie under its own output, near the end of the memory; its codes are copied first then. ``gap`` says how many bytes
+the packed bytes begin behind the output; `APART` if they lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+
+from infinity.numerics.kernels import Kernel, bits_of, compiled, float_of
+
+APART = 1 << 62
+"""As a ``gap``: packed bytes and weights share no memory."""
+NF4_BLOCK = 64
+NF4_RECORD_BYTES = 4 + NF4_BLOCK // 2
+FP8_TILE = 128
+KIND_BF16, KIND_FP16, KIND_FP32 = 0, 1, 2
+"""What the weights are."""
+
+
+class PackedKernels(NamedTuple):
+    """Compiled functions over 1-D arrays without gaps. Weights of two bytes are given as their bits, uint16.
+
+    Attributes:
+        pack_nf4: `(values: float32, thresholds: float32, stored: uint8, scales: float32)`: writes ``stored``, of which ``scales``
+            is a view. Returns the index of the first value that is not finite, or -1.
+        nf4_to_halves: `(stored: uint8, scales: float32, code: float32, out: uint16, pairs: uint32, gap, kind)`: writes
+            ``out``, of which ``pairs`` is a view.
+        nf4_to_floats: `(stored, scales, code, out: float32, gap)`.
+        int8_to_halves, int8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
+        fp8_to_halves, fp8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
+        widen: `(stored: uint16, out: float32, gap)`: bf16 to fp32.
+    """
+
+    pack_nf4: Any
+    nf4_to_halves: Kernel
+    nf4_to_floats: Kernel
+    int8_to_halves: Kernel
+    int8_to_floats: Kernel
+    fp8_to_halves: Kernel
+    fp8_to_floats: Kernel
+    widen: Kernel
+
+
+@functools.cache
+def kernels() -> PackedKernels:
+    """The kernels, compiled for this processor, or read from numba's cache."""
+    raw, floats, halves, pairs = types.uint8[::1], types.float32[::1], types.uint16[::1], types.uint32[::1]
+    number = types.int64
+    of_rows = types.void(raw, floats, halves, number, number, number), types.void(raw, floats, floats, number, number)
+    return PackedKernels(
+        pack_nf4=compiled(_pack_nf4, [number(floats, floats, raw, floats)]),
+        nf4_to_halves=compiled(_nf4_to_halves, [types.void(raw, floats, floats, halves, pairs, number, number)]),
+        nf4_to_floats=compiled(_nf4_to_floats, [types.void(raw, floats, floats, floats, number)]),
+        int8_to_halves=compiled(_int8_to_halves, [of_rows[0]]),
+        int8_to_floats=compiled(_int8_to_floats, [of_rows[1]]),
+        fp8_to_halves=compiled(_fp8_to_halves, [of_rows[0]]),
+        fp8_to_floats=compiled(_fp8_to_floats, [of_rows[1]]),
+        widen=compiled(_widen, [types.void(halves, floats, number)]),
+    )
+
+
+_force: Any = {"nogil": True, "error_model": "numpy", "forceinline": True}
+_LEAST_SCALE = np.float32(1e-38)
+_LARGEST = np.float32(3.4028235e38)
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _bf16(value: Any) -> Any:
+    """The bits of a finite fp32 number as bf16, rounded to the nearest, ties to even."""
+    u = np.uint32(bits_of(value))
+    return np.uint16((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _fp16(value: Any) -> Any:
+    """The same as fp16."""
+    u = np.uint32(bits_of(value))
+    sign = np.uint32((u >> np.uint32(16)) & np.uint32(0x8000))
+    a = np.uint32(u & np.uint32(0x7FFFFFFF))
+    if a >= np.uint32(0x47800000):  # 65,536 and more
+        return np.uint16(sign | np.uint32(0x7C00))
+    if a < np.uint32(0x38800000):  # subnormal in fp16: the addition rounds at its last bit
+        small = np.uint32(bits_of(float_of(np.int32(a)) + np.float32(0.5))) - np.uint32(0x3F000000)
+        return np.uint16(sign | small)
+    rounded = a - np.uint32(112 << 23) + np.uint32(0xFFF) + ((a >> np.uint32(13)) & np.uint32(1))
+    return np.uint16(sign | (rounded >> np.uint32(13)))
+
+
+def _pack_nf4(values: Any, thresholds: Any, stored: Any, scales: Any) -> Any:
+    numel = values.size
+    for b in range((numel + NF4_BLOCK - 1) // NF4_BLOCK):
+        o, p = b * NF4_BLOCK, b * NF4_RECORD_BYTES
+        count = min(NF4_BLOCK, numel - o)
+        m = np.float32(0)
+        for i in range(count):
+            magnitude = abs(values[o + i])
+            if not magnitude <= _LARGEST:
+                return o + i
+            m = max(m, magnitude)
+        m = max(m, _LEAST_SCALE)
+        scales[b * (NF4_RECORD_BYTES // 4)] = m
+        inverse = np.float32(1) / m
+        for i in range(NF4_BLOCK // 2):
+            high, low = np.uint8(0), np.uint8(0)
+            if 2 * i < count:  # a last block that is not full is divided, as in bitsandbytes
+                first = values[o + 2 * i] * inverse if count == NF4_BLOCK else values[o + 2 * i] / m
+                for k in range(15):
+                    high += np.uint8(first > thresholds[k])
+            if 2 * i + 1 < count:
+                second = values[o + 2 * i + 1] * inverse if count == NF4_BLOCK else values[o + 2 * i + 1] / m
+                for k in range(15):
+                    low += np.uint8(second > thresholds[k])
+            stored[p + 4 + i] = (high << np.uint8(4)) | low
+    return -1
+
+
+def _nf4_to_halves(stored: Any, scales: Any, code: Any, out: Any, pairs: Any, gap: Any, kind: Any) -> None:
+    numel = out.size
+    half = NF4_BLOCK // 2
+    table = np.empty(16, np.uint32)
+    local = np.empty(NF4_BLOCK // 2, np.uint8)
+    for b in range((numel + NF4_BLOCK - 1) // NF4_BLOCK):
+        scale = scales[b * (NF4_RECORD_BYTES // 4)]
+        for k in range(16):  # 16 roundings for 64 weights
+            product = code[k] * scale
+            table[k] = np.uint32(_bf16(product) if kind == KIND_BF16 else _fp16(product))
+        o, p = b * half, b * NF4_RECORD_BYTES + 4
+        count = min(NF4_BLOCK, numel - b * NF4_BLOCK)
+        if count == NF4_BLOCK and gap + p >= 4 * (o + half):
+            for i in range(half):
+                v = stored[p + i]
+                pairs[o + i] = table[v >> np.uint8(4)] | (table[v & np.uint8(15)] << np.uint32(16))
+        else:
+            for i in range(half):
+                local[i] = stored[p + i]
+            for i in range(count):
+                v = local[i >> 1]
+                nibble = v & np.uint8(15) if i & 1 else v >> np.uint8(4)
+                out[2 * o + i] = np.uint16(table[nibble])
+
+
+def _nf4_to_floats(stored: Any, scales: Any, code: Any, out: Any, gap: Any) -> None:
+    numel = out.size
+    half = NF4_BLOCK // 2
+    local = np.empty(NF4_BLOCK // 2, np.uint8)
+    table = np.empty(16, np.float32)
+    for b in range((numel + NF4_BLOCK - 1) // NF4_BLOCK):
+        scale = scales[b * (NF4_RECORD_BYTES // 4)]
+        for k in range(16):
+            table[k] = code[k] * scale
+        o, p = b * NF4_BLOCK, b * NF4_RECORD_BYTES + 4
+        count = min(NF4_BLOCK, numel - o)
+        if count == NF4_BLOCK and gap + p >= 4 * (o + NF4_BLOCK):
+            for i in range(half):
+                v = stored[p + i]
+                out[o + 2 * i] = table[v >> np.uint8(4)]
+                out[o + 2 * i + 1] = table[v & np.uint8(15)]
+        else:
+            for i in range(half):
+                local[i] = stored[p + i]
+            for i in range(count):
+                v = local[i >> 1]
+                out[o + i] = table[v & np.uint8(15) if i & 1 else v >> np.uint8(4)]
+
+
+_ONE_127TH = np.float32(7.874015718698502e-3)
+_TO_EXPONENT = np.float32(2.0**120)
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _int8_value(code: Any, scale: Any) -> Any:
+    return np.float32(np.int8(code)) * scale * _ONE_127TH
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _fp8_value(code: Any, scale: Any) -> Any:
+    # Exponent and fraction as those of a tiny fp32 number, times a power of two: exact, subnormals included.
+    v = np.int32(code)
+    magnitude = float_of(np.int32((v & np.int32(0x7F)) << np.int32(20))) * _TO_EXPONENT
+    return float_of(bits_of(magnitude) | np.int32((v & np.int32(0x80)) << np.int32(24))) * scale
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _int8_row(codes: Any, scale: Any, out: Any, kind: Any) -> None:
+    if kind == KIND_BF16:
+        for i in range(out.size):
+            out[i] = _bf16(_int8_value(codes[i], scale))
+    else:
+        for i in range(out.size):
+            out[i] = _fp16(_int8_value(codes[i], scale))
+
+
+def _int8_to_halves(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
+    record = 4 + (row_numel + 3) // 4 * 4
+    local = np.empty(row_numel, np.uint8)
+    for r in range(out.size // row_numel):
+        scale = scales[r * record // 4]
+        o, p = r * row_numel, r * record + 4
+        if gap + p >= 2 * (o + row_numel):
+            _int8_row(stored[p : p + row_numel], scale, out[o : o + row_numel], kind)
+        else:
+            local[:] = stored[p : p + row_numel]
+            _int8_row(local, scale, out[o : o + row_numel], kind)
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _int8_row_of_floats(codes: Any, scale: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = _int8_value(codes[i], scale)
+
+
+def _int8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
+    record = 4 + (row_numel + 3) // 4 * 4
+    local = np.empty(row_numel, np.uint8)
+    for r in range(out.size // row_numel):
+        scale = scales[r * record // 4]
+        o, p = r * row_numel, r * record + 4
+        if gap + p >= 4 * (o + row_numel):
+            _int8_row_of_floats(stored[p : p + row_numel], scale, out[o : o + row_numel])
+        else:
+            local[:] = stored[p : p + row_numel]
+            _int8_row_of_floats(local, scale, out[o : o + row_numel])
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _fp8_row(codes: Any, factors: Any, out: Any, kind: Any) -> None:
+    for t in range(factors.size):
+        factor, first, last = factors[t], t * FP8_TILE, min((t + 1) * FP8_TILE, out.size)
+        into, source = out[first:last], codes[first:last]  # slices: their loops have plain indices
+        if kind == KIND_BF16:
+            for i in range(into.size):
+                into[i] = _bf16(_fp8_value(source[i], factor))
+        else:
+            for i in range(into.size):
+                into[i] = _fp16(_fp8_value(source[i], factor))
+
+
+@numba.njit(**_force)  # type: ignore[untyped-decorator]
+def _fp8_row_of_floats(codes: Any, factors: Any, out: Any) -> None:
+    for t in range(factors.size):
+        factor, first, last = factors[t], t * FP8_TILE, min((t + 1) * FP8_TILE, out.size)
+        into, source = out[first:last], codes[first:last]
+        for i in range(into.size):
+            into[i] = _fp8_value(source[i], factor)
+
+
+def _fp8_to_halves(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
+    across = (row_numel + FP8_TILE - 1) // FP8_TILE
+    local, factors = np.empty(row_numel, np.uint8), np.empty(across, np.float32)
+    p = 0
+    for r in range(out.size // row_numel):
+        if r % FP8_TILE == 0:  # the scales of a band of tiles lie before its codes
+            p = (p + 3) // 4 * 4
+            factors[:] = scales[p // 4 : p // 4 + across]
+            p += 4 * across
+        o = r * row_numel
+        if gap + p >= 2 * (o + row_numel):
+            _fp8_row(stored[p : p + row_numel], factors, out[o : o + row_numel], kind)
+        else:
+            local[:] = stored[p : p + row_numel]
+            _fp8_row(local, factors, out[o : o + row_numel], kind)
+        p += row_numel
+
+
+def _fp8_to_floats(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any) -> None:
+    across = (row_numel + FP8_TILE - 1) // FP8_TILE
+    local, factors = np.empty(row_numel, np.uint8), np.empty(across, np.float32)
+    p = 0
+    for r in range(out.size // row_numel):
+        if r % FP8_TILE == 0:
+            p = (p + 3) // 4 * 4
+            factors[:] = scales[p // 4 : p // 4 + across]
+            p += 4 * across
+        o = r * row_numel
+        if gap + p >= 4 * (o + row_numel):
+            _fp8_row_of_floats(stored[p : p + row_numel], factors, out[o : o + row_numel])
+        else:
+            local[:] = stored[p : p + row_numel]
+            _fp8_row_of_floats(local, factors, out[o : o + row_numel])
+        p += row_numel
+
+
+def _widen(stored: Any, out: Any, gap: Any) -> None:
+    local = np.empty(64, np.uint16)
+    for b in range((out.size + 63) // 64):
+        o = b * 64
+        count = min(64, out.size - o)
+        for i in range(count):
+            local[i] = stored[o + i]
+        for i in range(count):
+            out[o + i] = float_of(np.int32(np.int32(local[i]) << np.int32(16)))

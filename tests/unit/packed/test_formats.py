@@ -1,0 +1,75 @@
+"""Formats of packed weights against their definitions in plain torch; in place, apart, and by torch's operations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from infinity.packed.formats import NotFiniteError, PackedFormat, packed_format
+from tests.quantized import FORMATS
+
+_SHAPES = [(128, 256), (130, 200), (7, 65), (1, 64), (2, 1000), (129, 64), (3, 5, 70)]
+_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _weight(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    values = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape)))
+    values.view(-1)[:64] = 0.0  # a block of nothing
+    values.view(-1)[-1] = 1e-7
+    return values.to(dtype)
+
+
+def _packed(form: PackedFormat, weight: torch.Tensor) -> torch.Tensor:
+    stored = torch.full((form.num_bytes(weight.shape),), 0xAB, dtype=torch.uint8)
+    form.pack(weight.view(-1), weight.shape, stored)
+    return stored
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_become_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
+    form = packed_format(name)
+    if name == "bf16" and dtype != torch.float32:
+        return  # not packed then
+    for shape in _SHAPES:
+        weight = _weight(shape, dtype)
+        stored, expected = _packed(form, weight), FORMATS[name](weight).view(-1)
+        apart, by_torch = torch.empty(weight.numel(), dtype=dtype), torch.empty(weight.numel(), dtype=dtype)
+        form.unpack(stored, shape, apart)
+        form._unpack_by_torch(stored, shape, by_torch)
+        assert torch.equal(apart, expected), shape
+        assert torch.equal(by_torch, expected), shape
+        if dtype.itemsize == 2 or name == "nf4":
+            again = torch.empty_like(apart)
+            form.unpack(_packed(form, apart.view(shape)), shape, again)
+            assert torch.equal(again, apart), "what was unpacked packs without loss"
+        padded = -(-weight.numel() // 64) * 64
+        if form.saves_memory(shape, dtype.itemsize, padded):
+            memory = torch.empty(padded * dtype.itemsize, dtype=torch.uint8)
+            landing = memory[memory.numel() - stored.numel() :]
+            landing.copy_(stored)
+            in_place = memory.view(dtype)[: weight.numel()]
+            form.unpack(landing, shape, in_place)
+            assert torch.equal(in_place, expected), shape
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_refused(name: str, value: float) -> None:
+    weight = _weight((4, 64), torch.float32)
+    weight[3, 5] = value
+    with pytest.raises(NotFiniteError):
+        _packed(packed_format(name), weight)
+
+
+def test_weights_that_would_grow_are_not_packed() -> None:
+    assert not packed_format("int8").saves_memory((64, 3), 2, 192)
+    assert packed_format("int8").saves_memory((64, 32), 2, 2048)
+    assert packed_format("nf4").saves_memory((1, 1), 2, 64)
+
+
+def test_nf4_takes_0_28_of_the_bytes_of_bf16() -> None:
+    shape = (4096, 4096)
+    assert packed_format("nf4").num_bytes(shape) / (2 * math.prod(shape)) == 36 / 128
