@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
 from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
@@ -23,8 +24,7 @@ from swapper.scheduling.handle import Handle
 from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
-from swapper.sync import switching
-from swapper.sync.interrupts import uninterrupted
+from swapper.sync import interrupts, switching
 from swapper.sync.lifetimes import when_gone
 from swapper.sync.limits import limits_in_words
 from swapper.sync.reentry import refuse_owned
@@ -146,7 +146,7 @@ class Swapper(Closable):
         self._check_usable()
         num_bytes = whole_number("num_bytes", num_bytes)
         refuse_owned(self._allocator_lock, "allocating an extent")
-        with uninterrupted(), self._allocator_lock:
+        with interrupts.uninterrupted(), self._allocator_lock:
             start = self._allocator.allocate(num_bytes, name)
         is_prewritten = is_prewritten or self._is_prewritten
         return Extent(name, start, num_bytes, self, is_prewritten=is_prewritten, name_of=name_of)
@@ -249,7 +249,11 @@ class Swapper(Closable):
                 "pass a smaller num_bytes or allocate a larger extent"
             )
         operation = Operation(direction, extent, offset, array, priority, self._block_bytes)
-        scheduler.submit(operation)
+        if get_ident() == interrupts.main:
+            with interrupts.uninterrupted():
+                scheduler.submit(operation)
+        else:
+            scheduler.submit(operation)
         return Handle(operation, scheduler)
 
     def flush(self) -> None:

@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,17 +33,17 @@ class Counts:
     def __init__(self) -> None:
         self.is_on = False
         self.calls: Counter[str] = Counter()
-        self.by_function: Counter[str] = Counter()
+        self.by_function: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.locks = 0
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
         """For `sys.setprofile`."""
         code = frame.f_code
         if event == "call" and self.is_on and code.co_filename.startswith(PACKAGES):
-            is_main = threading.current_thread() is threading.main_thread()
-            self.calls["main thread" if is_main else threading.current_thread().name.rstrip("0123456789-_ ")] += 1
-            if is_main:
-                self.by_function[f"{code.co_filename.removeprefix(str(ROOT) + '/')}:{code.co_qualname}"] += 1
+            thread = threading.current_thread()
+            kind = "main thread" if thread is threading.main_thread() else thread.name.rstrip("0123456789-_ ")
+            self.calls[kind] += 1
+            self.by_function[kind][f"{code.co_filename.removeprefix(str(ROOT) + '/')}:{code.co_qualname}"] += 1
 
 
 def count_locks(counts: Counts) -> None:
@@ -109,8 +109,10 @@ def make_model(num_blocks: int, width: int) -> Any:
     return Model()
 
 
-def count(num_blocks: int, width: int, directory: Path) -> dict[str, Any]:
-    """One step of the model, everything on the drive."""
+def count(
+    num_blocks: int, width: int, directory: Path, num_functions: int = 25, budget: str = "16MB"
+) -> dict[str, Any]:
+    """One step of the model, everything on the drive; ``num_functions`` of each kind of thread are named."""
     counts = Counts()
     count_locks(counts)
     threading.setprofile(counts.profile)
@@ -125,7 +127,7 @@ def count(num_blocks: int, width: int, directory: Path) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": "16MB", "keep_in_memory": False},
+        "infinity": {"host_memory_budget": budget, "keep_in_memory": False},
     }
 
     def num_transfers() -> int:
@@ -150,7 +152,9 @@ def count(num_blocks: int, width: int, directory: Path) -> dict[str, Any]:
         sys.setprofile(None)
         plan, transfers = engine.plan, num_transfers() - before
     calls = dict(counts.calls.most_common())
-    num_chunks = sum(-(-numel // plan.placement.chunk_numel) for _, numel in plan.units)
+    num_chunks = sum(
+        -(-num_bytes // 4 // plan.placement.chunk_numel) for _, num_bytes in plan.units
+    )  # all of it is fp32
     in_all = sum(calls.values())
     return {
         "units": len(plan.units),
@@ -160,9 +164,9 @@ def count(num_blocks: int, width: int, directory: Path) -> dict[str, Any]:
         "calls of all threads": in_all,
         "lock acquisitions": counts.locks,
         "calls of the main thread per unit": round(calls["main thread"] / len(plan.units)),
-        "calls of all threads per chunk": round(in_all / num_chunks),
+        "calls of the other threads per chunk": round((in_all - calls["main thread"]) / num_chunks),
         "calls of all threads per transfer": round(in_all / transfers),
-        "most called on the main thread": dict(counts.by_function.most_common(25)),
+        **{f"most called: {kind}": dict(counts.by_function[kind].most_common(num_functions)) for kind in calls},
     }
 
 
@@ -171,10 +175,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--budget", default="16MB", help="of host memory")
+    parser.add_argument("--functions", type=int, default=25, help="so many are named of each kind of thread")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        counted = count(arguments.blocks, arguments.width, Path(directory))
+        counted = count(arguments.blocks, arguments.width, Path(directory), arguments.functions, arguments.budget)
     if arguments.json:
         print(json.dumps(counted, indent=1))
         return

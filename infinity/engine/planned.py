@@ -21,6 +21,7 @@ from infinity.distributed.world import world
 from infinity.engine.commit_parts import persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
 from infinity.errors import BudgetTooSmallError, ConfigError
+from infinity.machine.here import bandwidth_of
 from infinity.optim.classes import OneBitAdam
 from infinity.optim.template import Template
 from infinity.packed.selection import KEY
@@ -135,6 +136,7 @@ def make_plan(
         is_alone=world().num == 1,
         shares_host_memory=device.shares_host_memory,
         device_free_bytes=free_bytes,
+        bandwidth=bandwidth_of(config),
     )
     fills_devices = has_parts and config.offload_param.device == "none" and not device.shares_host_memory
     inputs, placement, reason_against = (

@@ -70,7 +70,7 @@ class GradientSource:
         raise NotImplementedError
 
     def note_used(self, chunk: Chunk) -> None:
-        """Those of this chunk, and of all before it, are used up."""
+        """Those of this chunk, and of all before it, are used up. After the last chunk, `release` says so."""
 
     def release(self) -> None:
         """The update has used them up, or failed."""

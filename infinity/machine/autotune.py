@@ -35,7 +35,7 @@ _BUDGET_SHARE = 8  # of the host memory budget no more than this part is in flig
 
 
 def tune_io(config: InfinityConfig) -> InfinityConfig:
-    """The config with measured I/O settings, if it asks for them; as it is if they cannot be measured.
+    """The config with measured I/O settings, if it asks for them or `infinity profile` has some; as it is if it cannot have any.
 
     Args:
         config: what the user asked for; values given there stay.
@@ -44,7 +44,8 @@ def tune_io(config: InfinityConfig) -> InfinityConfig:
     # The optimizer's states are by far the most bytes.
     directories = config.offload_optimizer.nvme_directories or config.offload_param.nvme_directories
     if io.autotune == "off":
-        return config
+        known = _profiled(config, directories)
+        return config if known is None else _apply(config, known)
     if not directories:
         logger.info("infinity.autotune_io: no states rest on NVMe, so there is nothing to measure")
         return config
@@ -64,6 +65,21 @@ def tune_io(config: InfinityConfig) -> InfinityConfig:
         logger.warning("infinity.autotune_io: the drives were not measured, so defaults are used: %s", error)
         return config
     return _apply(config, measured)
+
+
+def _profiled(config: InfinityConfig, directories: Sequence[Directory]) -> BandwidthCache | None:
+    """What `infinity profile` has found on these drives, if the memory budget has room for it."""
+    if not directories:
+        return None
+    try:
+        measured = load(_key(directories, config.io, _most_inflight(None, len(directories))))
+        if measured is None or not _still_works(measured.setting, directories, config.io):
+            return None
+    except Exception as error:  # whatever is wrong with the drives, training itself will say
+        logger.info("what was measured on the drives cannot be used: %s", error)
+        return None
+    setting, most = measured.setting, _most_inflight(config.infinity.host_memory_budget, len(directories))
+    return measured if setting.request_bytes * setting.max_inflight <= most else None
 
 
 def _asked(io: IOSection) -> str:

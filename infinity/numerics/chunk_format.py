@@ -65,6 +65,11 @@ class ChunkBuffer:
         """Whether the model weight is a part of the main weight, so that an update needs it from where weights rest."""
         return self.main is None or self.main is self.weight
 
+    def with_weight(self, weight: torch.Tensor) -> ChunkBuffer:
+        """The same with the model weight in other memory."""
+        main = weight if self.main is self.weight else self.main
+        return ChunkBuffer(main, self.remainder, self.states, self.gradient, weight, self.record, self.state_format)
+
     def read_main(self, span: slice, target: torch.Tensor) -> None:
         """Copy main weights into ``target``: fp32, 1-D without gaps. ``weight`` must hold the model weights if needed."""
         if self.remainder is None:

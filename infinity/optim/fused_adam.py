@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -36,35 +36,6 @@ _PROBE_VARIANTS: tuple[dict[str, Any], ...] = (
     {"betas": (0.9, 0.999), "weight_decay": 0.01},
     {"betas": (0.3, 0.95), "weight_decay": 0.0},
 )
-
-
-class Slices:
-    """Slices of a chunk's tensors (1-D without gaps, on the CPU), as a table for the kernel."""
-
-    def __init__(self, main: Tensor, remainder: Tensor | None, gradient: Tensor, states: Mapping[str, Tensor]) -> None:
-        """``main``: fp32, or bf16 if there are remainders; ``gradient``: fp32 or bf16; ``states``: fp32, by `STATES`."""
-        tensors = [main, remainder, gradient, *(states[name] for name in STATES)]
-        self._bases = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        self._sizes = [0 if tensor is None else tensor.element_size() for tensor in tensors]
-        self._is_half = int(gradient.dtype == torch.bfloat16)
-        self.places: list[tuple[int, int, int]] = []
-        """Of each slice: its first element, how many it has, and what `add_values` gave for its numbers."""
-        self._values: list[tuple[np.float32, ...]] = []
-
-    def add_values(self, values: tuple[np.float32, ...]) -> int:
-        """Some slices are updated with these numbers: see ``infinity.numerics.kernels``."""
-        self._values.append(values)
-        return len(self._values) - 1
-
-    def table(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Rows and numbers, as `Kernels.adam` takes them."""
-        places = np.array(self.places, dtype=np.int64).reshape(-1, 3)
-        rows = np.empty((len(places), 8), dtype=np.int64)
-        addresses = np.array(self._bases, dtype=np.int64) + places[:, :1] * np.array(self._sizes, dtype=np.int64)
-        rows[:, [0, 1, 2, 4, 5]] = addresses
-        rows[:, 3] = self._is_half
-        rows[:, 6:] = places[:, 1:]
-        return rows, np.array(self._values, dtype=np.float32).reshape(-1, _NUM_VALUES)
 
 
 class FusedAdam:
@@ -148,7 +119,12 @@ class FusedAdam:
 
     def runs_all(self, groups: Iterable[Mapping[str, Any]]) -> bool:
         """Whether that is so of all of these. Many of them may be one and the same."""
-        return all(map(self.runs, {id(group): group for group in groups}.values()))
+        last: Mapping[str, Any] | None = None
+        for group in groups:
+            if group is not last and not self.runs(group):
+                return False
+            last = group
+        return True
 
     def update(
         self,
@@ -175,14 +151,39 @@ class FusedAdam:
         """
         step = torch.as_tensor(scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
         values = self.values(group, 1.0 if scale is None else float(scale), float(step))
-        slices = Slices(weight, remainder, gradient, state)
-        slices.places.append((0, weight.numel(), slices.add_values(values)))
-        self.update_slices(slices)
+        self.update_slices(weight, remainder, gradient, state, [(0, weight.numel(), 0)], [values])
         return {"step": step}
 
-    def update_slices(self, slices: Slices) -> None:
-        """One step on each, whose numels are multiples of `vector_numel`. Their tensors must live until this returns."""
-        self._adam(*slices.table())
+    def update_slices(
+        self,
+        main: Tensor,
+        remainder: Tensor | None,
+        gradient: Tensor,
+        states: Mapping[str, Tensor],
+        places: Sequence[tuple[int, int, int]],
+        values: Sequence[tuple[np.float32, ...]],
+    ) -> None:
+        """One step on each of some slices of a chunk's tensors, which are 1-D without gaps, on the CPU.
+
+        Args:
+            main: fp32, or bf16 if there are remainders.
+            remainder: int16, or None.
+            gradient: fp32 or bf16.
+            states: fp32, by `STATES`.
+            places: of each slice its first element, how many it has (a multiple of `vector_numel`), and which of ``values``.
+            values: what `values` gave.
+        """
+        average, square = states[STATES[0]], states[STATES[1]]
+        bases, sizes = np.zeros(5, dtype=np.int64), np.zeros(5, dtype=np.int64)
+        for column, tensor in enumerate((main, remainder, gradient, average, square)):
+            if tensor is not None:
+                bases[column], sizes[column] = tensor.data_ptr(), tensor.element_size()
+        where = np.array(places, dtype=np.int64).reshape(-1, 3)
+        rows = np.empty((len(where), 8), dtype=np.int64)
+        rows[:, [0, 1, 2, 4, 5]] = bases + where[:, :1] * sizes
+        rows[:, 3] = gradient.dtype == torch.bfloat16
+        rows[:, 6:] = where[:, 1:]
+        self._adam(rows, np.array(values, dtype=np.float32).reshape(-1, _NUM_VALUES))
 
     def values(self, group: Mapping[str, Any], scale: float, count: float) -> tuple[np.float32, ...]:
         """The kernel's numbers.

@@ -74,6 +74,7 @@ class PlanInputs:
         shares: Shares | None = None,
         divides_weights: bool = False,
         is_alone: bool = True,
+        bandwidth: Bandwidth | None = None,
     ) -> PlanInputs:
         """Cut a model, and take down what its placement has to know.
 
@@ -85,6 +86,7 @@ class PlanInputs:
             shares: which part of the states is this process's; None: all of them.
             divides_weights: whether weights that do not stay in memory are divided as the states are.
             is_alone: whether no other process averages gradients with this one.
+            bandwidth: of the drives; None if nobody knows it.
 
         Raises:
             ConfigError, OptimizerNotPageableError: the optimizer does not go with how its states are to be kept.
@@ -111,6 +113,7 @@ class PlanInputs:
             runs_in_parallel=updater.is_for_threads,
             updates_whole_parameters=updater.mixes_elements,
             is_alone=is_alone,
+            bandwidth=bandwidth,
         )
         found = cls(
             config=config,

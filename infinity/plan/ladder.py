@@ -261,6 +261,7 @@ class Ladder:
                 share,
                 shares_host_memory=machine.shares_host_memory,
                 device_free_bytes=machine.device_free_bytes,
+                bandwidth=machine.bandwidth,
             )
 
     # ---------------------------------------------------------------------------------------------------------- largest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from infinity.config import InfinityConfig
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.numerics.state_format import StateFormat
 from infinity.packed.stored_form import StoredForm
+from infinity.plan.machine import Bandwidth
 from infinity.units.partition import used_together
 from infinity.units.shares import NUM_SERVED
 from infinity.units.unit import Unit
@@ -26,10 +28,12 @@ KNOWN_FIELDS_ONLY = ConfigDict(extra="forbid")
 """Of what is read from a file: a field that is not known comes from another version."""
 _TEMPORARIES = 3
 """Tensors of a parameter's size in fp32, while that is updated: its main weight and its gradient joined, and its update."""
-_MOST_WORKERS, _MOST_FOR_DRIVES = 8, 4
-"""Unless more are asked for: so many saturate the memory of a socket, and beside a GPU so many take states from drives at
-40 GB/s and more. Beyond that, each only makes chunks smaller: 1B parameters beside an H100, in 2 GB of memory, took 3.0 s a
-step with 4 and 5.8 s with 8."""
+_MOST_WORKERS = 8
+"""Unless more are asked for: so many saturate the memory of a socket."""
+_WORKERS_FOR_UNKNOWN_DRIVES = 4
+_UPDATED_BYTES_PER_SECOND = 10e9
+"""Read and written by one worker. Beside a GPU there are enough that a step's updates take half as long as its drives: more
+only make chunks smaller. 1B parameters in 2 GB beside an H100 took 3.0 s a step with 4 and 5.8 s with 8, at 8 GB/s."""
 _THREADS_BESIDE_A_GPU = 2
 """The one that trains, and autograd's."""
 
@@ -175,8 +179,9 @@ class Request:
         runs_in_parallel: bool = True,
         updates_whole_parameters: bool = False,
         is_alone: bool = True,
+        bandwidth: Bandwidth | None = None,
     ) -> Request:
-        """What ``config`` asks for, on a device that does or does not compute in host memory.
+        """What ``config`` asks for, on a device that does or does not compute in host memory, beside such drives.
 
         ``runs_in_parallel``, ``updates_whole_parameters``: whether the optimizer may update several pieces at a time, and
         whether it can't update a piece at all. ``is_alone``: no other process averages gradients with this one.
@@ -208,7 +213,7 @@ class Request:
             updates_whole_parameters=updates_whole_parameters,
             is_alone=is_alone,
             num_versions=0 if config.infinity.durable is None else 1 + config.infinity.durable.most_kept,
-            update_workers=_update_workers(config, shares_host_memory) if runs_in_parallel else 1,
+            update_workers=_update_workers(config, shares_host_memory, bandwidth) if runs_in_parallel else 1,
         )
 
     @property
@@ -280,7 +285,7 @@ class Request:
         return 2 * self.num_micro_batches * unit.stored_weight_bytes + self.trainable_bytes(unit)
 
 
-def _update_workers(config: InfinityConfig, shares_host_memory: bool) -> int:
+def _update_workers(config: InfinityConfig, shares_host_memory: bool, bandwidth: Bandwidth | None) -> int:
     tier = config.offload_optimizer.device
     if tier == "none" and not shares_host_memory:
         return 1
@@ -288,7 +293,12 @@ def _update_workers(config: InfinityConfig, shares_host_memory: bool) -> int:
         return config.infinity.update_workers
     num_cores = len(os.sched_getaffinity(0))
     if not shares_host_memory:
-        most = _MOST_FOR_DRIVES if tier == "nvme" else _MOST_WORKERS
+        most = _MOST_WORKERS
+        if tier == "nvme":
+            most = _WORKERS_FOR_UNKNOWN_DRIVES
+            if bandwidth is not None:
+                wanted = math.ceil(2 * bandwidth.mixed_bytes_per_second / _UPDATED_BYTES_PER_SECOND)
+                most = min(wanted, _MOST_WORKERS)
         return min(max(num_cores - _THREADS_BESIDE_A_GPU, 1), most)
     num_computing = torch.get_num_threads()
     num_idle = num_computing if config.infinity.update == "step" else 1  # in the step nothing is computed beside

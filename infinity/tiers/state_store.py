@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat
@@ -24,6 +26,8 @@ _PAGES_FOR_OTHERS = 3
 """Are never read ahead into, so that nobody waits for what nobody opens."""
 _PATIENCE_SECONDS = 1.0
 """Until what was read ahead makes room for what is needed now, and has to be read again."""
+
+NDArray = npt.NDArray[np.uint8]
 
 
 def _nothing() -> None: ...
@@ -50,8 +54,10 @@ class Lease:
     _page: Page | None
     _workspace: ChunkBuffer | None
     _read: Handle | None = None
-    _store: Callable[[bool], Handle | None] = lambda main_only: None
+    _store: Callable[[bool], Handle | None] | None = None
     _end: Callable[[], None] = _nothing
+    takes_memory: bool = True
+    """Whether it has working memory of its own: a chunk in memory, with its weights there, is worked on in place."""
     _remaining: list[None] = field(default_factory=list)
     """One entry for each request but the last that has not ended: to take one out is a single step, in any thread."""
     _then: Callable[[], None] = _nothing
@@ -80,17 +86,19 @@ class Lease:
         """
         handles = list(others)
         self._then = then
-        own = self._store(main_only)
+        own = None if self._store is None else self._store(main_only)
         self._end()
         self._workspace = None
         if own is not None:
             handles.append(own)
-        self._remaining += [None] * len(handles)
+        if not handles:
+            self._release()
+            then()
+        self._remaining += [None] * (len(handles) - 1)
         for handle in handles:
             handle.add_done_callback(self._one_is_done)
-        self._one_is_done(None)
 
-    def _one_is_done(self, _: Handle | None) -> None:
+    def _one_is_done(self, _: Handle) -> None:
         try:
             self._remaining.pop()
         except IndexError:  # it was the last
@@ -126,7 +134,9 @@ class PagedStateStore:
         self._regions: list[AlignedRegion] = []
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held by whoever begins to read ahead, and while what follows changes."""
-        self._ahead: dict[tuple[int, int], tuple[Page, Handle]] = {}
+        self._layouts: dict[tuple[int, int, tuple[str, ...]], tuple[ChunkBuffer, NDArray]] = {}
+        """Page, elements of the chunk, and names of states -> its working memory there, and the record as bytes."""
+        self._ahead: dict[tuple[int, int], tuple[Page, Handle, ChunkBuffer, NDArray]] = {}
         """(unit index, chunk index) -> where its record is read to. Whoever opens the chunk gets it, so it is what is stored."""
         self._open: set[tuple[int, int]] = set()
         """(unit index, chunk index) of leases that may yet change what is stored."""
@@ -192,35 +202,46 @@ class PagedStateStore:
         is_in_memory = chunk.index < records.num_in_memory
         with self._lock:
             self._open.add(key)
-            page, read = self._ahead.pop(key, (None, None))
+            page, read, workspace, record = self._ahead.pop(key, (None, None, None, None))
         end = functools.partial(self._open.discard, key)
         try:
             if page is not None and not reads:
                 page.release()  # and stays out of use until the read has ended
-                page = read = None
+                page = read = workspace = None
             if page is None and (not is_in_memory or weight is None or needs_scratch):
                 page = self._page_for(unit, is_blocking=is_blocking)
                 if page is None:
                     end()
                     return None
-            scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if page is None else page.tensor
-            if is_in_memory:
+            if page is None or is_in_memory:
+                scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if page is None else page.tensor
                 workspace = self._in_place(records, chunk, scratch, weight)
                 if not reads:
                     clear(workspace.record)
-                return Lease(page, workspace, _end=end)
-            workspace = self._format.lay_out(scratch, chunk.numel, records.names, weight)
+                return Lease(page, workspace, _end=end, takes_memory=page is not None)
+            if workspace is None or record is None:
+                workspace, record = self._laid_out(page, chunk, records)
+            if weight is not None:
+                workspace = workspace.with_weight(weight)
             if not reads:
-                clear(workspace.record)
+                record[:] = 0
             elif read is None:
-                read = self._read(records, chunk.index, workspace.record)
+                read = self._read(records, chunk.index, record)
         except BaseException:
             end()
             if page is not None:
                 page.release()
             raise
-        record = workspace.record
-        return Lease(page, workspace, read, lambda main_only: self._write(records, chunk.index, record, main_only), end)
+        return Lease(page, workspace, read, functools.partial(self._write, records, chunk.index, record), end)
+
+    def _laid_out(self, page: Page, chunk: Chunk, records: _UnitRecords) -> tuple[ChunkBuffer, NDArray]:
+        """A chunk's working memory in a page, and its record as bytes. Pages stay where they are, and chunks are of few sizes."""
+        key = page.index, chunk.stop - chunk.start, records.names
+        found = self._layouts.get(key)
+        if found is None:
+            workspace = self._format.lay_out(page.tensor, chunk.numel, records.names)
+            found = self._layouts[key] = workspace, workspace.record.numpy()
+        return found
 
     def _page_for(self, unit: Unit, *, is_blocking: bool) -> Page | None:
         owner = f"optimizer state of {unit.name}"
@@ -252,7 +273,7 @@ class PagedStateStore:
             if page is None:
                 return False
             try:
-                record = self._format.lay_out(page.tensor, chunk.numel, records.names).record
+                workspace, record = self._laid_out(page, chunk, records)
                 read = self._read(records, chunk.index, record)
             except BaseException:
                 page.release()
@@ -260,7 +281,7 @@ class PagedStateStore:
             if read is None:
                 page.release()
             else:
-                self._ahead[key] = page, read
+                self._ahead[key] = page, read, workspace, record
             return True
 
     def forget_ahead(self) -> None:
@@ -278,21 +299,21 @@ class PagedStateStore:
         record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
         return self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
 
-    def _read(self, records: _UnitRecords, index: int, record: torch.Tensor) -> Handle | None:
+    def _read(self, records: _UnitRecords, index: int, record: NDArray) -> Handle | None:
         valid_bytes = records.valid_bytes[index]
-        if valid_bytes < record.numel():
-            record[valid_bytes:].zero_()
+        if valid_bytes < record.size:
+            record[valid_bytes:] = 0
         if not valid_bytes or records.extent is None or self._swapper is None:
             return None
         return self._swapper.read(
             records.extent, record[:valid_bytes], offset=records.offsets[index], priority=Priority.PREFETCH
         )
 
-    def _write(self, records: _UnitRecords, index: int, record: torch.Tensor, main_only: bool) -> Handle | None:
+    def _write(self, records: _UnitRecords, index: int, record: NDArray, main_only: bool) -> Handle | None:
         if main_only:
             record = record[: records.main_bytes[index]]
-        records.valid_bytes[index] = record.numel()
-        if records.extent is None or self._swapper is None or not record.numel():
+        records.valid_bytes[index] = record.size
+        if records.extent is None or self._swapper is None or not record.size:
             return None
         return self._swapper.write(records.extent, record, offset=records.offsets[index])
 
@@ -320,6 +341,7 @@ class PagedStateStore:
 
     def close(self) -> None:
         """Give the memory back."""
+        self._layouts.clear()
         for records in self._records.values():
             records.memory = None
         for region in self._regions:

@@ -248,10 +248,13 @@ class WeightStore:
 
         Returns None if they are written already.
         """
+        offset = chunk_offset(unit, chunk)
         if unit.index in self._blocks:
-            self._blocks[unit.index].write(chunk_offset(unit, chunk), source)
+            self._blocks[unit.index].write(offset, source)
             return None
-        return self.swapper.write(extent_of(unit), source, offset=chunk_offset(unit, chunk))
+        if unit.extent is None or self._swapper is None:
+            raise RuntimeError(f"the weights of unit {unit.name} rest elsewhere")
+        return self._swapper.write(unit.extent, source, offset=offset)
 
     def write_all(self, unit: Unit, source: torch.Tensor, offset: int = 0) -> Handle | Written | None:
         """Write a flat buffer's bytes, from ``offset`` on, from host memory. Returns None if they are written already.

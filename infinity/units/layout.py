@@ -99,7 +99,7 @@ class Segment:
     numel: int
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 

@@ -20,7 +20,7 @@ import torch
 from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.numerics.state_codec import Noise, StateWindow
 from infinity.numerics.state_format import StateFormat
-from infinity.optim.fused_adam import STATES, FusedAdam, Slices
+from infinity.optim.fused_adam import STATES, FusedAdam
 from infinity.optim.piece import PieceUpdater
 from infinity.units.layout import Chunk, Piece
 from infinity.updates.job import ParameterState, UpdateJob
@@ -65,12 +65,14 @@ class ChunkUpdater:
 
     def update(self, job: UpdateJob, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """Update what of the chunk has a gradient; ``job.advanced`` gets the parameters' states and scalars after it."""
-        pieces = [piece for piece in chunk.pieces if piece.slot.index in job.slots]
+        pieces: Sequence[Piece] = chunk.pieces
+        if not job.updates_all:
+            pieces = [piece for piece in pieces if piece.slot.index in job.slots]
         if not pieces:
             return
         gradient = job.gradients.of_chunk(chunk, pieces, workspace.landing(job.gradients.dtype))
         rest = pieces
-        if self.fused is not None and self._goes_at_once and self.fused.runs_all(job.groups.values()):
+        if self.fused is not None and self._goes_at_once and job.suits(self.fused.runs_all):
             rest = self._update_at_once(self.fused, job, pieces, workspace, gradient)
         for piece in rest:
             self._update_piece(job, piece, workspace, gradient)
@@ -85,13 +87,10 @@ class ChunkUpdater:
     ) -> list[Piece]:
         """Update whole vectors of each piece; returns what is left of them."""
         scale = 1.0 if job.clip_coefficient is None else float(job.clip_coefficient)
-        slices = Slices(
-            workspace.weight if workspace.main is None else workspace.main,
-            workspace.remainder,
-            gradient,
-            {name: workspace.states[name] for name in STATES},
-        )
+        main = workspace.weight if workspace.main is None else workspace.main
         rest: list[Piece] = []
+        places: list[tuple[int, int, int]] = []
+        values: list[tuple[Any, ...]] = []
         numbers: dict[tuple[int, float], int] = {}  # group and step count -> the row of their numbers
         for piece in pieces:  # hundreds in a chunk: no call of Python in here
             index, numel = piece.slot.index, piece.stop - piece.start
@@ -106,10 +105,11 @@ class ChunkUpdater:
                 step = torch.as_tensor(state.scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
                 key = id(group), float(step)
                 if key not in numbers:
-                    numbers[key] = slices.add_values(fused.values(group, scale, key[1]))
-                slices.places.append((piece.offset, body, numbers[key]))
+                    numbers[key] = len(values)
+                    values.append(fused.values(group, scale, key[1]))
+                places.append((piece.offset, body, numbers[key]))
                 job.advanced[index] = STATES, {"step": step}
-        fused.update_slices(slices)
+        fused.update_slices(main, workspace.remainder, gradient, workspace.states, places, values)
         return rest
 
     def _update_piece(self, job: UpdateJob, piece: Piece, workspace: ChunkBuffer, gradients: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ buffer until it begins (`attach`), and the job fills it. That saves reading what
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +117,16 @@ class UpdateJob:
         self.clip_coefficient = clip_coefficient
         self.after = after
         self.slots = groups.keys() & {slot.index for slot in gradients.slots()}
-        self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
+        segment = unit.layout.trainable
+        self.updates_all = segment is not None and len(self.slots) == len(segment.slots)
+        """Whether all trainable parameters of the unit are."""
+        self.chunks = [chunk for chunk in chunks if chunk.pieces]
+        if not self.updates_all:
+            self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
+        self._suits: bool | None = None
+        """See `suits`; None until a worker has asked."""
+        self._weights: torch.Tensor | None = None
+        """See `weights_of`; as long as there are workers that ask."""
         self.advanced: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
         """Slot index -> the parameter's states and scalars after the update, from the end of its last piece on."""
         self.flat = unit.flat
@@ -125,9 +134,8 @@ class UpdateJob:
         """Weights still on their way into ``flat``; they must be there before the job writes over them."""
         self.flat_is_current = unit.flat is not None
         """Whether ``flat`` holds the present weights (else the job fills it)."""
-        segments = unit.layout.segments
-        covers_trainable = len(self.chunks) == len(chunks) and not is_share
-        self._covers_all = covers_trainable and all(segment.is_trainable for segment in segments)
+        is_whole = len(self.chunks) == len(chunks) and not is_share
+        self._covers_all = is_whole and segment is not None and len(unit.layout.segments) == 1
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._arriving = threading.Lock()
         """Of workers alone."""
@@ -143,6 +151,12 @@ class UpdateJob:
         """Whether it waits; see `UpdateStream.release_all`."""
         self._on_release: Callable[[], None] = lambda: None
         self.rank = rank
+
+    def suits(self, runs_all: Callable[[Iterable[Mapping[str, Any]]], bool]) -> bool:
+        """Whether a kernel, always the same, takes all groups."""
+        if self._suits is None:
+            self._suits = runs_all(self.groups.values())
+        return self._suits
 
     def tell(self, on_release: Callable[[], None]) -> None:
         """Call ``on_release``, from any thread, when the job is not held back any longer."""
@@ -187,15 +201,17 @@ class UpdateJob:
         return True
 
     def weights_of(self, chunk: Chunk) -> torch.Tensor | None:
-        """The chunk's model weights in the flat buffer, if there is one: 1-D, compute dtype."""
+        """The chunk's model weights in the flat buffer, if there is one: 1-D, compute dtype. For workers, after `begin`."""
         if self.flat is None:
             return None
-        return self.unit.trainable_view(self.flat.tensor())[chunk.start : chunk.stop]
+        if self._weights is None:
+            self._weights = self.unit.trainable_view(self.flat.tensor())
+        return self._weights[chunk.start : chunk.stop]
 
     def finish(self, error: BaseException | None) -> None:
         """It has ended, and so has what it launched on the device; or it has failed."""
         self._error = error
-        self.flat = None
+        self.flat = self._weights = None
         self.flat_arrival = None
         self._finished.set()
 

@@ -42,7 +42,11 @@ from swapper.sync.interrupts import POLL_SECONDS
 from swapper.sync.limits import start_threads
 
 _MOST_AHEAD = 32
-"""Chunks in hand at a time, where no pages limit them. Each worker may have two, one of them on its way to the device."""
+"""Chunks at a time that take working memory, where no pages limit them. Each worker may have two, one of them on its way to
+the device."""
+_MOST_IN_WINDOW = 256
+"""With those that are in memory and are passed over, so that reads of what comes behind them begin early. What is in the window
+cannot be overtaken any more."""
 
 
 @dataclass
@@ -160,9 +164,11 @@ class UpdateStream:
         self._order = threading.Lock()
         """Held by the worker that starts, takes or retires chunks; nobody touches what follows without."""
         self._window: deque[_Item] = deque()
-        """Chunks that hold working memory, each from the start of its reads until it and all before it are updated."""
-        self._current: Iterator[tuple[UpdateJob, Chunk, bool]] | None = None
-        """The chunks to come of the job that was taken last."""
+        """Chunks in hand, each from the start of its reads until it and all before it are updated."""
+        self._num_taking = 0
+        """Of these, those that take memory. The others rest there, and take nobody's place."""
+        self._current: tuple[UpdateJob, Iterator[Chunk]] | None = None
+        """The job that was taken last, and its chunks to come."""
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
         """A chunk that was taken from those, and waits for working memory."""
         self._expected = _ExpectedUpdates(records)
@@ -256,10 +262,15 @@ class UpdateStream:
     def _update_all(self) -> None:
         before: _Item | None = None
         """A chunk of which weights may still be on their way to the device, beside the update of the next."""
+        current: UpdateJob | None = None
+        """The job for which this thread is prepared."""
         while not self._is_stopping:
             item = self._take_item(waits=before is None)
             if item is not None:
+                if item.job is not current:
+                    self._prepare(item.job)
                 self._update(item)
+            current = None if item is None or item.is_last else item.job
             if before is not None:
                 self._retire(before)
             before = item
@@ -272,28 +283,37 @@ class UpdateStream:
         while not self._is_stopping:
             with self._order:
                 self._fill()
-                free = [item for item in self._window if not item.is_taken]
-                if free:
-                    free[0].is_taken = True
-            if len(free) > 1:
-                self._work.ring()  # for the next worker
-            if free:
-                return free[0]
+                found = None
+                for item in self._window:
+                    if not item.is_taken and found is not None:
+                        self._work.ring()  # for the next worker
+                        break
+                    if not item.is_taken:
+                        found, item.is_taken = item, True
+            if found is not None:
+                return found
             if not waits:
                 return None
             self._work.wait()
         return None
 
+    def _prepare(self, job: UpdateJob) -> None:
+        """The calling thread may work at the job's chunks."""
+        if job.after is not None:
+            self._device.compute_waits_for(job.after)
+        if job.flat_arrival is not None:
+            job.await_flat(self._device)
+        if job.after is not None:  # what another worker has waited for
+            self._device.compute_waits_for(job.after)
+        if job.clip_coefficient is not None and not self._records.is_on_device:
+            job.fetch_coefficient(self._device)
+        flush_denormals(job.flushes_denormals)
+
     def _update(self, item: _Item) -> None:
         item.lease.wait()
         for read in item.reads:
             read.wait()
-        self._device.compute_waits_for(item.job.after)
-        item.job.await_flat(self._device)
-        if not self._records.is_on_device:
-            item.job.fetch_coefficient(self._device)
         begin = time.perf_counter()
-        flush_denormals(item.job.flushes_denormals)
         if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
             use_threads(item.job.num_threads)
         self._update_chunk(item)
@@ -315,15 +335,18 @@ class UpdateStream:
 
     def _retire(self, item: _Item) -> None:
         """The chunk is updated; its job has ended if all of its chunks are."""
-        self._device.synchronize(item.upload)
+        if item.upload is not None:
+            self._device.synchronize(item.upload)
         item.lease.write_back(item.writes, then=self._work.ring)
         with self._order:
             item.is_done = True
             while self._window and self._window[0].is_done:
                 first = self._window.popleft()
-                first.job.gradients.note_used(first.chunk)
+                self._num_taking -= first.lease.takes_memory
                 if first.is_last:
                     self._finish(first.job)
+                else:
+                    first.job.gradients.note_used(first.chunk)
 
     def _fill(self) -> None:
         """Start the reads of the next chunks while there are pages; the first one waits for a page."""
@@ -336,34 +359,37 @@ class UpdateStream:
                     self._expected.read()
                     return
             job, chunk, is_last = self._next
-            if any(item.job is not job and item.job.unit is job.unit for item in self._window):
-                return  # an earlier update of this unit has not written yet: a read now would be stale
-            if len(self._window) >= self._most_ahead:
+            for item in self._window:
+                if item.job.unit is job.unit and item.job is not job:
+                    return  # an earlier update of this unit has not written yet: a read now would be stale
+            if self._num_taking >= self._most_ahead or len(self._window) >= _MOST_IN_WINDOW:
                 return
             saver = self._saver
             if saver is not None and not saver.wait_for(job.unit, 0 if self._window else POLL_SECONDS):
                 if self._window:  # it may need the pages that those hold
                     return
                 continue
-            weight = self._weight_in_place(job, chunk)
+            gradients = job.gradients
+            weight = self._weight_in_place(job, chunk) if job.unit.stays_resident else None
             lease = self._records.open(
                 job.unit,
                 chunk,
                 is_blocking=not self._window,
                 weight=weight,
-                needs_scratch=job.gradients.needs_scratch or self._updater.widens(job.gradients.dtype),
+                needs_scratch=gradients.needs_scratch or self._updater.widens(gradients.dtype),
             )
             if lease is None:
                 return
             self._next = None
             item = _Item(job, chunk, lease, [], is_last, is_in_place=weight is not None)
             self._window.append(item)
-            workspace = lease.workspace
-            handle = job.gradients.prepare(chunk, workspace.landing(job.gradients.dtype))
-            if handle is not None:
-                item.reads.append(handle)
-            if workspace.needs_weight and not job.flat_is_current and self._weights is not None:
-                read = self._weights.read_chunk(job.unit, chunk, workspace.weight)
+            self._num_taking += lease.takes_memory
+            if gradients.needs_scratch:
+                handle = gradients.prepare(chunk, lease.workspace.landing(gradients.dtype))
+                if handle is not None:
+                    item.reads.append(handle)
+            if not job.flat_is_current and self._weights is not None and lease.workspace.needs_weight:
+                read = self._weights.read_chunk(job.unit, chunk, lease.workspace.weight)
                 if read is not None:
                     item.reads.append(read)
 
@@ -372,16 +398,17 @@ class UpdateStream:
         # Gradients that land before they are widened land where the model weights of the workspace are.
         is_taken = job.gradients.needs_scratch and self._updater.widens(job.gradients.dtype)
         is_apart = not self._device.shares_host_memory and not self._records.is_on_device
-        if not job.unit.stays_resident or is_apart or is_taken:
+        if is_apart or is_taken:
             return None
         return job.weights_of(chunk)
 
     def _take(self) -> tuple[UpdateJob, Chunk, bool] | None:
         while True:
             if self._current is not None:
-                found = next(self._current, None)
-                if found is not None:
-                    return found
+                job, chunks = self._current
+                chunk = next(chunks, None)
+                if chunk is not None:
+                    return job, chunk, chunk is job.chunks[-1]
                 self._current = None
             pending = tuple(self._pending)
             waiting = [job for job in pending if not job.has_begun]
@@ -393,18 +420,20 @@ class UpdateStream:
                 return None
             if tuple(self._pending) != pending:
                 continue  # others came meanwhile, and may go before this one: it was released with them, or after
-            job = next(job for job in waiting if job.unit is first.unit)  # updates of one unit keep their order
+            for job in waiting:
+                if job.unit is first.unit:  # updates of one unit keep their order
+                    break
             job.begin()
             self._expected.note(job.unit, job.chunks)
             if not job.chunks:
                 self._finish(job)
                 continue
-            self._current = ((job, chunk, chunk is job.chunks[-1]) for chunk in job.chunks)
+            self._current = job, iter(job.chunks)
 
     def _update_chunk(self, item: _Item) -> None:
         job, chunk, workspace = item.job, item.chunk, item.lease.workspace
         flat = job.weights_of(chunk)
-        if workspace.needs_weight and job.flat_is_current and flat is not None and not item.is_in_place:
+        if job.flat_is_current and flat is not None and not item.is_in_place and workspace.needs_weight:
             self._device.synchronize(self._device.download(workspace.weight, flat, job.after))
         self._updater.update(job, chunk, workspace)
         workspace.cast_main()

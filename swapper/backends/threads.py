@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -49,6 +50,7 @@ class ThreadsBackend(VolumeBackend):
                 reads = Workers(f"{name}-read", num_threads)
                 with closed_unless_made(reads.close, STOP_SECONDS):
                     self._workers.append((reads, Workers(f"{name}-write", num_threads)))
+        self._is_one_file = num_files == 1
 
     def describe(self) -> str:
         """Return one line for logs."""
@@ -61,11 +63,16 @@ class ThreadsBackend(VolumeBackend):
     def submit(self, request: IORequest) -> None:
         """Hand the request, or its parts, to worker threads of its files."""
         num_bytes = len(request.memory)
-        pieces = self.volume.pieces(request.offset, num_bytes)
-        parts, then, batch = [pieces], request.complete, None
+        offset = request.offset
+        pieces = [(0, offset, 0, num_bytes)] if self._is_one_file else self.volume.pieces(offset, num_bytes)
+        parts: list[Sequence[Piece]] = [pieces]
+        then, batch = partial(request.on_complete, request), None
         if len(pieces) > 1 or num_bytes > self._request_bytes:
             parts = self._spread(pieces)
-            batch = request.divide({part[0][2] for part in parts})
+            starts = set[int]()
+            for part in parts:
+                starts.add(part[0][2])
+            batch = request.divide(starts)
         for part in parts:
             column, _, start, _ = part[0]
             if batch is not None:
@@ -76,25 +83,29 @@ class ThreadsBackend(VolumeBackend):
             else:
                 workers.jobs.put(partial(self._transfer, request, part, then))
 
-    def _spread(self, pieces: list[Piece]) -> list[list[Piece]]:
+    def _spread(self, pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
         """Deal the pieces to the threads of each file; a piece that is alone on its file is cut."""
+        if len(pieces) == 1:
+            return self._cut(*pieces[0])
         by_file: dict[int, list[Piece]] = {}
         for piece in pieces:
             by_file.setdefault(piece[0], []).append(piece)
-        parts = []
+        parts: list[Sequence[Piece]] = []
         for mine in by_file.values():
             if len(mine) == 1:
-                mine = self._cut(*mine[0])
-            share = -(-len(mine) // self.num_threads)
-            parts += [mine[start : start + share] for start in range(0, len(mine), share)]
+                parts += self._cut(*mine[0])
+            else:
+                share = -(-len(mine) // self.num_threads)
+                for start in range(0, len(mine), share):
+                    parts.append(mine[start : start + share])
         return parts
 
-    def _cut(self, column: int, offset: int, low: int, high: int) -> list[Piece]:
+    def _cut(self, column: int, offset: int, low: int, high: int) -> list[Sequence[Piece]]:
         share = -(-(high - low) // self.num_threads)
         share += -share % self._request_bytes
         # Only the two ends of a request may be unaligned.
         cuts = [low, *range(low + share - offset % ALIGNMENT, high, share), high]
-        return [(column, offset + start - low, start, stop) for start, stop in pairwise(cuts)]
+        return [((column, offset + start - low, start, stop),) for start, stop in pairwise(cuts)]
 
     def stop(self, timeout_seconds: float) -> bool:
         """Stop the workers and leave the files open for another backend; return whether all ended in time."""

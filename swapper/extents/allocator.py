@@ -21,11 +21,8 @@ class SpaceAllocator:
         """Starts and stops of the ranges that are taken, in order."""
         self._sizes = [(capacity_bytes, 0)] if capacity_bytes else []
         """Sizes and starts of those that are free, in order."""
-
-    @property
-    def free_bytes(self) -> int:
+        self.free_bytes = capacity_bytes
         """What belongs to nobody."""
-        return self.capacity_bytes - sum(stop - start for start, stop in self._taken.copy())
 
     @property
     def largest_free_bytes(self) -> int:
@@ -48,6 +45,7 @@ class SpaceAllocator:
             raise OutOfSpaceError(name, size, self.free_bytes, self.largest_free_bytes)
         found, offset = self._sizes.pop(index)
         insort(self._taken, (offset, offset + size))
+        self.free_bytes -= size
         if found > size:
             insort(self._sizes, (found - size, offset + size))
         return offset
@@ -60,6 +58,7 @@ class SpaceAllocator:
             low = self._taken[index - 1][1] if index else 0
             high = self._taken[index + 1][0] if index + 1 < len(self._taken) else self.capacity_bytes
             del self._taken[index]
+            self.free_bytes += size
             for start, stop in ((low, offset), (offset + size, high)):
                 if start < stop:
                     del self._sizes[bisect_left(self._sizes, (stop - start, start))]

@@ -27,13 +27,15 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
     Raises:
         ArgumentError: Not contiguous, not in host memory, not writable, or no memory at all.
     """
+    if (
+        buffer.__class__ is np.ndarray and buffer.dtype is _BYTE and buffer.ndim == 1 and buffer.size
+    ):  # as nearly always
+        flags = buffer.flags
+        if flags.c_contiguous and (flags.writeable or not for_read):
+            return buffer
     if isinstance(buffer, torch.Tensor):
         return _bytes_of_tensor(buffer)
     if isinstance(buffer, np.ndarray):
-        if buffer.__class__ is np.ndarray and buffer.dtype is _BYTE and buffer.ndim == 1 and buffer.size:
-            flags = buffer.flags
-            if flags.c_contiguous and (flags.writeable or not for_read):
-                return buffer
         return _bytes_of_array(buffer, for_read=for_read)
     try:
         view = memoryview(buffer)

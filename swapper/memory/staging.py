@@ -208,10 +208,12 @@ class StagingArena(Closable):
 
     def try_lease(self, *, owner: str = "") -> Page | None:
         """Return a page if one is free now."""
-        self.check_process()
-        refuse_owned(self._lock, "leasing a page")
+        if os.getpid() != self._pid:
+            self.check_process()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            refuse_owned(self._lock, "leasing a page")
         with self._lock:
-            return self._lend(owner) if self._has_page() else None
+            return self._lend(owner) if self._free or self._has_page() else None
 
     def _has_page(self) -> bool:
         """Whether a lease need not wait."""
@@ -268,7 +270,7 @@ class StagingArena(Closable):
                 )
             page._tensor = None
             del self._leased[page.index]
-            if not self._held(page.index):
+            if not is_held(self._address + page.index * self.page_bytes, self.page_bytes):
                 self._free.append(page.index)
                 self._available.notify()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from operator import itemgetter
 from typing import NamedTuple
 
 from swapper.backend import Direction
 
 _EITHER = len(Direction)
+_BEGIN = itemgetter(1)
 _MOST_SPANS = 4096
 
 
@@ -66,10 +68,12 @@ class BusyTimes:
             now = time.perf_counter()
             spans = [(direction, since, now) for (direction, _), since in tuple(self._since.items())]
             spans += [self._spans.popleft() for _ in range(len(self._spans))]
+            spans.sort(key=_BEGIN)
             for counted in (*Direction, _EITHER):
                 until = self._counted_until
-                for begin, end in sorted((span[1], span[2]) for span in spans if counted in (span[0], _EITHER)):
-                    self._seconds[counted] += max(0.0, min(end, now) - max(begin, until))
-                    until = max(until, end)
+                for direction, begin, end in spans:
+                    if counted in (direction, _EITHER):
+                        self._seconds[counted] += max(0.0, min(end, now) - max(begin, until))
+                        until = max(until, end)
             self._counted_until = now
             return BusySeconds(*self._seconds)

@@ -62,7 +62,7 @@ def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> S
 
 def stall_error(operation: Operation, request: IORequest | None, backend: IOBackend, detail: str) -> StallError:
     """Return the error of an operation, or of one of its transfers, that does not end."""
-    start, num_bytes = operation.start, operation.num_bytes
+    start, num_bytes = operation.offset, operation.num_bytes
     if request is not None:
         first = min(request.batch.left.copy(), default=0) if request.batch is not None else 0
         start, num_bytes = request.offset + first, len(request.memory) - first

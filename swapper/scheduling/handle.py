@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from swapper.backend import Direction
@@ -10,7 +11,7 @@ from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
 from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
-from swapper.scheduling.waiting import observe
+from swapper.scheduling.waiting import announce_callbacks, observe
 from swapper.uncopyable import Uncopyable
 
 
@@ -73,7 +74,9 @@ class Handle(Uncopyable):
             SwapperError: What the request failed with.
             StallError: It was not over in time; it still runs, and may be waited for again.
         """
-        self._scheduler.wait(self._operation, timeout_seconds)
+        operation = self._operation
+        if not operation.is_finished or operation.error is not None:
+            self._scheduler.wait(operation, timeout_seconds)
 
     def promote(self, priority: Priority = Priority.DEMAND) -> None:
         """Raise the priority of the request and of the earlier requests it waits for; never lowers one."""
@@ -85,4 +88,10 @@ class Handle(Uncopyable):
         It runs on a backend thread: it must be quick, must not wait for I/O, and what it raises is only logged. A thread
         in :meth:`wait` may go on before it has run.
         """
-        self._scheduler.add_callback(self._operation, lambda: function(self))
+        operation, scheduler = self._operation, self._scheduler
+        if os.getpid() != scheduler.pid:
+            scheduler.check_process()
+        # In one step: whoever announces the end may come at any time.
+        operation.__dict__.setdefault("callbacks", []).append((function, self))
+        if operation.is_finished:  # he may have come before the function: each of us takes what is there
+            announce_callbacks(operation)

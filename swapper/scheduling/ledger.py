@@ -10,12 +10,15 @@ broken, so a read behind it fails instead of returning stale bytes, and a later 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from operator import attrgetter
 
 from swapper.backend import Direction
 from swapper.errors import ExtentError
 from swapper.extents.extent import Extent
 from swapper.extents.intervals import IntervalSet
 from swapper.scheduling.operation import Operation
+
+_NUMBER = attrgetter("number")
 
 
 class Overlaps:
@@ -34,8 +37,16 @@ class Overlaps:
 
     def add(self, operation: Operation) -> None:
         """Take an operation in."""
-        insort(self.rows, (operation.hazard_start, operation.number, operation))
-        self._longest = max(self._longest, operation.hazard_stop - operation.hazard_start)
+        row, length = (
+            (operation.hazard_start, operation.number, operation),
+            operation.hazard_stop - operation.hazard_start,
+        )
+        if self.rows:
+            insort(self.rows, row)
+        else:
+            self.rows.append(row)
+        if length > self._longest:
+            self._longest = length
 
     def pop(self, operation: Operation) -> None:
         """Leave an operation out, if it is there."""
@@ -49,22 +60,27 @@ class Overlaps:
     def of(self, operation: Operation) -> list[Operation]:
         """Return those that touch what this one touches, in the order of their submission."""
         rows, start = self.rows, operation.hazard_start
-        near = rows[bisect_left(rows, (start - self._longest,)) : bisect_left(rows, (operation.hazard_stop,))]
-        found = [(number, other) for _, number, other in near if start < other.hazard_stop]
-        return [other for _, other in sorted(found)]
+        near = rows[bisect_left(rows, (start - self._longest + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
+        found: list[Operation] = []
+        for _, _, other in near:
+            if start < other.hazard_stop:
+                found.append(other)
+        if len(found) > 1:
+            found.sort(key=_NUMBER)
+        return found
 
 
 class Ledger:
     """Which bytes of an extent are written or broken, and its unfinished operations. Its owner locks."""
 
-    __slots__ = ("_broken", "_next", "_written", "extent", "has_broken", "working")
+    __slots__ = ("_broken", "_is_written", "_next", "_written", "extent", "has_broken", "working")
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
         # A write counts from its submission on, because whatever is submitted later runs after it.
         self._written = IntervalSet()
-        if extent.is_prewritten:
-            self._written.add(0, extent.num_bytes)
+        self._is_written = extent.is_prewritten
+        """All of it: then nobody has to look."""
         # Bytes whose last finished write failed.
         self._broken = IntervalSet()
         self.has_broken = False
@@ -85,35 +101,38 @@ class Ledger:
             ExtentError: A read of bytes that are known to be unreadable.
         """
         reads, writes = self.working
-        written, offset, stop = self._written, operation.offset, operation.stop
+        written, first, stop = self._written, operation.first, operation.stop
         is_read = operation.direction is Direction.READ
-        if is_read:
-            gap = written.first_gap(offset, stop)
-            if gap is not None:
-                raise ExtentError.unwritten(self.extent.name, gap[0], gap[1] - gap[0])
-            if self.has_broken and not writes.rows:
-                self.check_broken(operation)
-        else:
-            # The neighbours in the blocks at the two ends matter only if somebody wrote them.
-            operation.may_pad = not (
-                (operation.hazard_start < offset and written.first_overlap(operation.hazard_start, offset))
-                or (stop < operation.hazard_stop and written.first_overlap(stop, operation.hazard_stop))
-            )
+        if not self._is_written:
+            if is_read:
+                gap = written.first_gap(first, stop)
+                if gap is not None:
+                    raise ExtentError.unwritten(self.extent.name, gap[0], gap[1] - gap[0])
+            else:
+                # The neighbours in the blocks at the two ends matter only if somebody wrote them.
+                operation.may_pad = not (
+                    (operation.hazard_start < first and written.first_overlap(operation.hazard_start, first))
+                    or (stop < operation.hazard_stop and written.first_overlap(stop, operation.hazard_stop))
+                )
+        if is_read and self.has_broken and not writes.rows:
+            self.check_broken(operation)
         self._next = operation.number = self._next + 1
         if writes.rows:
-            operation.blockers.update(dict.fromkeys(writes.of(operation)))
+            operation.blockers = dict.fromkeys(writes.of(operation))
         if is_read:
             reads.add(operation)
         else:
             if reads.rows:
-                operation.blockers.update(dict.fromkeys(reads.of(operation)))
+                operation.blockers = {**operation.blockers, **dict.fromkeys(reads.of(operation))}
             writes.add(operation)
-            written.add(offset, stop)
+            if not self._is_written:
+                written.add(first, stop)
+                self._is_written = written.first_gap(0, self.extent.num_bytes) is None
 
     def check_broken(self, operation: Operation) -> None:
         """Refuse a read of bytes whose last write failed. Final once nothing blocks the operation any more."""
         if operation.direction is Direction.READ:
-            overlap = self._broken.first_overlap(operation.offset, operation.stop)
+            overlap = self._broken.first_overlap(operation.first, operation.stop)
             if overlap is not None:
                 raise ExtentError.broken(self.extent.name, overlap[0], overlap[1] - overlap[0])
 
@@ -124,5 +143,5 @@ class Ledger:
                 # Writing a part of a block rewrites the rest of it, which may be torn as well.
                 self._broken.add(operation.hazard_start, min(operation.hazard_stop, self.extent.num_bytes))
             else:
-                self._broken.remove(operation.offset, operation.stop)
+                self._broken.remove(operation.first, operation.stop)
             self.has_broken = bool(self._broken)

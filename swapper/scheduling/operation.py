@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,12 @@ from swapper.backend import Direction, IORequest
 from swapper.config import ALIGNMENT, Priority
 from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
+
+_as_character = c_char.from_buffer
+"""With `addressof` the cheapest way to a buffer's address."""
+
+
+def _nothing(*_: object) -> None: ...
 
 
 class OperationState(Enum):
@@ -26,19 +34,21 @@ class OperationState(Enum):
     DONE = "done"  # nobody: the buffer is the user's again
 
 
-class Operation:
+class Operation(IORequest):
     """One read or write and what it waits for; all of it belongs to the scheduler, under its lock.
 
+    It is a request itself: one that goes to the backend as a whole, as nearly all do, needs no `Transfer`.
+
     Attributes:
-        offset: First byte in the extent.
+        offset: First byte in the backend's address space.
+        first: First byte in the extent.
         stop: The byte behind its last one in the extent.
-        start: First byte in the backend's address space.
         hazard_start: First byte of the extent that it touches, neighbours in the same block included.
         number: Its place in the order of submission to its extent.
-        may_pad: See `IORequest`.
         cursor: So many bytes have been handed to the backend.
         outstanding: Transfers at the backend, and those that have to wait before they are tried again.
         ready_seconds: When it became ready, if somebody observes transfers; 0 otherwise.
+        began_seconds, submitted_tick, num_retries: As a transfer, see there.
         retries: Transfers that have to be tried again.
         blockers: Unfinished earlier operations on the same bytes.
         dependents: Later operations that have this one among their blockers.
@@ -46,40 +56,61 @@ class Operation:
         is_finished: It is known how it ended; the backend may still have the buffer (see ``OperationState.STALLED``).
         is_observed: Somebody has seen the error.
         num_observers: So many threads wait to see it.
+        callbacks: What is called when it is over, and with what.
     """
 
     __slots__ = ("__dict__", "__weakref__")
+
+    # Of the class as long as they are the same for each: millions are made, and most never set these. None is changed in place.
+    number: int = 0
+    cursor: int = 0
+    outstanding: int = 0
+    num_observers: int = 0
+    num_retries: int = 0
+    submitted_tick: int = -1
+    ready_seconds: float = 0.0
+    began_seconds: float = 0.0
+    is_finished: bool = False
+    is_observed: bool = False
+    state: OperationState = OperationState.BLOCKED
+    error: SwapperError | None = None
+    blockers: dict[Operation, None] = {}  # noqa: RUF012
+    retries: Sequence[Transfer] = ()
+    dependents: Sequence[Operation] = ()
+    waiters: Sequence[threading.Lock] = ()
+    callbacks: list[tuple[Callable[[Any], None], Any]] = []  # noqa: RUF012
 
     def __init__(
         self,
         direction: Direction,
         extent: Extent,
-        offset: int,
+        first: int,
         array: npt.NDArray[np.uint8],
         priority: Priority,
         block_bytes: int,
     ) -> None:
         self.direction = direction
         self.extent = extent
-        self.offset = offset
+        self.first = first
         self.priority = priority
         self.num_bytes = num_bytes = array.size
-        self.stop = stop = offset + num_bytes
-        self.start = extent.start + offset
-        self.memory: memoryview | None = array.data
-        self.address: int = array.__array_interface__["data"][0]
-        self.hazard_start = offset - offset % block_bytes
+        self.stop = stop = first + num_bytes
+        self.offset = extent.start + first
+        self.memory = memory = array.data
+        try:
+            self.address = addressof(_as_character(memory))
+        except (TypeError, ValueError):  # it is read-only, or empty
+            self.address = array.__array_interface__["data"][0]
+        self.hazard_start = first - first % block_bytes
         self.hazard_stop = -(-stop // block_bytes) * block_bytes
-        self.number = self.cursor = self.outstanding = self.num_observers = 0
-        self.may_pad = self.is_finished = self.is_observed = False
-        self.ready_seconds = 0.0
-        self.state = OperationState.BLOCKED
-        self.error: SwapperError | None = None
-        self.blockers: dict[Operation, None] = {}
-        self.retries: list[Transfer] = []
-        self.dependents: list[Operation] = []
-        self.waiters: list[threading.Lock] = []
-        self.callbacks: list[Callable[[], None]] = []
+        self.on_complete = _nothing  # until it is handed over
+        self.may_pad = False
+        self.batch = None
+
+    @property
+    def operation(self) -> Operation:
+        """What it is a transfer of."""
+        return self
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -87,6 +118,7 @@ class Transfer(IORequest):
     """One piece of an operation at the backend.
 
     Attributes:
+        operation: Whose.
         began_seconds: When it was handed over, if somebody observes transfers; 0 otherwise.
         num_retries: Attempts so far that have moved nothing.
         submitted_tick: The watchdog's time when it was handed over first, or again after it had moved something; -1
@@ -97,6 +129,19 @@ class Transfer(IORequest):
     num_retries: int = 0
     began_seconds: float = 0.0
     submitted_tick: int = -1
+
+    @classmethod
+    def of(cls, operation: Operation, low: int, high: int) -> Transfer:
+        """Bytes ``[low, high)`` of an operation."""
+        return cls(
+            operation.direction,
+            operation.offset + low,
+            operation.memory[low:high],
+            operation.address + low,
+            operation.on_complete,
+            operation.may_pad,
+            operation=operation,
+        )
 
     def advance(self, transferred_bytes: int) -> int:
         """Leave out what has been transferred, and return how much that is.

@@ -30,11 +30,11 @@ from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from typing import Any
 
-from swapper.backend import NO_MEMORY, Direction, IOBackend, IORequest
+from swapper.backend import NO_MEMORY, Direction, IOBackend
 from swapper.config import Priority, SwapperConfig, bounded_seconds
 from swapper.errors import ExtentError, ReentryError, SwapperClosedError, SwapperError
 from swapper.extents.extent import Extent, ExtentState
-from swapper.memory.held import hold, let_go
+from swapper.memory.held import watch_requests
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
@@ -46,7 +46,6 @@ from swapper.scheduling.waiting import (
     TICKS_PER_DEADLINE,
     PendingErrors,
     announce,
-    announce_callbacks,
     observe,
     tick_seconds,
 )
@@ -85,6 +84,11 @@ def _watch(reference: weakref.ref[IOScheduler], stop: Bell, seconds: float) -> N
         del scheduler
 
 
+class _Thread(threading.local):
+    backlog: deque[Operation | Transfer] | None = None
+    """What this thread is handing over."""
+
+
 class IOScheduler(Uncopyable):
     """All unfinished operations, and in which order they may run.
 
@@ -99,7 +103,7 @@ class IOScheduler(Uncopyable):
         give_back: Callable[[Extent], None] = lambda extent: None,
     ) -> None:
         """``give_back``: called, under the lock, with an extent that is being freed and that nothing is at work on."""
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._backend = backend
         self._give_back = give_back
         self._config = config
@@ -110,11 +114,12 @@ class IOScheduler(Uncopyable):
         shared = (config, backend, self._on_complete, BusyTimes(busy), self.observers)
         self.queues = tuple(TransferQueue(direction, *shared) for direction in Direction)
         self._ledgers: dict[Extent, Ledger] = {}
-        self._active: dict[Operation, Ledger] = {}  # unfinished or stalled, in submission order
+        self.requests = self._active = dict[Operation, Ledger]()  # unfinished or stalled, in submission order
+        watch_requests(self)
         self._delayed: dict[Transfer, threading.Timer] = {}  # to be tried again, but not at once
         self._tick = 0
         self._closed_because = ""
-        self._thread = threading.local()  # .backlog: what this thread is handing over
+        self._thread = _Thread()
         self._num_errors = 0
         self.pending = PendingErrors()
         self._tick_seconds = tick_seconds(config.deadline_seconds)
@@ -126,13 +131,13 @@ class IOScheduler(Uncopyable):
 
     def check_process(self) -> None:
         """Raise `SwapperClosedError` in a forked child: it has none of the threads, and locks may be taken for ever."""
-        if os.getpid() != self._pid:
-            raise SwapperClosedError(f"this swapper belongs to process {self._pid}; a forked child must open its own")
+        if os.getpid() != self.pid:
+            raise SwapperClosedError(f"this swapper belongs to process {self.pid}; a forked child must open its own")
 
     # -- submission --------------------------------------------------------------------------------------------------
 
     def submit(self, operation: Operation) -> None:
-        """Take a new operation.
+        """Take a new operation. On the main thread it is to be called `uninterrupted`.
 
         Raises:
             ExtentError: A read of bytes that were never written, or whose last write failed, if that is known already;
@@ -142,46 +147,50 @@ class IOScheduler(Uncopyable):
         """
         if self._lock._is_owned():
             refuse_owned(self._lock, "a read or a write")
-        with uninterrupted():
-            over: list[Operation] = []
-            taken: deque[Transfer] = deque()
-            with self._lock:
-                self._admit(operation, over)
-                queue = self.queues[operation.direction]
-                if queue.num_queued:
-                    queue.take(self._tick, taken)
-            if taken:
-                self._hand_over(taken)
-            if over:
-                announce(over)
+        over: list[Operation] = []
+        taken: deque[Operation | Transfer] = deque()
+        with self._lock:
+            if self._closed_because:
+                raise SwapperClosedError(self._closed_because)
+            extent, queue = operation.extent, self.queues[operation.direction]
+            if extent.state is not ExtentState.LIVE:
+                raise ExtentError(extent.name, f"extent {extent.name!r} has been freed; allocate it again to use it")
+            ledger = self._ledgers.get(extent)
+            if ledger is None:
+                ledger = self._ledgers[extent] = Ledger(extent)
+            ledger.admit(operation)
+            self._active[operation] = ledger
+            try:
+                if operation.blockers:
+                    self._block(operation, over)
+                elif ledger.has_broken or not operation.num_bytes:
+                    if not self._make_ready(operation, ledger):
+                        self._finish(operation, over)
+                elif queue.begin(operation, self._tick):
+                    taken.append(operation)
+            except BaseException:
+                # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
+                operation.error = SwapperClosedError("an error came before it started")
+                queue.withdraw(operation)
+                if operation in self._active:
+                    self._finish(operation, over)
+                raise
+            if queue.num_queued:
+                queue.take(self._tick, taken)
+        if taken:
+            self._hand_over(taken)
+        if over:
+            announce(over)
 
-    def _admit(self, operation: Operation, over: list[Operation]) -> None:
-        if self._closed_because:
-            raise SwapperClosedError(self._closed_because)
-        extent = operation.extent
-        if extent.state is not ExtentState.LIVE:
-            raise ExtentError(extent.name, f"extent {extent.name!r} has been freed; allocate it again to use it")
-        ledger = self._ledgers.get(extent)
-        if ledger is None:
-            ledger = self._ledgers[extent] = Ledger(extent)
-        ledger.admit(operation)
-        self._active[operation] = ledger
-        try:
-            hold(operation)
-            for earlier in operation.blockers:
-                earlier.dependents.append(operation)
-                self._promote(earlier, operation.priority)
-                if earlier.state is _STALLED:
-                    operation.error = behind_error(operation, earlier, self._backend)
-            if operation.error is not None or (not operation.blockers and not self._make_ready(operation, ledger)):
-                self._finish(operation, over)
-        except BaseException:
-            # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
-            operation.error = SwapperClosedError("an error came before it started")
-            self.queues[operation.direction].withdraw(operation)
-            if operation in self._active:
-                self._finish(operation, over)
-            raise
+    def _block(self, operation: Operation, over: list[Operation]) -> None:
+        """It waits for earlier ones, which get its priority; or fails, if one of them hangs."""
+        for earlier in operation.blockers:
+            earlier.dependents = (*earlier.dependents, operation)
+            self._promote(earlier, operation.priority)
+            if earlier.state is _STALLED:
+                operation.error = behind_error(operation, earlier, self._backend)
+        if operation.error is not None:
+            self._finish(operation, over)
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
         """Queue an operation that waits for nothing any more; return false if it is over instead."""
@@ -205,7 +214,7 @@ class IOScheduler(Uncopyable):
         """Inside the ``with`` block anything may be changed. Then what is ready is handed over, and what has been put into the
         list is announced to be over. (`submit` and `_on_complete` do so by themselves, at less cost.)"""
         over: list[Operation] = []
-        taken: deque[Transfer] = deque()
+        taken: deque[Operation | Transfer] = deque()
         with self._lock:
             yield over
             for queue in self.queues:
@@ -213,17 +222,17 @@ class IOScheduler(Uncopyable):
         self._hand_over(taken)
         announce(over)
 
-    def _hand_over(self, taken: deque[Transfer]) -> None:
+    def _hand_over(self, taken: deque[Operation | Transfer]) -> None:
         """Give transfers to the backend.
 
         A backend may complete requests inside ``submit``, which comes back here with the next transfers: they are left
         to the outer call, so that the stack does not grow with their number.
         """
-        backlog: deque[Transfer] | None = getattr(self._thread, "backlog", None)
-        if backlog is not None:
-            backlog.extend(taken)
+        thread = self._thread
+        if thread.backlog is not None:
+            thread.backlog.extend(taken)
             return
-        self._thread.backlog = taken
+        thread.backlog = taken
         try:
             while taken:
                 transfer = taken.popleft()
@@ -233,26 +242,24 @@ class IOScheduler(Uncopyable):
                     logger.exception("the backend raised instead of completing a transfer with an error")
                     self._on_complete(transfer, 0, OSError(None, f"{type(error).__name__}: {error}"))
         finally:
-            self._thread.backlog = None
+            thread.backlog = None
 
-    def _on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
+    def _on_complete(self, request: Any, transferred_bytes: int, error: OSError | None) -> None:
         """Take note of a completed transfer; called by the backend on any thread."""
         over: list[Operation] = []
-        taken: deque[Transfer] = deque()
+        taken: deque[Operation | Transfer] = deque()
         queue = self.queues[request.direction]
         with self._lock:
-            if not isinstance(request, Transfer) or request not in queue.inflight:
+            is_whole = queue.end(request, transferred_bytes, error)
+            if is_whole is None:
                 logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
                 return
-            operation = request.operation
-            queue.pop(request)
+            operation: Operation = request if request.__class__ is Operation else request.operation
             operation.outstanding -= 1
             is_again = False
-            if error is None and transferred_bytes == len(request.memory):
-                queue.count(request, transferred_bytes, is_whole=True)
-            elif operation.error is None:
+            if not is_whole and operation.error is None:
                 is_again = self._on_trouble(request, queue, transferred_bytes, error)
-            if not is_again:
+            if not is_again and request is not operation:
                 request.memory = NO_MEMORY
             if not operation.outstanding and operation.state is not _QUEUED:
                 self._finish(operation, over)
@@ -263,13 +270,13 @@ class IOScheduler(Uncopyable):
                 queue.rest()
         if taken:
             self._hand_over(taken)
-        if over:
+        if over and (len(over) > 1 or over[0].waiters or over[0].callbacks):
             announce(over)
         if self.observers.present:
             self.observers.tell()
 
     def _on_trouble(
-        self, transfer: Transfer, queue: TransferQueue, transferred_bytes: int, error: OSError | None
+        self, transfer: Operation | Transfer, queue: TransferQueue, transferred_bytes: int, error: OSError | None
     ) -> bool:
         """Whether the transfer is tried again; if not, its operation has failed."""
         operation = transfer.operation
@@ -277,9 +284,11 @@ class IOScheduler(Uncopyable):
         is_late = self._tick - transfer.submitted_tick >= TICKS_PER_DEADLINE
         has_attempts = transfer.num_retries < self._config.max_retries and not is_late and not self._closed_because
         if is_transient and has_attempts:
-            queue.num_retries += 1
+            if isinstance(transfer, Operation):  # what is left of it is a piece
+                transfer = Transfer.of(operation, 0, operation.num_bytes)
+                transfer.submitted_tick, transfer.began_seconds = operation.submitted_tick, operation.began_seconds
             num_bytes = transfer.advance(0 if error is not None else transferred_bytes)
-            queue.count(transfer, num_bytes)
+            queue.count_part(transfer, num_bytes, is_again=True)
             seconds = delay_seconds(transfer.num_retries, has_moved=num_bytes > 0)
             if seconds and self._delay(transfer, seconds):
                 operation.outstanding += 1  # until its turn comes
@@ -291,7 +300,7 @@ class IOScheduler(Uncopyable):
         else:
             num_attempts = transfer.num_retries + 1
             operation.error = short_error(operation, transfer, self._backend, transferred_bytes, num_attempts)
-        queue.count(transfer, 0)
+        queue.count_part(transfer, 0, is_again=False)
         queue.withdraw(operation)
         return False
 
@@ -324,9 +333,8 @@ class IOScheduler(Uncopyable):
         ending = {operation: None}
         while ending:
             operation, _ = ending.popitem()
-            let_go(operation)  # before it is seen to be over: its memory is lent again at once
-            operation.memory = None
-            ledger = self._active.pop(operation)
+            operation.memory, operation.batch = NO_MEMORY, None
+            ledger = self._active.pop(operation)  # before it is seen to be over: its memory is lent again at once
             if not operation.is_finished:
                 operation.is_finished = True
                 if operation.error is not None or ledger.has_broken:
@@ -341,7 +349,7 @@ class IOScheduler(Uncopyable):
                 is_next = not later.is_finished and later not in ending and not later.blockers
                 if is_next and not self._make_ready(later, self._active[later]):
                     ending[later] = None
-            operation.dependents.clear()
+            operation.dependents = ()
 
     def _settle(self, operation: Operation, ledger: Ledger) -> None:
         """Fix how an operation ended, if it failed or others have."""
@@ -363,7 +371,7 @@ class IOScheduler(Uncopyable):
                 if (hung := queue.blocked_by) is not None:
                     self._end_behind(hung, queue.queued, over)
 
-    def _stall(self, transfer: Transfer, queue: TransferQueue, over: list[Operation]) -> None:
+    def _stall(self, transfer: Operation | Transfer, queue: TransferQueue, over: list[Operation]) -> None:
         detail = f"saw no answer within {self._config.deadline_seconds:g} seconds"
         operation = transfer.operation
         queue.withdraw(operation)
@@ -385,7 +393,7 @@ class IOScheduler(Uncopyable):
     def _refuse_between(self, what: str) -> None:
         """Raise `ReentryError` if this thread is in the midst of a change, or hands over what would be waited for."""
         refuse_owned(self._lock, what)
-        if getattr(self._thread, "backlog", None) is not None:
+        if self._thread.backlog is not None:
             raise ReentryError(what, "the start of a read or a write")
 
     def wait(self, operation: Operation, timeout_seconds: float | None) -> None:
@@ -410,9 +418,9 @@ class IOScheduler(Uncopyable):
             StallError: It is not over.
             ReentryError: A signal handler or finalizer waits, in the midst of a change that has to go on first.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             self.check_process()
-        if self._lock._is_owned() or getattr(self._thread, "backlog", None) is not None:
+        if self._lock._is_owned() or self._thread.backlog is not None:
             self._refuse_between("waiting")
         left_seconds = None if timeout_seconds is None else bounded_seconds(timeout_seconds)
         # A bare lock is the cheapest thing that one thread can sleep on and another can wake.
@@ -421,7 +429,7 @@ class IOScheduler(Uncopyable):
         with self._lock:
             if operation.is_finished:
                 return
-            operation.waiters.append(waiter)
+            operation.waiters = (*operation.waiters, waiter)
             operation.num_observers += observes
         is_woken = False
         try:
@@ -429,8 +437,8 @@ class IOScheduler(Uncopyable):
         finally:
             with self._lock:
                 operation.num_observers -= observes
-                if waiter in operation.waiters:
-                    operation.waiters.remove(waiter)
+                if operation.waiters:  # else it is over
+                    operation.waiters = [each for each in operation.waiters if each is not waiter]
                 if observes and not is_woken and _is_over(operation) and operation.error is not None:
                     self.pending.add(operation)  # it failed when the only one who wanted to know had gone
         if not is_woken and not _is_over(operation):
@@ -501,14 +509,6 @@ class IOScheduler(Uncopyable):
             if operation.priority > priority:
                 self.queues[operation.direction].promote(operation, priority)
                 rising.extend(operation.blockers)
-
-    def add_callback(self, operation: Operation, function: Callable[[], None]) -> None:
-        """Have a function called when the operation is over."""
-        self.check_process()
-        operation.callbacks.append(function)
-        # Whoever announces the end may have come before the function: each of us takes what is there.
-        if operation.is_finished:
-            announce_callbacks(operation)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

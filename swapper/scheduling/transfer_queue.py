@@ -36,7 +36,7 @@ class TransferQueue:
         self.num_queued = 0
         self.num_taken = 0
         """Transfers handed to the backend so far, each attempt of one counted."""
-        self.inflight: dict[Transfer, int] = {}
+        self.inflight: dict[Operation | Transfer, int] = {}
         """Transfers at the backend, and how long they are."""
         self.inflight_bytes = 0
         self.num_bytes = self.num_transfers = self.num_retries = 0
@@ -52,6 +52,36 @@ class TransferQueue:
         self._queues: tuple[deque[Operation], ...] = tuple(deque() for _ in Priority)
         self._overtaken = [0 for _ in Priority]
         self._observers = observers
+
+    def begin(self, operation: Operation, tick: int) -> bool:
+        """Take an operation that is ready, and hand it over at once if that can be: whole, and nobody is before it.
+
+        Returns whether it is to be given to the backend now.
+        """
+        num_bytes, boundary = operation.num_bytes, self._boundary_bytes
+        if (
+            self.num_queued
+            or len(self.inflight) >= self.limit
+            or self.inflight_bytes > self._most_bytes
+            or num_bytes > self._longest_bytes - operation.offset % ALIGNMENT
+            or (boundary and operation.offset % boundary + num_bytes > boundary)
+        ):
+            self.enqueue(operation)
+            return False
+        operation.state = _RUNNING
+        operation.cursor = num_bytes
+        operation.outstanding = 1
+        operation.on_complete = self._on_complete
+        operation.submitted_tick = tick
+        if self._observers.present:
+            operation.ready_seconds = operation.began_seconds = time.perf_counter()
+        self.inflight[operation] = num_bytes
+        self.inflight_bytes += num_bytes
+        self.num_taken += 1
+        if not self._is_busy:
+            self._is_busy = True
+            self.busy.begin(self.direction)
+        return True
 
     @property
     def queued(self) -> list[Operation]:
@@ -76,7 +106,7 @@ class TransferQueue:
     def enqueue_again(self, transfer: Transfer) -> None:
         """Take a transfer that has to be tried again; it goes before everything of its priority."""
         operation = transfer.operation
-        operation.retries.append(transfer)
+        operation.retries = (*operation.retries, transfer)
         if operation.state is _RUNNING:
             operation.state = _QUEUED
             self._queues[operation.priority].appendleft(operation)
@@ -90,43 +120,43 @@ class TransferQueue:
 
     def withdraw(self, operation: Operation) -> None:
         """Hand nothing more of an operation over; its transfers at the backend still complete."""
-        operation.retries.clear()
+        operation.retries = ()
         if operation.state is _QUEUED:
             operation.state = _RUNNING
             self.num_queued -= 1
 
-    def take(self, tick: int, taken: deque[Transfer]) -> None:
+    def take(self, tick: int, taken: deque[Operation | Transfer]) -> None:
         """Take the next transfers, as many as the backend has room for.
 
         Args:
             tick: The watchdog's time.
             taken: Where they are put.
         """
-        inflight = self.inflight
-        while self.num_queued and len(inflight) < self.limit and self.inflight_bytes <= self._most_bytes:
+        while self.num_queued and len(self.inflight) < self.limit and self.inflight_bytes <= self._most_bytes:
             operation = self._choose()
             if operation is None:
                 break
-            transfer = operation.retries.pop() if operation.retries else self._cut(operation)
-            operation.outstanding += 1
+            transfer: Operation | Transfer
+            if operation.retries:
+                *operation.retries, transfer = operation.retries
+            else:
+                transfer = self._cut(operation)
             if operation.cursor >= operation.num_bytes and not operation.retries:
                 operation.state = _RUNNING
                 self._queues[operation.priority].popleft()
                 self.num_queued -= 1
+            operation.outstanding += 1
+            transfer.on_complete = self._on_complete
             if transfer.submitted_tick < 0:  # another attempt has what is left of the time of the first
                 transfer.submitted_tick = tick
             transfer.began_seconds = time.perf_counter() if self._observers.present else 0.0
-            inflight[transfer] = num_bytes = len(transfer.memory)
+            self.inflight[transfer] = num_bytes = len(transfer.memory)
             self.inflight_bytes += num_bytes
             self.num_taken += 1
             taken.append(transfer)
-        if inflight and not self._is_busy:
+        if self.inflight and not self._is_busy:
             self._is_busy = True
             self.busy.begin(self.direction)
-
-    def pop(self, transfer: Transfer) -> None:
-        """A transfer is not at the backend any more."""
-        self.inflight_bytes -= self.inflight.pop(transfer)
 
     def rest(self) -> None:
         """Nothing is at the backend, for now: the time at work ends."""
@@ -134,10 +164,27 @@ class TransferQueue:
             self._is_busy = False
             self.busy.end(self.direction)
 
-    def count(self, transfer: Transfer, num_bytes: int, *, is_whole: bool = False) -> None:
-        """Count what a completed transfer has moved: all of it (``is_whole``), a part, or 0 if it failed."""
+    def end(self, transfer: Operation | Transfer, transferred_bytes: int, error: OSError | None) -> bool | None:
+        """A transfer is not at the backend any more; whether it has moved all of its bytes. None: it was not there."""
+        num_bytes = self.inflight.pop(transfer, None)
+        if num_bytes is None:
+            return None
+        self.inflight_bytes -= num_bytes
+        if error is not None or transferred_bytes != num_bytes:
+            return False
         self.num_bytes += num_bytes
-        self.num_transfers += is_whole
+        self.num_transfers += 1
+        if self._observers.present:
+            self._note(transfer, num_bytes)
+        return True
+
+    def count_part(self, transfer: Operation | Transfer, num_bytes: int, *, is_again: bool) -> None:
+        """What a transfer has moved that has not moved all; ``is_again``: it will be tried again."""
+        self.num_retries += is_again
+        self.num_bytes += num_bytes
+        self._note(transfer, num_bytes)
+
+    def _note(self, transfer: Operation | Transfer, num_bytes: int) -> None:
         if transfer.began_seconds and self._observers.present:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
@@ -161,28 +208,16 @@ class TransferQueue:
         self._overtaken[chosen] = 0
         return self._queues[chosen][0]
 
-    def _cut(self, operation: Operation) -> Transfer:
+    def _cut(self, operation: Operation) -> Operation | Transfer:
         """Return the next piece of an operation: to the end, the next boundary, or as much as the backend takes.
 
         The first piece ends on a block, so that only the two ends of an operation can be unaligned.
         """
-        memory, num_bytes, cursor = operation.memory, operation.num_bytes, operation.cursor
-        if memory is None:
-            raise RuntimeError("an operation without memory was queued")
-        start, length = operation.start + cursor, self._longest_bytes
+        num_bytes, cursor = operation.num_bytes, operation.cursor
+        start, length = operation.offset + cursor, self._longest_bytes
         if not cursor:
             length -= start % ALIGNMENT
         if self._boundary_bytes:
             length = min(length, self._boundary_bytes - start % self._boundary_bytes)
         operation.cursor = stop = min(cursor + length, num_bytes)
-        if stop - cursor < num_bytes:
-            memory = memory[cursor:stop]
-        return Transfer(
-            operation.direction,
-            start,
-            memory,
-            operation.address + cursor,
-            self._on_complete,
-            operation.may_pad,
-            operation=operation,
-        )
+        return operation if stop - cursor == num_bytes else Transfer.of(operation, cursor, stop)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from swapper.errors import SwapperError
 from swapper.scheduling.operation import Operation
-from swapper.sync.callbacks import call_back
+from swapper.sync.callbacks import log_raised
 
 TICKS_PER_DEADLINE = 16
 """What has lasted for so many ticks of the watchdog is late. Counting ticks instead of reading a clock makes a stopped process
@@ -64,7 +64,7 @@ def announce(over: Iterable[Operation]) -> None:
     for operation in over:
         for waiter in operation.waiters:
             waiter.release()
-        operation.waiters.clear()
+        operation.waiters = ()
         if operation.callbacks:
             announce_callbacks(operation)
 
@@ -73,4 +73,8 @@ def announce_callbacks(operation: Operation) -> None:
     """Call back who asked for it. From any thread, each of which takes one after the other out of the list."""
     while operation.callbacks:
         with contextlib.suppress(IndexError):  # another thread was faster
-            call_back(operation.callbacks.pop(0), "a callback of a finished read or write")
+            function, argument = operation.callbacks.pop(0)
+            try:
+                function(argument)
+            except BaseException as error:
+                log_raised(error, "a callback of a finished read or write")

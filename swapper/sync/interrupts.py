@@ -24,12 +24,13 @@ POLL_SECONDS = 1.0
 """How often a wait looks up, in case whoever was to wake it has gone."""
 
 
-_main = threading.main_thread().ident
+main = threading.main_thread().ident
+"""The only thread that is interrupted."""
 
 
 def _find_main() -> None:
-    global _main
-    _main = threading.main_thread().ident
+    global main
+    main = threading.main_thread().ident
 
 
 os.register_at_fork(after_in_child=_find_main)
@@ -42,7 +43,7 @@ class uninterrupted:
     _came: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        if get_ident() == _main:  # no other thread is interrupted
+        if get_ident() == main:  # no other thread is interrupted
             handler = _signal.getsignal(SIGINT)
             if callable(handler) and not isinstance(getattr(handler, "__self__", None), uninterrupted):
                 self._before = handler

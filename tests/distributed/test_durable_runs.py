@@ -51,7 +51,7 @@ def _config(directory: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def _train(rank: int, directory: Path, *, dies_in: int = -1) -> None:
+def train(rank: int, directory: Path, *, dies_in: int = -1) -> None:
     """Train to the end. ``dies_in``: this rank is gone just before the commit of that step is on the drive."""
     torch.manual_seed(100 + rank)
     if dies_in >= 0:
@@ -80,7 +80,7 @@ def _train(rank: int, directory: Path, *, dies_in: int = -1) -> None:
 
 def _run(num: int, directory: Path, dies_in: tuple[int, ...] = (-1,) * 3) -> list[str]:
     def function(rank: int) -> None:
-        _train(rank, directory, dies_in=dies_in[rank])
+        train(rank, directory, dies_in=dies_in[rank])
 
     group = directory / f"group{len(list(directory.glob('group*')))}"
     group.mkdir()

@@ -23,10 +23,10 @@ from tests.integration.test_durable_runs import Model, train, training
 from tests.killed import fingerprint, run_killed, ticking
 
 _STEPS = 8
-_MOST_KILLS = 4
+MOST_KILLS = 4
 """Of one run."""
 _KILLS = int(os.environ.get("INFINITY_KILLS", "24"))
-_MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "in backward": BF16,
     "deferred": {**BF16, "gradient_clipping": 0.1},
     "accumulated": {**BF16, "gradient_accumulation_steps": 2, "infinity": {"keep_last": 2}},
@@ -57,22 +57,22 @@ def _with_threads(changes: dict[str, Any]) -> dict[str, Any]:
     return {**changes, "infinity": {**changes.get("infinity", {}), "io_backend": "threads"}}
 
 
-def _forked(drive: Path, changes: dict[str, Any], result: Path, num_ticks: int | None) -> int | None:
+def forked(drive: Path, changes: dict[str, Any], result: Path, num_ticks: int | None) -> int | None:
     return run_killed(lambda tick: _run(drive, changes, result, tick), num_ticks)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(600 + 10 * _KILLS)
-@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_kills_at_any_moment(mode: str, tmp_path: Path) -> None:
-    changes = _MODES[mode]
-    num_ticks = _forked(tmp_path / "whole", changes, tmp_path / "expected", None)
+    changes = MODES[mode]
+    num_ticks = forked(tmp_path / "whole", changes, tmp_path / "expected", None)
     assert num_ticks is not None
     expected = (tmp_path / "expected").read_text()
     chance = random.Random(f"{mode} {os.environ.get('INFINITY_SEED', 0)}")
-    for first in range(0, _KILLS // len(_MODES), _MOST_KILLS):
+    for first in range(0, _KILLS // len(MODES), MOST_KILLS):
         drive, result = tmp_path / f"run{first}", tmp_path / f"result{first}"
-        for _ in range(min(_MOST_KILLS, _KILLS // len(_MODES) - first)):
-            _forked(drive, changes, result, chance.randint(1, num_ticks * 2 // 3))
-        assert _forked(drive, changes, result, None) is not None
+        for _ in range(min(MOST_KILLS, _KILLS // len(MODES) - first)):
+            forked(drive, changes, result, chance.randint(1, num_ticks * 2 // 3))
+        assert forked(drive, changes, result, None) is not None
         assert result.read_text() == expected, f"the run that begins with kill {first}"

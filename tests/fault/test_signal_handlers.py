@@ -74,7 +74,7 @@ _MOMENTS: dict[str, tuple[type, str]] = {
     "backward": (Pager, "_save_in_backward"),
     "gradients": (Stepper, "deliver"),
     "step": (Stepper, "_submit"),
-    "request": (TransferQueue, "enqueue"),
+    "request": (TransferQueue, "begin"),
 }
 
 
@@ -177,7 +177,7 @@ def _collect_in(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> li
     ("owner", "name", "thread"),
     [
         pytest.param(update_module, "flush_denormals", "infinity-update", id="update thread"),
-        pytest.param(TransferQueue, "count", "swapper-", id="worker under the scheduler's lock"),
+        pytest.param(TransferQueue, "end", "swapper-", id="worker under the scheduler's lock"),
     ],
 )
 def test_an_engine_dropped_while_it_works_is_collected_on_any_thread(

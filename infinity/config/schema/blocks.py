@@ -143,8 +143,8 @@ class InfinityBlock(Block):
     update_workers: Annotated[Count | None, Field(ge=1)] = None
     """Threads that run updates, each with one core and a chunk of its own; any number gives the same bits. `"auto"`: the
     cores that computing leaves over, at least one and at most 8: on a CPU those beyond `torch.get_num_threads()`, or as many
-    as that where updates run in the step; beside a GPU all but two, and at most 4 where states rest on drives. Optimizers of
-    your own, and updates on a GPU, have one."""
+    as that where updates run in the step; beside a GPU all but two, and no more than drives with a known speed can keep busy
+    (one for each 5 GB/s), or 4 where their speed is not known. Optimizers of your own, and updates on a GPU, have one."""
     main_weights: Literal["auto", "remainder", "fp32"] = "auto"
     """How fp32 main weights are kept beside bf16 weights: `"remainder"` stores the 16 bits that a bf16 weight lacks,
     `"fp32"` all 32. `"auto"`: `"remainder"` with bf16."""
@@ -183,7 +183,8 @@ class InfinityBlock(Block):
     I/O](../swapper/README.md#backends)."""
     autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
     """`"auto"` measures the drives once per machine and set of directories (a few seconds) and takes the best settings;
-    `true` measures at every start."""
+    `true` measures at every start. `false` measures nothing, and still takes what `infinity profile` has found here, unless
+    the config sets a value of its own."""
     verify_checksums: Flag = False
     """Keep a crc32c of what is written to drives and compare it with what is read; a difference is an error that names
     parameter, file and offset."""

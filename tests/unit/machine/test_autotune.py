@@ -506,3 +506,18 @@ def test_the_engine_takes_the_measured_settings(nvme: Path, drive: FakeDrive) ->
         engine.step()
     finally:
         engine.close()
+
+
+def test_what_was_profiled_is_used_by_configs_that_say_nothing(nvme: Path, drive: FakeDrive) -> None:
+    drive.speed = _likes(request_bytes=4 * MIB, num_threads=8)
+    tune_io(_config(nvme))  # it is stored as `infinity profile` stores what it has found
+    assert drive.measured
+    drive.measured.clear()
+    found = tune_io(_config(nvme, False))
+    assert (found.io.request_bytes, found.io.num_threads) == (4 * MIB, 8)
+    assert "measured on" in str({each.key: each.decided_by for each in found.decisions}["aio.block_size"])
+    narrow = _config(nvme, False, infinity={"host_memory_budget": "64MiB"})
+    assert tune_io(narrow).io == narrow.io, "more would be in flight than an eighth of the budget"
+    fixed = _config(nvme, False, aio={"block_size": 1 << 20})
+    assert tune_io(fixed).io == fixed.io
+    assert not drive.measured

@@ -11,22 +11,27 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.plan.inputs import make_units
+from infinity.plan.machine import Bandwidth
 from infinity.plan.sizes import Request
 
 
 @pytest.mark.parametrize(
-    ("cores", "tier", "wanted", "expected"),
+    ("cores", "tier", "speed", "wanted", "expected"),
     [
-        (16, "nvme", None, 4),
-        (16, "cpu", None, 8),
-        (64, "nvme", 12, 12),
-        (5, "nvme", None, 3),
-        (2, "cpu", None, 1),
-        (16, "none", None, 1),
+        (16, "nvme", None, None, 4),
+        (16, "nvme", 0.6e9, None, 1),
+        (16, "nvme", 7e9, None, 2),
+        (16, "nvme", 28e9, None, 6),
+        (64, "nvme", 60e9, None, 8),
+        (5, "nvme", 28e9, None, 3),
+        (16, "cpu", 0.6e9, None, 8),
+        (64, "nvme", 0.6e9, 12, 12),
+        (2, "cpu", None, None, 1),
+        (16, "none", None, None, 1),
     ],
 )
-def test_update_workers_beside_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, cores: int, tier: str, wanted: int | None, expected: int
+def test_update_workers_beside_a_gpu_follow_the_drives(
+    monkeypatch: pytest.MonkeyPatch, cores: int, tier: str, speed: float | None, wanted: int | None, expected: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     optimizer = {"device": tier, **({"nvme_path": "/tmp"} if tier == "nvme" else {})}
@@ -35,7 +40,8 @@ def test_update_workers_beside_a_gpu(
     config = load_config({"train_batch_size": 1, "zero_optimization": zero, "infinity": own})
     model = nn.Linear(4, 4)
     units = make_units(model, config)
-    request = Request.of(config, model, units, budget_bytes=1 << 30, shares_host_memory=False)
+    drives = None if speed is None else Bandwidth(speed, speed, speed, "2026-01-01T00:00:00")
+    request = Request.of(config, model, units, budget_bytes=1 << 30, shares_host_memory=False, bandwidth=drives)
     assert request.update_workers == expected
 
 

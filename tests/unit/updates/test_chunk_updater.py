@@ -83,6 +83,8 @@ class _Rig:
         slot: Any = SimpleNamespace(index=0, spec=SimpleNamespace(fqn="weight"))
         job: Any = SimpleNamespace(
             unit=SimpleNamespace(index=0),
+            updates_all=True,
+            suits=lambda runs_all: runs_all([self.template.snapshots()[0]]),
             slots={0},
             groups={0: self.template.snapshots()[0]},
             clip_coefficient=scale,

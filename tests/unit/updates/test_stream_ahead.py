@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
-from tests.unit.updates.slow_stream import SlowStream, slow_stream, soon
+from infinity.units.layout import Chunk, Piece
+from infinity.updates.job import UpdateJob
+from tests.unit.updates.slow_stream import Gradients, SlowStream, slow_stream, soon
 
 
 @pytest.fixture(params=[1, 3])
@@ -65,3 +67,39 @@ def test_an_end_of_the_stream_gives_back_what_was_read(bench: SlowStream) -> Non
     bench.stream.close()
     bench.records.forget_ahead()
     soon(lambda: bench.arena.statistics().num_leased == 0)
+
+
+def test_chunks_that_rest_in_memory_take_no_place_of_those_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.updates.stream._MOST_AHEAD", 4)
+    with slow_stream(torch.float32, num_pages=9) as bench:
+        first, second, _ = bench.units
+        first.stays_resident = True
+        first.flat = bench.flat(first)
+        bench.records.allocate(first, bench.chunks(first), ("total",), numel_in_memory=first.layout.trainable_numel)
+        bench.updater.gate.clear()
+        resident = UpdateJob(
+            first,
+            bench.chunks(first),
+            _Ready(first, {0: 1.0, 1: 1.0}),
+            {0: {"lr": 1.0}, 1: {"lr": 1.0}},
+            None,
+            bench.device.mark(),
+        )
+        before = bench.swapper.statistics().num_reads
+        with bench.stream._order:  # both, before the worker looks
+            bench.stream.submit(resident)
+            bench.stream.submit(bench.job(second, {0: 1.0, 1: 1.0}))
+        # Weights of all chunks of the second, although three of the first are before them and none of these has ended.
+        soon(lambda: bench.swapper.statistics().num_reads >= before + 3)
+        assert not resident.done()
+        bench.updater.gate.set()
+        bench.stream.drain()
+
+
+class _Ready(Gradients):
+    """They lie where an update can use them."""
+
+    needs_scratch = False
+
+    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+        return torch.ones(chunk.numel)

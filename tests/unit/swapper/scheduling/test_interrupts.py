@@ -75,7 +75,7 @@ def test_a_write_that_was_never_queued_leaves_its_bytes_unreadable(monkeypatch: 
         swapper.write(extent, _bytes(2, 1))
         backend.complete_all()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(TransferQueue, "enqueue", interrupted)
+            patched.setattr(TransferQueue, "begin", interrupted)
             swapper.write(extent, _bytes(1, 2))
         with pytest.raises(ExtentError, match="at bytes 0 to 4096"):
             swapper.read(extent, _bytes(2))
