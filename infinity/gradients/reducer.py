@@ -70,10 +70,9 @@ class ReducedGradients(GradientStore):
     What only some ranks have of a unit by then may yet come on others, as of a parameter that fires unexpectedly: its mean waits
     for the step. What `ShareUpdates` is told of is updated as it comes back.
 
-    Whoever looks at a gradient between that backward and the step would see parts of a mean, and gets an error instead. If
-    another backward comes before the step, or the user replaces a gradient, parts are put together to whole means, which all
-    ranks do at the same point of their scripts; so they do if they drop gradients whose exchange has begun, before the next
-    ones are added. In a plain loop gradients are whole after each backward.
+    If somebody looks at a gradient between that backward and the step, or replaces one, or another backward comes before the
+    step, parts are put together to whole means, which all ranks do at the same point of their scripts; so they do if they drop
+    gradients whose exchange has begun, before the next ones are added. In a plain loop gradients are whole after each backward.
 
     A norm has the bits of torch's only if one processor takes it of the whole gradient. So the parts of a parameter that lies
     in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
@@ -400,7 +399,7 @@ class ReducedGradients(GradientStore):
         self.close_sum(grads.unit)
 
     def average_postponed(self) -> None:
-        """Another backward comes before the step: the mean of what was there before it is computed, if it has not been."""
+        """Gradients are used before the step: the mean of what is there is computed, if it has not been, and is whole."""
         if self._step is not None and self.is_in_parts:
             self.average(self._step)
 
@@ -533,11 +532,12 @@ class ReducedGradients(GradientStore):
         is_all = agreed.keys() >= {slot.index for slot in self.slots_with_gradient(unit)}
         return agreed if is_all else {**super().norms_of(unit), **agreed}
 
-    def check_averaged(self, unit: Unit, slot: Slot) -> None:
-        """See that the gradient is not one of which only parts of the mean will ever be here.
+    def make_whole(self, unit: Unit, slot: Slot) -> None:
+        """Somebody looks at the gradient: if means are in parts, each rank gets all of them. All come here at the same point.
 
         Raises:
-            AccessError: it is.
+            AccessError: no mean of it is computed before the step, or the backward that does so goes on.
+            RankError: another rank has ended, does not come, or is elsewhere.
         """
         key = unit.index, slot.index
         if self._is_held_back and key in self._new:
@@ -547,11 +547,10 @@ class ReducedGradients(GradientStore):
                 "exchanged",
                 cure='Clip by "gradient_clipping" in the config; to look at gradients, train with Adam',
             )
-        is_new = self._is_last_over and key in self._new
-        if self._step is not None and (is_new or key in self._owned or self._is_held(self._grads[unit.index])):
+        self.average_postponed()
+        if self._step is not None and (key in self._owned or self._is_held(self._grads[unit.index])):
             raise AccessError.of_gradient(
                 slot.spec.fqn,
-                reason=f"engine.step() averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
-                cure="Set zero_optimization.stage to 0 to look at gradients before engine.step(), or call loss.backward() and "
-                "optimizer.step()",
+                reason=f"this backward averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
+                cure="Look at gradients between engine.backward() and engine.step(), on all processes",
             )
