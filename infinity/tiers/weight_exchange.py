@@ -182,8 +182,7 @@ class WeightExchange:
 
         def read(start: int, target: torch.Tensor) -> None:
             if flat is not None:
-                source = flat[start : start + target.numel()]
-                self._device.synchronize(self._device.download(target, source, self._device.mark()))
+                self._copy(target, flat[start : start + target.numel()])
             elif rests is not None:
                 handle = rests.read_chunk(unit, _chunk(start, target), target)
                 if handle is not None:
@@ -191,22 +190,31 @@ class WeightExchange:
 
         def write(start: int, found: torch.Tensor) -> None:
             if flat is not None:
-                self._device.synchronize(
-                    self._device.upload(flat[start : start + found.numel()], found, self._device.mark())
-                )
+                self._copy(flat[start : start + found.numel()], found)
             if at_rest and rests is not None:
-                copy = found.clone()  # the memory it came in is used again
+                copy = found.to("cpu", copy=True)  # the memory it came in is used again
                 handle = rests.write_chunk(unit, _chunk(start, copy), copy)
                 if handle is not None:
                     pending.append((handle, copy))
             while len(pending) > _MOST_PENDING:
                 pending.popleft()[0].wait()
 
-        self.ranks.gather_parts(what, spans, read, write, dtype=unit.layout.trainable.dtype, kind="weights")
+        place = "cpu" if flat is None else flat.device
+        dtype = unit.layout.trainable.dtype
+        self.ranks.gather_parts(what, spans, read, write, dtype=dtype, kind="weights", device=place)
         for handle, _ in pending:
             handle.wait()
         if flat is not None:
             unit.outdate()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the device where both are there, else between it and host memory."""
+        if target.device == source.device and target.device.type != "cpu":
+            target.copy_(source)
+        elif target.device.type == "cpu":
+            self._device.synchronize(self._device.download(target, source, self._device.mark()))
+        else:
+            self._device.synchronize(self._device.upload(target, source, self._device.mark()))
 
 
 def _chunk(start: int, values: torch.Tensor) -> Chunk:
