@@ -108,6 +108,10 @@ class Causes:
         arguments = weakref.ref(self), os.getpid()
         start_threads(threading.Thread(target=_beat, args=arguments, name="infinity-beat", daemon=True))
 
+    def on_exchange(self, what: str) -> None:
+        """This rank begins to exchange something."""
+        self.place = what
+
     def write_place(self, number: int) -> None:
         """Tell the others, for the ``number``-th time, that this rank is there."""
         self._store.set(f"{self._prefix}/at{self._index}", f"{number} {self.place}"[:_MOST_CHARACTERS])

@@ -406,7 +406,7 @@ class Ranks:
             begun.wait()
             return
         if self.causes is not None:
-            self.causes.place = what
+            self.causes.on_exchange(what)
         while meanwhile is not None and not begun.is_completed():
             meanwhile()
             Latch().wait(_MEANWHILE_SECONDS)
