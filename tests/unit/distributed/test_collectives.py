@@ -121,9 +121,9 @@ def test_a_rank_that_ends_or_stops_ends_all_with_its_name(
                 ranks.meet("second")
             assert time.monotonic() - began < 60
         finally:
-            (tmp_path / f"over{rank}").touch()
+            (tmp_path / f"over{rank}").touch()  # one that ends sooner would be missed by the other one
+            wait_until(lambda: all((tmp_path / f"over{other}").exists() for other in (0, 2)))
             if rank == 0:
-                wait_until((tmp_path / "over2").exists)
                 os.kill(int((tmp_path / "pid1").read_text()), signal.SIGKILL)
 
     (tmp_path / "rank1").write_text("it was killed")
