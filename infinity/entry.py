@@ -81,10 +81,10 @@ def initialize(
         lr_scheduler: a torch scheduler, or a callable that takes the optimizer. None: the config's, if it has one. The engine
             steps it, but for ReduceLROnPlateau, which needs a metric. Another one that needs an argument gets the samples of a
             step, as in DeepSpeed.
-        mpu: where the script gives each process a part of the model (tensor parallelism, pipeline stages): says which, and who
-            has the same, as in DeepSpeed and Megatron. See the guide for several processes.
-        mesh_param: the same as a ``DeviceMesh`` of all processes, whose dimensions are named dp, tp and pp. Not needed where
-            the model's own DTensors have their parts on all processes, which get the same data then.
+        mpu: as DeepSpeed takes it; only one whose data-parallel group is all processes.
+        mesh_param: where the script gives each process a part of the model (tensor parallelism, pipeline stages): a
+            ``DeviceMesh`` of all processes, whose dimensions are named dp, tp and pp. Not needed where the model's own
+            DTensors have their parts on all processes, which get the same data then. See the guide for several processes.
         collate_fn: for the loader.
         config: path of a JSON file, the name of a ready config ("zero3_nvme"), a dict, or what `load_config` gave.
         device: compute device. None: the model's if it is on a GPU, else the current GPU if there is one (of several processes,

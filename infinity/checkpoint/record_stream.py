@@ -15,7 +15,7 @@ import torch
 
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.distributed.agreement import pulse
-from infinity.distributed.meshes import Division
+from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
 from infinity.tiers.state_store import Lease, StateStore, clear
@@ -280,12 +280,10 @@ class SharedStream:
     hear that the first rank is still there: it may write for longer than the process group's timeout.
     """
 
-    def __init__(self, own: RecordStream, shares: Shares, division: Division, units: Sequence[Unit]) -> None:
+    def __init__(self, own: RecordStream, shares: Shares, ranks: Ranks, units: Sequence[Unit]) -> None:
         self._own = own
         self._shares = shares
-        self._ranks = division.ranks
-        self._sources = division.first_group
-        """Of each share, who sends it. The others hear what is asked for, and send nothing."""
+        self._ranks = ranks
         self._units = units
         self._turn = threading.Lock()
         """Of the first rank's threads: who talks to the others."""
@@ -305,7 +303,7 @@ class SharedStream:
 
     def _of(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
         order = sorted(range(self._shares.num), key=lambda share: self._shares.span(unit, share))
-        left = deque(self._sources[share] for share in order)
+        left = deque(order)
         try:
             while left:
                 if left[0] == self._ranks.index:
@@ -358,7 +356,7 @@ class SharedStream:
         """Send what the first rank asks for, until it leaves `leading`. What goes wrong here is raised then."""
         error: Exception | None = None
         while (index := self._ranks.meet(_SHARING, [_OVER])[0][0]) != _OVER:
-            if index == _WAIT or self._ranks.index not in self._sources:
+            if index == _WAIT:
                 continue
             unit = self._units[index]
             last = _OVER

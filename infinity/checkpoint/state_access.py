@@ -67,7 +67,7 @@ class StateAccess:
         self.shared: SharedStream | None = None
         """The same of what all ranks keep; None if each keeps all."""
         if exchange.shares.is_divided:
-            self.shared = SharedStream(self.stream, exchange.shares, exchange.division, parameter_map.units)
+            self.shared = SharedStream(self.stream, exchange.shares, exchange.ranks, parameter_map.units)
         self._elements_follow = False
 
     @property

@@ -67,7 +67,7 @@ def resolve(
     check_ranks(root, world_size)
     _check_update(book)
     tiers = _resolve_tiers(book, check_storage)
-    zero, buffer_type = root.zero_optimization, root.data_types.buffer_dtype
+    buffer_type = root.data_types.buffer_dtype
     decided: dict[str, Any] = {
         "train_batch_size": train,
         "train_micro_batch_size_per_gpu": micro,
@@ -91,8 +91,6 @@ def resolve(
         "flops_profiler": _resolve_flops_profiler(root.flops_profiler),
         "zero_stage": zero_stage(root),
         "autocast_dtype": resolve_autocast(root),
-        "shard_size": zero.mics_shard_size if zero.mics_shard_size > 0 else None,
-        "weight_group_size": zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
         "communication_dtype": DTYPES[root.communication_data_type],
         "casts_inputs": (root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
     }

@@ -236,8 +236,6 @@ class InfinityConfig(Mapping[str, Any]):
         zero_stage: as written, else 3 with an offload and 0 without. It says what several processes divide.
         managed_gradient_accumulation: whether the engine counts micro-batches; else every `Engine.step` is an update.
         autocast_dtype: of ``torch.autocast`` around the model's forward; None for none.
-        shard_size: how many processes divide states among them, where not all do; None: all, or as a mesh says.
-        weight_group_size: how many processes divide weights in stage 3, if fewer than divide states; None: as many.
         communication_dtype: data type in which gradients are exchanged between processes.
         casts_inputs: whether floating-point tensors among the model's arguments are cast to the compute dtype.
         world_size: number of processes that train together.
@@ -268,8 +266,6 @@ class InfinityConfig(Mapping[str, Any]):
     managed_gradient_accumulation: bool
     autocast_dtype: torch.dtype | None
     buffer_dtype: torch.dtype | None
-    shard_size: int | None
-    weight_group_size: int | None
     communication_dtype: torch.dtype
     casts_inputs: bool
     world_size: int

@@ -23,6 +23,7 @@ from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank
 from infinity.engine.engine import Engine
 from infinity.engine.export_calls import check_directory
+from infinity.engine.loop_settings import NO_COMM_HOOKS
 from infinity.engine.parts import Parts
 from infinity.errors import StepError
 from swapper.volumes.publish import make_directory, opener
@@ -30,6 +31,7 @@ from swapper.volumes.publish import make_directory, opener
 logger = logging.getLogger(__name__)
 _ABSENT = {
     "flops_profiler": ": set flops_profiler.enabled in the config, or count with torch.utils.flop_counter.FlopCounterMode",
+    "register_comm_hook": NO_COMM_HOOKS,
     "allreduce_gradients": ": backward and step average gradients, where several processes train together",
 }
 """What scripts ask for, that is not there, and the cure."""
@@ -71,7 +73,7 @@ class DeepSpeedEngine(Engine):
     Attributes:
         local_rank: This process among those of its machine.
         dp_world_size, mp_world_size: How many have the same part of the model as this one, each with its own data, and how many
-            parts there are: 1, unless the script says so (``mpu``, ``mesh_param``).
+            parts there are: 1, unless the script says so (``mesh_param``).
         mpu, client_optimizer, client_lr_scheduler, training_data, collate_fn: As passed to `initialize`.
         timers: Stop watches for the script.
         tput_timer: Counts epochs if the script tells it, and knows the samples per second of the last step.

@@ -5,6 +5,8 @@ Knows the store in which the ranks of a process group have found each other; mus
 [Note: how a rank ends] A rank that ends closes its connections, so whoever waits for it, or comes to wait for it, gets an
 error at once. What that error does not say is why:
   * An exception that nobody caught is written to the store before Python ends (`sys.excepthook`).
+  * A thread of each rank writes every two seconds that it is there, and at what. Of one that is stopped, or cut off, nothing is
+    heard any more, while one that computes for long goes on to write.
   * A rank that was killed (kill -9, out of memory) or stopped writes nothing. The ranks on its machine look at its process.
     They know all processes from the start, so this works without the store, which may have been in that process.
   * The store itself may be out of reach: its process has ended, or the network is cut. torch's client then waits as long as TCP
@@ -18,13 +20,15 @@ error at once. What that error does not say is why:
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -32,6 +36,7 @@ from typing import Any, TypeVar
 from infinity.distributed.bounded import within
 from infinity.errors import RankError
 from swapper.errors import LimitError
+from swapper.sync.limits import start_threads
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,6 +46,12 @@ _PATIENCE_SECONDS = 2.0
 _STORE_SECONDS = 5.0
 """How long the store may take for an answer."""
 _POLL_SECONDS = 0.05
+_BEAT_SECONDS = 2.0
+"""How often a rank says that it is there."""
+_SILENT_SECONDS = 30.0
+"""After how long without a word a rank, or the store, is given up."""
+_NAP_SECONDS = 10.0
+"""Between two looks: this process was stopped itself, and what it has not heard meanwhile tells nothing."""
 _MOST_CHARACTERS = 2000
 
 
@@ -49,6 +60,7 @@ class Causes:
 
     Attributes:
         has_told: An error ends this one.
+        place: What this rank has exchanged last.
     """
 
     def __init__(self, store: Any, prefix: str, index: int, processes: Sequence[str]) -> None:
@@ -69,6 +81,10 @@ class Causes:
         self._is_printing = False  # the error that ends it
         self._is_to_end = False  # as soon as that is printed
         self.has_told = False
+        self.place = "beginning"
+        self._heard: dict[int, tuple[str, float]] = {}
+        """Of each other rank, what it has written last, and since when nothing new is known; of this one, of the store."""
+        self._looked_at = -math.inf
 
     def listen(self) -> None:
         """From now on, tell the others what ends this rank, and say what ended them."""
@@ -89,6 +105,44 @@ class Causes:
         is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if can_handle and is_torchrun and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._end)
+        arguments = weakref.ref(self), os.getpid()
+        start_threads(threading.Thread(target=_beat, args=arguments, name="infinity-beat", daemon=True))
+
+    def on_exchange(self, what: str) -> None:
+        """This rank begins to exchange something."""
+        self.place = what
+
+    def write_place(self, number: int) -> None:
+        """Tell the others, for the ``number``-th time, that this rank is there."""
+        self._store.set(f"{self._prefix}/at{self._index}", f"{number} {self.place}"[:_MOST_CHARACTERS])
+
+    def why_absent(self, members: Collection[int]) -> str | None:
+        """Why one of these ranks will not come, a sentence without its full stop; None if all may yet.
+
+        To be called every few seconds.
+        """
+        self._found = self._found or self._ask(self._told) or self.gone(members)
+        if self._found is not None:
+            return self._found
+        now = time.monotonic()
+        if now - self._looked_at > _NAP_SECONDS:
+            self._heard.clear()
+        self._looked_at = now
+        others = [rank for rank in members if rank != self._index]
+        found = self._ask(lambda: [self._at(rank) for rank in others])
+        for rank, at in zip(others, found, strict=True) if found is not None else [(self._index, "")]:
+            if rank not in self._heard or self._heard[rank][0] != at:
+                self._heard[rank] = at, now
+            elif now - self._heard[rank][1] > _SILENT_SECONDS:
+                silent = f"nothing has been heard of rank {rank} for {_SILENT_SECONDS:.0f} s, whose last exchange was"
+                return self._stopped() or (
+                    f"{silent} '{at.partition(' ')[2]}'" if found is not None else self.doubt[2:]
+                )
+        return None
+
+    def _at(self, rank: int) -> str:
+        key = f"{self._prefix}/at{rank}"
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
     def tell(self, error: BaseException) -> None:
         """This error ends the rank. What followed from another rank's end is no cause of its own."""
@@ -142,10 +196,10 @@ class Causes:
         key = f"{self._prefix}/cause"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
 
-    def gone(self) -> str | None:
-        """Which rank's process, on this machine, does not exist any more; a sentence without its full stop."""
+    def gone(self, members: Collection[int] | None = None) -> str | None:
+        """Which rank's process (of ``members``), on this machine, does not exist any more; a sentence without its full stop."""
         for rank, pid, started in self._neighbours():
-            if _state(pid)[1] != started:
+            if (members is None or rank in members) and _state(pid)[1] != started:
                 return (
                     f"the process of rank {rank} ({pid}) is gone, and has not said why (see its output, or that of what "
                     "started it): an error, killed, out of memory, or at its end"
@@ -173,6 +227,19 @@ class Causes:
             why = (self.first() or "no rank has said why; the launcher may") + self.doubt
             logger.error("rank %d is ended by its launcher (SIGTERM): %s", self._index, why)
         _end_by(number)
+
+
+def _beat(causes: weakref.ref[Causes], pid: int) -> None:
+    """Say every few seconds that this rank is there, until nobody needs to know or the store does not answer."""
+    number = 0
+    while os.getpid() == pid and (present := causes()) is not None:
+        try:
+            present.write_place(number)
+        except (RuntimeError, ValueError):
+            return
+        del present
+        number += 1
+        time.sleep(_BEAT_SECONDS)
 
 
 def _end_by(number: int) -> None:

@@ -1,6 +1,6 @@
-"""What processes that train together exchange.
+"""What processes that train together exchange: torch.distributed's collectives, each with a label and a place.
 
-Knows process groups, and memory and lines that processes of one machine have in common; must not know what is exchanged.
+Knows process groups and tensors; must not know what is exchanged.
 
 [Note: ranks] Every rank runs the same script on its own data, each on its own drives. From ZeRO's stage 1 on, main weights and
 states are divided (`infinity.units.shares`), in stage 3 also model weights that rest on drives. All else each rank holds whole.
@@ -21,18 +21,20 @@ What they have in common:
   * Main weights and states that are divided are put together when somebody reads them, which all ranks do together.
   * Nothing else. With equal gradients, the engine's promise (the same bits as plain torch) makes equal weights on all.
 
-[Note: the order of sums] Each rank multiplies its gradients by 1 / number of ranks, as DDP does. Ranks are then added in
-their order, ((0 + 1) + 2) + ..., each element on one rank, and what comes out goes to all. So all have the same bits, and an
-element's do not follow from where it lies. With two ranks DDP's sums are the same bit for bit; with more, gloo's ring begins
-with another rank in each part of its buckets, and last bits differ.
+[Note: the order of sums] Each rank multiplies its gradients by 1 / number of ranks, as DDP does. The rank that is to have the
+mean gets the rows of all (`all_to_all_single`) and adds them in their order, ((0 + 1) + 2) + ..., in fp32. So all have the same
+bits on any device and backend, and an element's do not follow from where it lies. With two ranks DDP's sums are the same bit for
+bit; with more, DDP's order is another one in each part of its buckets, and last bits differ.
 
-[Note: meeting] Each exchange begins with a few numbers that say what it is. A rank that is elsewhere in its script (another
-number of backwards, an exception that it caught) is thus found by all, before gradients of two kinds are added up. One that has
-ended closes its connections, which ends the waiting of the others; one that hangs is waited for as long as the group's timeout.
+[Note: the order of ranks] torch does not look whether ranks are in the same collective: two units of equal size that one rank
+takes in another order are added up silently, and others abort the process. So what is exchanged begins with a *meeting*: each
+rank tells its label and how many meetings it has been in. A rank that is elsewhere in its script (another number of backwards, an
+exception that it caught) is found there by all, before anything is added up, and the error names both labels. The collectives
+behind a meeting follow from what was agreed in it.
 
-[Note: what is sent] Gradients and new weights lie in memory that the processes of a machine share (`infinity.distributed.
-shared_blocks`), and what they tell each other goes over lines (`infinity.distributed.lines`). What goes to other machines is
-gloo's, and what is rare.
+[Note: waiting] Whoever waits for others looks every two seconds why they do not come (`infinity.distributed.causes`). A rank
+that has ended, or of which nothing has been heard for half a minute (stopped, or cut off), ends the waiting. One that computes
+for long is waited for as long as the process group's timeout says.
 """
 
 from __future__ import annotations
@@ -40,37 +42,29 @@ from __future__ import annotations
 import itertools
 import struct
 import weakref
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from infinity.distributed.causes import Causes
-from infinity.distributed.lines import Lines
-from infinity.distributed.process_groups import (
-    call_torch,
-    default_group,
-    group_of,
-    group_timeout,
-    num_processes,
-    world_group,
-)
-from infinity.distributed.shared_blocks import SharedBlocks
+from infinity.distributed.process_groups import call_torch, group_of, has_backend_for, num_processes, world_group
 from infinity.errors import RankError
 from infinity.numerics.raw_bytes import raw_bytes
-from swapper.sync.lifetimes import when_gone
+from swapper import Latch
 
 _BLOCK_NUMEL = 1 << 20
-"""Elements that are exchanged at a time. Twice as many stay in memory for it; as many come besides from other machines."""
-_MOST_ITEM_BYTES = 16
-"""Of an element."""
-_NUM_BESIDE = 30
-"""So many numbers go with the label of a meeting; of more, all go after it."""
+"""Elements that are exchanged at a time. Twice as many stay in memory for it."""
 _STEP_NUMEL = 2048
 """Blocks of what is gathered are multiples of so many elements, which drives can write without reading first."""
+_MEETING = struct.Struct("<2q192s30q")
+"""What a rank tells in a meeting: how many it has been in, the number of values, its label, and the values if they have room."""
+_LABEL_BYTES, _NUM_BESIDE = 192, 30
+_LOOK = timedelta(seconds=2)
+"""How long to wait before looking for those who do not come."""
+_MEANWHILE_SECONDS = 0.005
 _LONG = timedelta(days=3650)
 _CURE = "All ranks have to make the same calls in the same order: as many backwards and steps, each on its own data"
 
@@ -107,10 +101,10 @@ class Ranks:
         self._group_reference = weakref.ref(group) if group is not None else None
         self.causes = causes
         """Know why a rank has ended: errors name the first cause."""
-        self._lines: Lines | None = None
-        self._are_neighbours = False
-        """Whether each has a line to each other one."""
-        self._blocks: SharedBlocks | None = None
+        self._place = 0
+        """How many meetings this rank has been in."""
+        self._staging: dict[tuple[str, torch.device], torch.Tensor] = {}
+        """Memory for one block of what is sent and received, by name and device."""
         self.sent_bytes: Counter[str] = Counter() if beside is None else beside.sent_bytes
         """Bytes of tensors that this rank has sent to the others so far: "gradients", "norms" (parts of gradients for the norm of
         a whole one), "momenta", "weights" (new ones), "fetches" (weights that others asked for), "states". Each copy counts: what
@@ -161,92 +155,66 @@ class Ranks:
         if why is not None:
             raise RankError("looking at the others", f"another rank has ended: {why}", rank=self.number, cure=_CURE)
 
+    # ---------------------------------------------------------------------------------------------------------- meetings
+
     def meet(
         self, what: str, values: Sequence[int] = (), meanwhile: Callable[[], None] | None = None
     ) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each.
 
-        ``meanwhile``: called often until they have, where all are of this machine.
+        ``meanwhile``: called often until they have.
         """
         if self.num == 1:
             return [list(values)]
-        label = [zlib.crc32(what.encode()), len(values)]
-        beside = [*values, *[0] * _NUM_BESIDE][:_NUM_BESIDE]
-        found = self._gathered(what, label + beside, meanwhile)
-        others = self.names(rank for rank, other in enumerate(found) if list(other[:2]) != label)
+        self._place += 1
+        beside = [*values, *[0] * _NUM_BESIDE][:_NUM_BESIDE] if len(values) <= _NUM_BESIDE else [0] * _NUM_BESIDE
+        own = _MEETING.pack(self._place, len(values), what.encode()[:_LABEL_BYTES], *beside)
+        found = [_MEETING.unpack(row) for row in self._gathered(what, own, meanwhile)]
+        _, num, label, *_ = _MEETING.unpack(own)
+        others = [rank for rank, other in enumerate(found) if other[1:3] != (num, label)]
         if others:
-            raise RankError(what, f"rank {others} came with something else", rank=self.number, cure=_CURE)
+            came = "; ".join(
+                f"rank {self.members[rank]} came with {_shown(found[rank], label)}, its meeting {found[rank][0]} (here, "
+                f"{self._place})"
+                for rank in others
+            )
+            raise RankError(what, came, rank=self.number, cure=_CURE)
         if len(values) > _NUM_BESIDE:
-            return self._gathered(what, values)
-        return [other[2 : 2 + len(values)] for other in found]
+            rows = self._gathered(what, struct.pack(f"<{num}q", *values))
+            return [[*struct.unpack(f"<{num}q", row)] for row in rows]
+        return [[*other[3 : 3 + num]] for other in found]
 
-    def _gathered(
-        self, what: str, values: Sequence[int], meanwhile: Callable[[], None] | None = None
-    ) -> list[list[int]]:
-        lines = self._neighbours(what)
-        if not self._are_neighbours:
-            return self._gathered_by_gloo(what, values)
-        own = struct.pack(f"{len(values)}q", *values)
-        try:
-            found = lines.tell_all(own, meanwhile) | {self.index: own}
-        except OSError as error:
-            raise self._failed(what, error) from error
-        # Of another length is what is no meeting.
-        return [
-            [*struct.unpack(f"{len(values)}q", found[rank])] if len(found[rank]) == len(own) else []
-            for rank in range(self.num)
-        ]
-
-    def _gathered_by_gloo(self, what: str, values: Sequence[int]) -> list[list[int]]:
-        own = torch.tensor(values, dtype=torch.int64, device="cpu")
-        found = torch.empty(self.num * len(values), dtype=torch.int64, device="cpu")
-        self._run(what, "all_gather_into_tensor", found, own)
-        return found.view(self.num, -1).tolist()
-
-    def _neighbours(self, what: str) -> Lines:
-        """To those of this machine. Made by the first meeting or exchange, in which all ranks are at the same point."""
-        if self._lines is None:
-            lines = Lines(group_timeout())
-            try:
-                reached = lines.connect(self.index, self._gathered_by_gloo(what, lines.listen()))
-                of_all = self._gathered_by_gloo(what, reached)
-                lines.accept([rank for rank, of_rank in enumerate(of_all) if of_rank[self.index]])
-                of_all = self._gathered_by_gloo(what, [len(lines)])
-            except BaseException:
-                lines.close()
-                raise
-            when_gone(self._group() or default_group(), lines.close)
-            self._are_neighbours = all(found == [self.num - 1] for found in of_all)
-            self._lines = lines
-        return self._lines
+    def _gathered(self, what: str, own: bytes, meanwhile: Callable[[], None] | None = None) -> list[bytes]:
+        """What each rank comes with, as many bytes on all."""
+        sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        found = torch.empty((self.num, len(own)), dtype=torch.uint8, device="cpu")
+        self._run(what, "all_gather_into_tensor", found.view(-1), sent, meanwhile=meanwhile)
+        return [bytes(row.numpy()) for row in found]
 
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """What each rank comes with, which may be of any length: on all of them, in memory."""
         if self.num == 1:
             return [data]
         sizes = [found[0] for found in self.meet(what, [len(data)])]
-        own = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-        if data:
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = torch.empty((self.num, len(own)), dtype=torch.uint8, device="cpu")
-        if len(own):
-            self._run(what, "all_gather_into_tensor", found.view(-1), own)
-        return [bytes(row[:size].numpy()) for row, size in zip(found, sizes, strict=True)]
+        if not any(sizes):
+            return [b""] * self.num
+        rows = self._gathered(what, data.ljust(max(sizes), b"\0"))
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+    # -------------------------------------------------------------------------------------------------- tensors, in blocks
 
     def average(self, what: str, values: torch.Tensor, wire: torch.dtype = torch.float32) -> None:
-        """Replace ``values`` (1-D, on the CPU, floating) by the mean over all ranks; see `reduce`.
+        """Replace ``values`` (1-D, floating) by the mean over all ranks; see `reduce`.
 
         All ranks must be known to come with as many values: see `meet`.
         """
         if self.num == 1:
             return
-        gathered = values.dtype if wire == torch.float32 else wire
-        for start in range(0, values.numel(), _BLOCK_NUMEL):
-            block = values[start : start + _BLOCK_NUMEL]
-            cuts = [block.numel() * rank // self.num for rank in range(self.num + 1)]
-            parts = list(itertools.pairwise(cuts))
-            self.reduce(what, block, parts, wire)
-            self.gather_in_memory(what, block, parts, kind="gradients", dtype=gathered)
+        cuts = [values.numel() * rank // self.num for rank in range(self.num + 1)]
+        parts = list(itertools.pairwise(cuts))
+        self.reduce(what, values, parts, wire)
+        dtype = values.dtype if wire == torch.float32 else wire
+        self.gather_in_memory(what, values, parts, kind="gradients", dtype=dtype)
 
     def reduce(
         self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], wire: torch.dtype = torch.float32
@@ -255,40 +223,23 @@ class Ranks:
 
         Args:
             what: for messages.
-            values: 1-D, on the CPU, floating; as many on all ranks. They are added in fp32.
+            values: 1-D, floating; as many on all ranks. They are added in fp32, see [Note: the order of sums].
             parts: of each rank, elements [start, stop). They are the same on all ranks.
             wire: as what they are sent, and the dtype to which the mean is rounded: so all that is sent of it is exact.
         """
-        longest = max(stop - start for start, stop in parts)
-        width = min(-(-_BLOCK_NUMEL // self.num), longest)
-        received = torch.empty(self.num * width, dtype=wire, device="cpu")
-        blocks = self._shared_blocks()
         first, last = parts[self.index]
-        for offset in range(0, longest, max(width, 1)):
-            num = min(width, longest - offset)
-            to = blocks.begin(self.num * num, wire).view(self.num, num)
-            own = values[min(first + offset, last) : min(first + offset + num, last)]
-            is_in_place = own.dtype == wire == torch.float32 and self.num > 1
-            for rank, (start, stop) in enumerate(parts):
+        for offset, num, sent, received in self._blocks(parts, wire, values.device, of_all=True):
+            for row, (start, stop) in zip(sent, parts, strict=True):
                 block = values[min(start + offset, stop) : min(start + offset + num, stop)]
                 block = block if block.dtype == wire else block.float()
-                row = own if is_in_place and rank == self.index else to[rank, : block.numel()]
-                torch.mul(block, 1.0 / self.num, out=row)
-            rows = self._swap_rows(what, to.unbind(), received[: to.numel()].view_as(to).unbind(), blocks)
-            self.sent_bytes["gradients"] += (self.num - 1) * num * to.element_size()
-            rows = [row[: own.numel()] for row in rows]
-            if is_in_place:
-                # Where this rank comes first or second, sums need no other memory than its own; later, they take its row.
-                total = own if self.index < 2 else rows[self.index]
-                rows[self.index] = own
-                torch.add(rows[0], rows[1], out=total)
-                left = rows[2:]
-            else:
-                total, left = rows[0].to(torch.float32, copy=True), rows[1:]
-            for row in left:
-                total.add_(row)
-            if total is not own:
-                own.copy_(total.to(wire))
+                torch.mul(block, 1.0 / self.num, out=row[: block.numel()])
+            self._run(what, "all_to_all_single", received.view(-1), sent.view(-1))
+            self._count("gradients", sent[0])
+            own = values[min(first + offset, last) : min(first + offset + num, last)]
+            total, *others = (row[: own.numel()].float() for row in received)
+            for other in others:
+                total.add_(other)
+            own.copy_(total.to(wire))
 
     def gather_parts(
         self,
@@ -299,34 +250,30 @@ class Ranks:
         *,
         dtype: torch.dtype,
         kind: str = "gradients",
+        device: torch.device | str = "cpu",
     ) -> None:
         """All ranks get the parts of all, block by block.
 
         Args:
             what: for messages.
             parts: of each rank, elements [start, stop). They are the same on all ranks.
-            read: puts the elements from a start on into a tensor (1-D, on the CPU): some of this rank's part.
+            read: puts the elements from a start on into a tensor (1-D): some of this rank's part.
             write: takes elements from a start on, which another rank has: it reads them, and returns when it has.
             dtype: of the elements.
             kind: under which `sent_bytes` counts it.
+            device: of the tensors that ``read`` and ``write`` get, if the ranks' backends take it; else the CPU.
         """
-        longest = max(stop - start for start, stop in parts)
-        width = min(max(_BLOCK_NUMEL // self.num // _STEP_NUMEL, 1) * _STEP_NUMEL, longest)
-        received = torch.empty((self.num, width), dtype=dtype, device="cpu")
-        blocks = self._shared_blocks()
         first, last = parts[self.index]
-        for offset in range(0, longest, max(width, 1)):
-            num = min(width, longest - offset)
-            sent = blocks.begin(num, dtype)
-            own = sent[: max(min(num, last - first - offset), 0)]
+        for offset, num, sent, received in self._blocks(parts, dtype, torch.device(device)):
+            own = sent[0][: max(min(num, last - first - offset), 0)]
             if own.numel():
                 read(first + offset, own)
-            rows = self._swap_rows(what, [sent] * self.num, received[:, :num].unbind(), blocks)
-            self.sent_bytes[kind] += (self.num - 1) * num * sent.element_size()
+            self._run(what, "all_gather_into_tensor", received.view(-1), sent[0])
+            self._count(kind, sent[0])
             for rank, (start, stop) in enumerate(parts):
                 count = min(num, stop - start - offset)
                 if rank != self.index and count > 0:
-                    write(start + offset, rows[rank][:count])
+                    write(start + offset, received[rank][:count])
 
     def gather_in_memory(
         self,
@@ -337,7 +284,7 @@ class Ranks:
         kind: str,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As `gather_parts`, where all parts lie in ``values`` (1-D, on the CPU). ``dtype``: sent as; None: as it is."""
+        """As `gather_parts`, where all parts lie in ``values`` (1-D). ``dtype``: sent as; None: as it is."""
 
         def read(start: int, target: torch.Tensor) -> None:
             target.copy_(values[start : start + target.numel()])
@@ -345,7 +292,24 @@ class Ranks:
         def write(start: int, found: torch.Tensor) -> None:
             values[start : start + found.numel()].copy_(found)
 
-        self.gather_parts(what, parts, read, write, dtype=dtype or values.dtype, kind=kind)
+        self.gather_parts(what, parts, read, write, dtype=dtype or values.dtype, kind=kind, device=values.device)
+
+    def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
+        """Rank ``to`` gets the parts of all into ``values`` (1-D); on the others nothing changes."""
+        others = [(start, stop) if rank != to else (start, start) for rank, (start, stop) in enumerate(parts)]
+        first, last = others[self.index]
+        for offset, num, sent, received in self._blocks(others, values.dtype, values.device):
+            sizes = [max(min(num, stop - start - offset), 0) for start, stop in others]
+            own = sent[0][: sizes[self.index]].copy_(
+                values[min(first + offset, last) : min(first + offset + num, last)]
+            )
+            of_all = sizes if self.index == to else [0] * self.num
+            to_all = [own.numel() * (rank == to) for rank in range(self.num)]
+            found = received.view(-1)[: sum(of_all)]
+            self._run(what, "all_to_all_single", found, own, of_all, to_all)
+            self.sent_bytes["norms"] += own.numel() * own.element_size()
+            for (start, _), row in zip(others, found.split(of_all), strict=True):
+                values[start + offset : start + offset + row.numel()].copy_(row)
 
     def swap(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
         """Row r of ``sent`` (one row for each rank, on the CPU, without gaps) goes to rank r. Returns what came, by rank.
@@ -353,127 +317,16 @@ class Ranks:
         ``kind``: under which `sent_bytes` counts it, here and in `share`.
         """
         received = torch.empty_like(sent)
-        received[self.index] = sent[self.index]
-        self._swap_rows(what, sent.unbind(), received.unbind())
-        self.sent_bytes[kind] += (self.num - 1) * sent[0].numel() * sent.element_size()
+        self._run(what, "all_to_all_single", received.view(-1), sent.view(-1))
+        self._count(kind, sent[0])
         return received
 
     def share(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
         """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
         found = torch.empty((self.num, own.numel()), dtype=own.dtype, device="cpu")
         self._run(what, "all_gather_into_tensor", found.view(-1), own)
-        self.sent_bytes[kind] += (self.num - 1) * own.numel() * own.element_size()
+        self._count(kind, own)
         return found
-
-    def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
-        """Rank ``to`` gets the parts of all into ``values`` (1-D, on the CPU); on the others nothing changes."""
-        longest = max((stop - start for rank, (start, stop) in enumerate(parts) if rank != to), default=0)
-        for offset in range(0, longest, _BLOCK_NUMEL):
-            here = [
-                values[min(start + offset, stop) : min(start + offset + _BLOCK_NUMEL, stop)] for start, stop in parts
-            ]
-            own = values[:0] if self.index == to else here[self.index]
-            blocks = self._shared_blocks()
-            sent = blocks.begin(own.numel(), own.dtype).copy_(own)
-            nothing = sent[:0]
-            wanted = here if self.index == to else [nothing] * self.num
-            self.sent_bytes["norms"] += sent.numel() * sent.element_size()
-            rows = self._swap_rows(what, [sent if rank == to else nothing for rank in range(self.num)], wanted, blocks)
-            for rank, target in enumerate(wanted):
-                if rank != self.index and rows[rank] is not target:
-                    target.copy_(rows[rank])
-
-    def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
-        """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
-        self._run(what, "send", tensor, self.members[to])
-
-    def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
-        """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
-        self._run(what, "recv", tensor, self.members[source])
-
-    def begin_send(self, what: str, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        """As `send`, from any thread; `finish` waits for its end. The other rank asks for it with the same ``tag``."""
-        return self._begin(what, "isend", tensor, to, tag)
-
-    def begin_receive(self, what: str, tensor: torch.Tensor, source: int | None, tag: int) -> Any:
-        """As `receive`, from any thread; ``source`` None: from whichever rank comes next."""
-        return self._begin(what, "irecv", tensor, source, tag)
-
-    def _begin(self, what: str, name: str, tensor: torch.Tensor, other: int | None, tag: int) -> Any:
-        try:
-            member = None if other is None else self.members[other]
-            return call_torch(name, tensor, member, group=self._group(), tag=tag)
-        except (RuntimeError, ValueError) as error:  # as in `_run`
-            raise self._failed(what, error) from error
-
-    def finish(self, what: str, begun: Any, *, is_patient: bool = False) -> None:
-        """Return when what was begun is over. ``is_patient``: however long that takes."""
-        try:
-            begun.wait(*([_LONG] if is_patient else []))
-        except (RuntimeError, ValueError) as error:
-            raise self._failed(what, error) from error
-
-    def source_of(self, received: Any) -> int:
-        """The rank from which what `begin_receive` began has come."""
-        return int(received._source_rank())
-
-    def _swap_rows(
-        self,
-        what: str,
-        sent: Sequence[torch.Tensor],
-        received: Sequence[torch.Tensor],
-        blocks: SharedBlocks | None = None,
-    ) -> list[torch.Tensor]:
-        """Row r of ``sent`` goes to rank r. Returns the rows that came, by rank; this rank's own is that of ``sent``.
-
-        gloo's own exchanges of many go through memory of theirs, which takes processors' time.
-
-        Args:
-            what: for messages.
-            sent: by rank, without gaps, or empty.
-            received: memory for what comes, as long as that is.
-            blocks: in which ``sent`` lies. Who shares them is told, and reads it where this rank's own row lies here.
-        """
-        rows = [sent[rank] if rank == self.index else received[rank] for rank in range(self.num)]
-        begun, told = [], []
-        for rank in (rank for rank in range(self.num) if rank != self.index):
-            there = None if blocks is None else blocks.theirs(rank, rows[self.index], received[rank].numel())
-            if there is not None:
-                rows[rank] = there
-                told.append(rank)
-                continue
-            if received[rank].numel():
-                begun.append(self.begin_receive(what, received[rank], rank, 0))
-            if sent[rank].numel():
-                begun.append(self.begin_send(what, sent[rank], rank, 0))
-        if blocks is not None and told:
-            self._tell_rows(what, blocks, {rank: sent[rank] for rank in told}, rows)
-        for each in begun:
-            self.finish(what, each)
-        return rows
-
-    def _tell_rows(
-        self, what: str, blocks: SharedBlocks, sent: Mapping[int, torch.Tensor], rows: Sequence[torch.Tensor]
-    ) -> None:
-        """Say what lies in this rank's block for others, by rank, and return when they have said so of theirs."""
-        try:
-            for rank, row in sent.items():
-                blocks.tell(rank, what, row)
-            wrong = blocks.hear(what, {rank: rows[rank] for rank in sent})
-        except OSError as error:
-            raise self._failed(what, error) from error
-        if wrong:
-            raise RankError(what, f"rank {self.names(wrong)} came with something else", rank=self.number, cure=_CURE)
-
-    def _shared_blocks(self) -> SharedBlocks:
-        """Made by the first exchange, in which all ranks are at the same point."""
-        if self._blocks is None:
-            num_bytes = _MOST_ITEM_BYTES * max(_BLOCK_NUMEL + self.num, _STEP_NUMEL)
-            try:
-                self._blocks = SharedBlocks(num_bytes, self._neighbours("sharing memory") if self.num > 1 else Lines())
-            except OSError as error:
-                raise self._failed("sharing memory", error) from error
-        return self._blocks
 
     def take_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
         """``tensor``, of any dtype, strides and device, becomes that of rank ``source``; written to only where it differs."""
@@ -490,9 +343,90 @@ class Ranks:
             with torch.no_grad():
                 tensor.copy_(found.view(tensor.shape))
 
-    def _run(self, what: str, name: str, *args: Any) -> None:
+    def _blocks(
+        self, parts: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device, *, of_all: bool = False
+    ) -> Iterable[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Of parts that are exchanged block by block: where in each a block begins, its elements, and memory for it.
+
+        That is for what is sent, one row (``of_all``: one for each rank), and for what comes, one row for each rank.
+        """
+        longest = max(stop - start for start, stop in parts)
+        width = min(max(_BLOCK_NUMEL // self.num // _STEP_NUMEL, 1) * _STEP_NUMEL, longest)
+        place = device if has_backend_for(self._group(), device) else torch.device("cpu")
+        for offset in range(0, longest, max(width, 1)):
+            num = min(width, longest - offset)
+            sent = self._memory("sent", (self.num if of_all else 1) * num, dtype, place).view(-1, num)
+            yield offset, num, sent, self._memory("received", self.num * num, dtype, place).view(-1, num)
+
+    def _memory(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        num_bytes = numel * dtype.itemsize
+        known = self._staging.get((name, device))
+        if known is None or known.numel() < num_bytes:
+            known = self._staging[name, device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return known[:num_bytes].view(dtype)
+
+    def _count(self, kind: str, row: torch.Tensor) -> None:
+        self.sent_bytes[kind] += (self.num - 1) * row.numel() * row.element_size()
+
+    # -------------------------------------------------------------------------------------------------- from rank to rank
+
+    def send(self, what: str, tensor: torch.Tensor, to: int) -> None:
+        """Another rank gets ``tensor`` (on the CPU, without gaps), which it asks for with `receive`; returns when it has."""
+        self.finish(what, self.begin_send(what, tensor, to, 0))
+
+    def receive(self, what: str, tensor: torch.Tensor, source: int) -> None:
+        """Fill ``tensor`` (on the CPU, without gaps) with what another rank gives to `send`."""
+        self.finish(what, self.begin_receive(what, tensor, source, 0))
+
+    def begin_send(self, what: str, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        """As `send`, from any thread; `finish` waits for its end. The other rank asks for it with the same ``tag``."""
+        return self._begin(what, "isend", tensor, self.members[to], tag=tag)
+
+    def begin_receive(self, what: str, tensor: torch.Tensor, source: int | None, tag: int) -> Any:
+        """As `receive`, from any thread; ``source`` None: from whichever rank comes next."""
+        return self._begin(what, "irecv", tensor, None if source is None else self.members[source], tag=tag)
+
+    def finish(self, what: str, begun: Any, *, is_patient: bool = False) -> None:
+        """Return when what was begun is over. ``is_patient``: however long that takes."""
         try:
-            call_torch(name, *args, group=self._group())
+            begun.wait(*([_LONG] if is_patient else []))
+        except (RuntimeError, ValueError) as error:
+            raise self._failed(what, error) from error
+
+    def source_of(self, received: Any) -> int:
+        """The rank from which what `begin_receive` began has come."""
+        return int(received._source_rank())
+
+    # ------------------------------------------------------------------------------------------------------------ waiting
+
+    def _run(self, what: str, name: str, *args: Any, meanwhile: Callable[[], None] | None = None) -> None:
+        """One of torch's collectives, until its end."""
+        begun = self._begin(what, name, *args, async_op=True)
+        if args[0].device.type != "cpu":  # the others have come to the meeting before; the device's stream waits
+            begun.wait()
+            return
+        if self.causes is not None:
+            self.causes.on_exchange(what)
+        while meanwhile is not None and not begun.is_completed():
+            meanwhile()
+            Latch().wait(_MEANWHILE_SECONDS)
+        while not self._is_over(what, begun):
+            why = None if self.causes is None else self.causes.why_absent(self.members)
+            if why is not None:
+                raise RankError(what, f"another rank does not come: {why}", rank=self.number, cure=_CURE)
+
+    def _is_over(self, what: str, begun: Any) -> bool:
+        try:
+            begun.wait(_LOOK)
+        except (RuntimeError, ValueError) as error:
+            if "Operation timed out" in str(error):  # of this wait: it goes on
+                return False
+            raise self._failed(what, error) from error
+        return True
+
+    def _begin(self, what: str, name: str, *args: Any, **options: Any) -> Any:
+        try:
+            return call_torch(name, *args, group=self._group(), **options)
         except (RuntimeError, ValueError) as error:  # the second where the default group has been destroyed
             raise self._failed(what, error) from error
 
@@ -501,3 +435,9 @@ class Ranks:
         doubt = self.causes.doubt if self.causes is not None else ""
         problem = f"another rank has ended, or did not come in time: {why}{doubt}"
         return RankError(what, problem, rank=self.number, cure=_CURE)
+
+
+def _shown(found: Sequence[Any], label: bytes) -> str:
+    """What a rank came with, that is not this label with as many values."""
+    text = found[2].rstrip(b"\0").decode(errors="replace")
+    return f"{found[1]} values" if found[2] == label else f"'{text}'"

@@ -41,7 +41,7 @@ def check_parts(mesh: Mesh, directory: Path) -> None:
         raise CheckpointError(
             directory,
             f"it is of a model in {' or '.join(others)} part(s), and here it is in {mesh.parts.num}",
-            cure="Divide the model as it was divided then (mpu, mesh_param)",
+            cure="Divide the model as it was divided then (mesh_param)",
         )
 
 

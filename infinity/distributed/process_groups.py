@@ -279,10 +279,25 @@ def group_timeout() -> timedelta | None:
 
 
 def group_of(members: Sequence[int] | None, look: Callable[[], None] = lambda: None, **kwargs: Any) -> Any:
-    """A group that takes tensors on the CPU, and waits as long as the default one. ``look``: called now and then meanwhile."""
+    """A group that takes tensors on the CPU and on the default one's devices, and waits as long as that.
+
+    ``look``: called now and then meanwhile.
+    """
     ranks, timeout = None if members is None else list(members), group_timeout()
-    make = functools.partial(torch.distributed.new_group, ranks, backend="gloo", timeout=timeout, **kwargs)
+    backend = ",".join(["cpu:gloo", *_backends_of_devices(None)])
+    make = functools.partial(torch.distributed.new_group, ranks, backend=backend, timeout=timeout, **kwargs)
     return _find_each_other(make, timeout, look)
+
+
+def has_backend_for(group: Any, device: torch.device) -> bool:
+    """Whether a group (None: the default one) exchanges tensors on the device as they are, not by way of host memory."""
+    return device.type == "cpu" or any(each.split(":")[0] == device.type for each in _backends_of_devices(group))
+
+
+def _backends_of_devices(group: Any) -> list[str]:
+    """As "cuda:nccl", those that a group has of devices with a memory of their own. gloo's go through host memory."""
+    config = str(call_torch("get_backend_config", *([] if group is None else [group])))
+    return [each for each in config.split(",") if not each.startswith("cpu:") and not each.endswith(":gloo")]
 
 
 def members_of(group: Any) -> tuple[int, ...]:

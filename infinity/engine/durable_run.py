@@ -179,7 +179,7 @@ class DurableRun:
         if before != [*share]:
             raise ModelError(
                 f"the durable run in '{self._path.parent}' divides states among {before[1]} processes, not {share[1]}",
-                cure="Set zero_optimization.stage, mics_shard_size and the mesh as they were, or name another "
+                cure="Set zero_optimization.stage and the mesh as they were, or name another "
                 "infinity.durable_path and load a checkpoint there",
             )
         commit_parts.check_layout(header["layout"], self._layout, str(self._path))

@@ -23,14 +23,12 @@ from typing import Any, NoReturn
 import torch
 
 from infinity.config import InfinityConfig
-from infinity.config.ranks import check_comm_hook
-from infinity.distributed.comm_hooks import MeanHook
 from infinity.engine.parts import Parts
 from infinity.engine.relayout import MakeParts, Relayout
 from infinity.engine.run_notes import RunNotes
 from infinity.engine.shutdown import Shutdown, leave
 from infinity.engine.train_batch import LossFunction, TrainBatch
-from infinity.errors import ConfigError, StepError
+from infinity.errors import StepError
 from infinity.loop.model_call import ModelCall
 from infinity.loop.phase import Phase
 from infinity.loop.scheduler_steps import step_arguments
@@ -67,7 +65,6 @@ class Engine(Relayout):
         self._untile: Callable[[], None] = lambda: None
         self._passed: PassedOptimizer | None = None
         self._style = parts.style
-        self._hook: MeanHook | None = None
         self._connect(parts)
         _engines.add(self)
 
@@ -83,7 +80,6 @@ class Engine(Relayout):
         self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.note_size)
         self._vertical = VerticalSchedule(parts.vertical, self._backwards, self._guard)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
-        self._stepper.gradients.take_hook(self._hook)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline, parts.exchange)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)
         parts.module_hooks.install(self, self._settled.gather, self._settled.scatter)
@@ -326,38 +322,6 @@ class Engine(Relayout):
                 self.counts.num_micro_batches,
             )
         (self.optimizer or self.module).zero_grad(set_to_none)
-
-    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """From now on ``hook(state, bucket)`` averages gradients over the processes: torch.distributed's communication hooks.
-
-        A bucket is of one unit. It holds fp32 in host memory, with fp16 times the loss scale, so the hook's process group has to
-        take that (gloo). What the hook allocates and keeps is beside the budget, and in no checkpoint: see ``__getstate__`` of
-        torch's ``PowerSGDState``. All processes call this, between two steps. One process alone has nothing to exchange, and
-        calls no hook.
-
-        Args:
-            state: the hook's own, such as a ``PowerSGDState``, or a process group.
-            hook: as for ``DistributedDataParallel.register_comm_hook``: returns a Future of what becomes of ``bucket.buffer()``.
-
-        Raises:
-            StepError: there is one already, or a step is under way.
-            ConfigError: the config divides gradients, or has 1-bit Adam's own exchange; or processes have different parts of
-                the model, and the state names no process group.
-            RankError: other processes have registered another, or none.
-        """
-        self._check_usable()
-        self._guard.check_whole()
-        if self._hook is not None:
-            cure = "Make one hook of both, or another engine"
-            raise StepError.order("engine.register_comm_hook()", "there is a communication hook already", cure=cure)
-        if self._mesh.is_divided and getattr(state, "process_group", state) is None:
-            raise ConfigError(
-                f"the communication hook's state names no process group, and processes have {self._mesh.parts.num} parts of the "
-                "model, which would all be averaged. Make it with infinity.deepspeed.utils.groups.get_data_parallel_group()"
-            )
-        check_comm_hook(self.config, hook, self._mesh.data, exchanges_momenta=self._stepper.exchanges_momenta)
-        self._hook = MeanHook(state, hook, self.global_rank)
-        self._stepper.gradients.take_hook(self._hook)
 
     # -------------------------------------------------------------------------------------- what the optimizer asks for
 

@@ -25,6 +25,11 @@ from infinity.plan.plan import Plan, Workload
 from infinity.updates.stepper import Stepper
 from infinity.vertical.schedule import VerticalSchedule
 
+NO_COMM_HOOKS = (
+    ': communication hooks are not supported. "communication_data_type": "bf16" halves the bytes of gradients'
+)
+"""What is said of DDP's method ``register_comm_hook``."""
+
 
 def _counter(name: str, text: str) -> Any:
     """An attribute of the engine that its `Accumulation` has."""
@@ -74,6 +79,8 @@ class LoopSettings(ModuleFacade):
 
     @staticmethod
     def _cure_of_absent(name: str) -> str:
+        if name == "register_comm_hook":
+            return NO_COMM_HOOKS
         return ". If it is a name of DeepSpeed's: infinity.deepspeed.initialize makes an engine that has those"
 
     # ---------------------------------------------------------------------------------------------------- batch sizes

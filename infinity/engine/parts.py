@@ -18,8 +18,8 @@ from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import zeros_on
 from infinity.device.host_memory import HeapTrimmer, free_share, process_bytes
-from infinity.distributed.meshes import Mesh, division_of
-from infinity.distributed.world import Numbered, num_local_processes, world
+from infinity.distributed.meshes import Mesh
+from infinity.distributed.world import Numbered, num_local_processes, subsets, world
 from infinity.engine.planned import check_same_layout, divide, durable_run_of, exchanges_momenta, make_plan
 from infinity.engine.resources import EngineResources
 from infinity.engine.settled_access import SettledAccess
@@ -135,12 +135,10 @@ class Parts:
             plan.inputs.sizes,
             None if self.durable is None else self.durable.directory,
             divided.shares if divided.has_parts_of_weights else None,
-            divided.among.sharers,
+            self.mesh.data,
         )
         undo.callback(self.storage.close)
-        self.exchange = WeightExchange(
-            divided.among, divided.shares, self.storage.weights, self.device, divided.holders
-        )
+        self.exchange = WeightExchange(self.mesh.data, divided.shares, self.storage.weights, self.device)
         undo.callback(self.exchange.leave)
         self.clock = StepClock(self.device, self.timeline)
 
@@ -279,7 +277,8 @@ class Parts:
         exchange: GradientExchange | None = None
         if divided.shares.is_divided:
             numbered = Numbered()  # each engine has process groups for this, which the next one takes over
-            apart = division_of(self.mesh, config.shard_size, f"gradients {numbered.number}")
+            parts = self.mesh.groups or (self.mesh.data.members,)
+            apart = subsets(parts, f"gradients {numbered.number}")[self.mesh.data.members]
             exchange = GradientExchange(apart, numbered, divided.shares, config.communication_dtype, self.device)
         dtype = torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32
         store = ReducedGradients(
@@ -295,7 +294,6 @@ class Parts:
             holds_back=momenta.is_active if momenta is not None else lambda: False,
             wire=config.communication_dtype,
             ranks=self.mesh.data,
-            sharers=divided.among.sharers,
             exchange=exchange,
         )
         if plan.placement.spills:

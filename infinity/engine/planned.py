@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from infinity.config import InfinityConfig
-from infinity.config.ranks import check_weight_group
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import on_drive
 from infinity.device.host_memory import FreeShare
 from infinity.distributed.collectives import Ranks
-from infinity.distributed.meshes import Division, Mesh, division_of, holders_of
+from infinity.distributed.meshes import Mesh
 from infinity.distributed.world import world
 from infinity.engine.commit_parts import persistent_buffers_of
 from infinity.engine.durable_run import DurableRun
@@ -40,10 +39,7 @@ class Divided:
     """What this process has of states and weights."""
 
     mesh: Mesh
-    among: Division
     shares: Shares
-    holders: Ranks
-    """Those that have the same weights as this process, where fewer divide weights than divide states."""
     has_parts_of_weights: bool
     """Whether weights that do not stay in memory are divided."""
 
@@ -95,18 +91,12 @@ def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[
 def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]:
     """Who has which part of states and weights; and the config, of which the time of updates may follow from that."""
     ranks = mesh.data
-    among = division_of(mesh, config.shard_size)
-    shares = Shares(among.sharers.index, among.sharers.num) if config.zero_stage > 0 else Shares()
-    holders = Ranks()
+    shares = Shares(ranks.index, ranks.num) if config.zero_stage > 0 else Shares()
     needs_all = mesh.is_divided or (ranks.num > 1 and not shares.is_divided)
     if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
     has_parts = config.zero_stage == 3 and shares.is_divided
-    if has_parts and config.weight_group_size is not None and config.weight_group_size < shares.num:
-        check_weight_group(config.weight_group_size, shares.num)
-        shares = replace(shares, among=config.weight_group_size)
-        holders = holders_of(mesh, config.shard_size, shares.among)
-    return Divided(mesh, among, shares, holders, has_parts), config
+    return Divided(mesh, shares, has_parts), config
 
 
 def make_plan(

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.device.compute import ComputeDevice
-from infinity.distributed.meshes import Division
+from infinity.distributed.collectives import Ranks
 from infinity.distributed.world import Numbered
 from infinity.errors import EngineClosedError
 from infinity.gradients.sources import GradientBuffer, GradientSource
@@ -133,18 +133,18 @@ class GradientExchange:
     """Exchanges units in the order in which they begin; see [Note: the exchange's thread], which has it until `stop`."""
 
     def __init__(
-        self, division: Division, numbered: Numbered, shares: Shares, wire: torch.dtype, device: ComputeDevice
+        self, ranks: Ranks, numbered: Numbered, shares: Shares, wire: torch.dtype, device: ComputeDevice
     ) -> None:
         """
         Args:
-            division: who divides states, in process groups that nobody else uses.
-            numbered: names those groups.
+            ranks: who divides states, in a process group that nobody else uses.
+            numbered: names that group.
             shares: which of them has which elements.
             wire: see `Ranks.reduce`.
             device: for the thread to enter; all memory is the host's.
         """
         self._device = device
-        self._division = division
+        self._ranks = ranks
         self._numbered = numbered
         self.shares = shares
         self._wire = wire
@@ -209,7 +209,7 @@ class GradientExchange:
     def _exchange(self, each: UnitExchange) -> None:
         slots = each.grads.unit.layout.slots
         flags = [IS_NEW * (slot.index in each.new) for slot in slots]
-        told = self._division.ranks.meet(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
+        told = self._ranks.meet(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
         *are_new, word, _ = (min(of_ranks) for of_ranks in zip(*told, strict=True))
         scaling = max(of_rank[-1] for of_rank in told)
         each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
@@ -231,17 +231,9 @@ class GradientExchange:
                     buffer.view(slot).zero_()
             spans = self.shares.spans(each.grads.unit)
             for start, stop in runs_of(each.found):
-                self._reduce(each.what, buffer.values, [clipped(span, start, stop) for span in spans])
+                parts = [clipped(span, start, stop) for span in spans]
+                self._ranks.reduce(each.what, buffer.values, parts, self._wire)
             each.owners = [self._collect(each, buffer, slot, spans) for slot in each.found]
-
-    def _reduce(self, what: str, values: torch.Tensor, shares: list[tuple[int, int]]) -> None:
-        """Each share's mean comes to all that have the share: to each of them a part, which goes to the others."""
-        groups = self._division.groups_of_copies
-        parts = [_part(shares[share], group, len(groups)) for share, group in self._division.places]
-        self._division.ranks.reduce(what, values, parts, self._wire)
-        if len(groups) > 1:
-            own = [_part(shares[self.shares.index], group, len(groups)) for group in groups]
-            self._division.copies.gather_in_memory(what, values, own, kind="gradients", dtype=self._wire)
 
     def _collect(self, each: UnitExchange, buffer: GradientBuffer, slot: Slot, spans: list[tuple[int, int]]) -> int:
         """One rank gets the whole mean of a parameter: one that has a part as large as any, in turns. Returns which."""
@@ -249,13 +241,8 @@ class GradientExchange:
         sizes = [stop - start for start, stop in parts]
         largest = [rank for rank, size in enumerate(sizes) if size == max(sizes)]
         owner = largest[(each.grads.unit.index + slot.index) % len(largest)]
-        self._division.sharers.collect(each.what, buffer.values, parts, owner)
+        self._ranks.collect(each.what, buffer.values, parts, owner)
         return owner
-
-
-def _part(span: tuple[int, int], index: int, num: int) -> tuple[int, int]:
-    start, stop = span
-    return start + (stop - start) * index // num, start + (stop - start) * (index + 1) // num
 
 
 # See [Note: how a group ends] in infinity.distributed.process_groups.

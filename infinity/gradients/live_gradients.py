@@ -31,7 +31,6 @@ class LiveGradients:
 
     def of(self, unit: Unit, slot: Slot) -> torch.Tensor:
         """The gradient, which the parameter has."""
-        self._gradients.check_averaged(unit, slot)
         own = self._held.own.get((unit.index, slot.index))
         if own is not None:
             return own.show()
@@ -49,7 +48,7 @@ class LiveGradients:
 
         def fetch() -> torch.Tensor:
             self._await_update(unit)
-            self._gradients.check_averaged(unit, slot)
+            self._gradients.make_whole(unit, slot)
             return self._gradients.show(unit).lend(slot)
 
         def replace(values: torch.Tensor) -> None:

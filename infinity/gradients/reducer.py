@@ -15,7 +15,6 @@ import torch
 
 from infinity.device.compute import gradient_norm
 from infinity.distributed.collectives import Ranks
-from infinity.distributed.comm_hooks import GradientBucket, MeanHook
 from infinity.errors import AccessError
 from infinity.gradients.gradient_exchange import IS_NEW, IS_UNSCALED, GradientExchange, ShareUpdates, UnitExchange
 from infinity.gradients.sources import FP32_BYTES, GradientBuffer
@@ -71,10 +70,9 @@ class ReducedGradients(GradientStore):
     What only some ranks have of a unit by then may yet come on others, as of a parameter that fires unexpectedly: its mean waits
     for the step. What `ShareUpdates` is told of is updated as it comes back.
 
-    Whoever looks at a gradient between that backward and the step would see parts of a mean, and gets an error instead. If
-    another backward comes before the step, or the user replaces a gradient, parts are put together to whole means, which all
-    ranks do at the same point of their scripts; so they do if they drop gradients whose exchange has begun, before the next
-    ones are added. In a plain loop gradients are whole after each backward.
+    If somebody looks at a gradient between that backward and the step, or replaces one, or another backward comes before the
+    step, parts are put together to whole means, which all ranks do at the same point of their scripts; so they do if they drop
+    gradients whose exchange has begun, before the next ones are added. In a plain loop gradients are whole after each backward.
 
     A norm has the bits of torch's only if one processor takes it of the whole gradient. So the parts of a parameter that lies
     in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
@@ -86,7 +84,6 @@ class ReducedGradients(GradientStore):
         ranks: Ranks,
         holds_back: Callable[[], bool],
         wire: torch.dtype,
-        sharers: Ranks | None = None,
         exchange: GradientExchange | None = None,
         **kwargs: Any,
     ) -> None:
@@ -96,19 +93,16 @@ class ReducedGradients(GradientStore):
             ranks: all that have the same part of the model.
             holds_back: whether no mean is computed before the step.
             wire: see `Ranks.reduce`.
-            sharers: who divides states; None: nobody does, and each rank needs all means.
-            exchange: of those.
+            exchange: where they divide states; None: each rank needs all means.
         """
         super().__init__(*args, **kwargs)
         self._ranks = ranks
         self._holds_back = holds_back
         self._wire = wire
-        self._sharers = sharers or Ranks()
         self._exchange = exchange
         if exchange is not None:
             when_gone(self, exchange.stop)
         self._shares = Shares() if exchange is None else exchange.shares
-        self._hook: MeanHook | None = None
         self._is_held_back = False
         """Whether a mean that would have been computed was not: from then until the step."""
         self._new: set[tuple[int, int]] = set()
@@ -142,8 +136,8 @@ class ReducedGradients(GradientStore):
 
     @property
     def _gives_shares(self) -> bool:
-        """Whether a mean is that of this rank's share alone: a hook averages whole gradients."""
-        return self._exchange is not None and self._hook is None
+        """Whether a mean is that of this rank's share alone."""
+        return self._exchange is not None
 
     def begin_means(self, step: int, updates: ShareUpdates | None = None) -> bool:
         """The last ``engine.backward`` of a step begins: `offer` tells of units that have all of its gradients.
@@ -358,7 +352,7 @@ class ReducedGradients(GradientStore):
         if not self._owned:
             return
         owned = [self._owned[key] for key in sorted(self._owned)]
-        of_sharers = self._sharers.meet(f"norms in step {step}", [bits for _, _, bits in owned])
+        of_sharers = self._ranks.meet(f"norms in step {step}", [bits for _, _, bits in owned])
         bits = [max(of_ranks) for of_ranks in zip(*of_sharers, strict=True)]
         norms = torch.tensor(bits, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
         for (grads, slot, _), norm in zip(owned, norms, strict=True):
@@ -401,11 +395,11 @@ class ReducedGradients(GradientStore):
         spans = self._shares.spans(grads.unit)
         for start, stop in runs_of(slots):
             parts = [clipped(span, start, stop) for span in spans]
-            self._sharers.gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
+            self._ranks.gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
         self.close_sum(grads.unit)
 
     def average_postponed(self) -> None:
-        """Another backward comes before the step: the mean of what was there before it is computed, if it has not been."""
+        """Gradients are used before the step: the mean of what is there is computed, if it has not been, and is whole."""
         if self._step is not None and self.is_in_parts:
             self.average(self._step)
 
@@ -461,16 +455,9 @@ class ReducedGradients(GradientStore):
         for new in found:
             with self._clock.waiting("ranks"):
                 buffer, runs = self._prepare(new)
-                if self._hook is not None:
-                    self._hook.average(what, _bucket(buffer, new, is_last=new is found[-1]))
-                else:
-                    for start, stop in runs:
-                        self._ranks.average(what, buffer.values[start:stop], self._wire)
+                for start, stop in runs:
+                    self._ranks.average(what, buffer.values[start:stop], self._wire)
                 self.close_sum(new.unit)
-
-    def take_hook(self, hook: MeanHook | None) -> None:
-        """From now on ``hook`` averages, of whole gradients; None: nothing but this does."""
-        self._hook = hook
 
     def replace(self, new: NewGradients, write: Callable[[GradientBuffer, float], None]) -> None:
         """``write`` gets the unit's gradients in memory and the loss scale they have, and puts what has none in their place."""
@@ -545,11 +532,12 @@ class ReducedGradients(GradientStore):
         is_all = agreed.keys() >= {slot.index for slot in self.slots_with_gradient(unit)}
         return agreed if is_all else {**super().norms_of(unit), **agreed}
 
-    def check_averaged(self, unit: Unit, slot: Slot) -> None:
-        """See that the gradient is not one of which only parts of the mean will ever be here.
+    def make_whole(self, unit: Unit, slot: Slot) -> None:
+        """Somebody looks at the gradient: if means are in parts, each rank gets all of them. All come here at the same point.
 
         Raises:
-            AccessError: it is.
+            AccessError: no mean of it is computed before the step, or the backward that does so goes on.
+            RankError: another rank has ended, does not come, or is elsewhere.
         """
         key = unit.index, slot.index
         if self._is_held_back and key in self._new:
@@ -559,18 +547,10 @@ class ReducedGradients(GradientStore):
                 "exchanged",
                 cure='Clip by "gradient_clipping" in the config; to look at gradients, train with Adam',
             )
-        is_new = self._is_last_over and key in self._new
-        if self._step is not None and (is_new or key in self._owned or self._is_held(self._grads[unit.index])):
+        self.average_postponed()
+        if self._step is not None and (key in self._owned or self._is_held(self._grads[unit.index])):
             raise AccessError.of_gradient(
                 slot.spec.fqn,
-                reason=f"engine.step() averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
-                cure="Set zero_optimization.stage to 0 to look at gradients before engine.step(), or call loss.backward() and "
-                "optimizer.step()",
+                reason=f"this backward averages it over {self._ranks.num} processes, of which each keeps a part of the mean",
+                cure="Look at gradients between engine.backward() and engine.step(), on all processes",
             )
-
-
-def _bucket(buffer: GradientBuffer, new: NewGradients, *, is_last: bool) -> GradientBucket:
-    slots = new.unit.layout.slots
-    parameters = [new.unit.parameters[slot.index] for slot in slots]
-    views, are_new = [buffer.view(slot) for slot in slots], [slot in new.slots for slot in slots]
-    return GradientBucket(new.unit.index, parameters, views, are_new, is_last=is_last)

@@ -198,10 +198,12 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             *(Setting(f"{name}.enabled", on, "precision", must_match=False) for name, on in narrow.items()),
         ]
         config = agreed(source, settings, drops=["managed_gradient_accumulation"])
-        if clip_val and (is_by_value or not self.is_distributed):  # Lightning clips, where it has whole gradients
+        if clip_val and (
+            is_by_value or not self.is_distributed
+        ):  # Lightning clips, which has all processes get all gradients
             config = load_config(dict(config), overrides={"gradient_clipping": 0.0})
         if self.is_distributed:
-            self._check_several(config, is_clipped_by_value=bool(clip_val) and is_by_value)
+            self._check_several()
         if config.compute_dtype is torch.float32:
             if precision not in ("32-true", "bf16-mixed"):
                 raise ConfigError(
@@ -213,13 +215,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         block = "bf16" if config.compute_dtype is torch.bfloat16 else "fp16"
         return load_config(dict(config), overrides={f"{block}.auto_cast": True})
 
-    def _check_several(self, config: InfinityConfig, *, is_clipped_by_value: bool) -> None:
-        if is_clipped_by_value and config.zero_stage:
-            raise ConfigError(
-                f'Trainer(gradient_clip_algorithm="value") with stage {config.zero_stage} on several processes: each has part of '
-                'the gradients. Take "norm", or stage 0',
-                key="zero_optimization.stage",
-            )
+    def _check_several(self) -> None:
         if self._layer_sync is not None:
             raise ConfigError(
                 "Trainer(sync_batchnorm=True) does not go with an engine: its layers would exchange data beside the engine. "
@@ -361,12 +357,6 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         config, is_by_norm = self.infinity_config(), gradient_clip_algorithm in (None, "norm")
         if clip_val <= 0 or (is_by_norm and clip_val == config.gradient_clipping):
             return  # the engine clips in the step
-        if config.zero_stage:
-            raise ConfigError(
-                f"gradients are clipped to {clip_val}, and with stage {config.zero_stage} each of several processes has part of "
-                "them. Pass gradient_clip_val to the Trainer, or set the key",
-                key="gradient_clipping",
-            )
         clip(optimizer, clip_val, gradient_clip_algorithm)
 
     # -------------------------------------------------------------------------------------------------------- checkpoints

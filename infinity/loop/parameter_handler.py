@@ -315,13 +315,15 @@ class ParameterHandler:
         """The gradient, or None without one.
 
         Raises:
-            AccessError: it was used up by an update in backward, or is averaged in the step.
+            AccessError: it was used up by an update in backward.
+            RankError: other ranks do not look at theirs.
         """
         unit, slot = self._parameter_map.locate(parameter)
         if not slot.spec.is_trainable:
             return plain_grad(parameter)
         self._pager.backwards.before_gradient_access(unit, slot)
         self._check_not_used_up(unit, slot)
+        self._stepper.gradients.make_whole(unit, slot)
         if slot not in self._stepper.gradients.slots_with_gradient(unit):
             return plain_grad(parameter)
         return self._live.of(unit, slot)

@@ -80,7 +80,7 @@ def predict(
     num_micro_batches = request.num_micro_batches
     is_divided = divides_weights(units)
     # Where all fit, units stay in memory, and processes bring each other what they have updated.
-    stay = sum(sizes) <= placement.weights_bytes and not any(unit.copied_numel for unit in units)
+    stay = sum(sizes) <= placement.weights_bytes
     simulation = simulate(
         order,
         sizes,
@@ -117,8 +117,7 @@ def predict(
         # Where weights are divided and not all fit, a unit makes room before its update.
         goes_before = is_divided and len(simulation.held) < len(units)
         held = frozenset(placement.resident_units) if goes_before else simulation.held
-        read += weight_itemsize * sum(units[index].updated_numel for index in on_nvme - held.union(just_used))
-    read += weight_itemsize * sum(units[index].updated_numel for index in on_nvme if units[index].copied_numel)
+        read += weight_itemsize * sum(units[index].written_numel for index in on_nvme - held.union(just_used))
     if request.optimizer_tier == "nvme":
         records = sum(
             request.record_format.stored_bytes(unit.state_numel - kept, unit.num_states, placement.chunk_numel)

@@ -285,8 +285,7 @@ def _state_names(unit: Unit, template: Template, updater: PieceUpdater) -> dict[
 def _size_of(unit: Unit, num_states: int, shares: Shares, *, divides_weights: bool) -> UnitSize:
     start, stop = shares.span(unit)
     kept_bytes = sum(stop - start for start, stop in shares.weight_spans(unit)) if divides_weights else None
-    held = sum(last - first for first, last in (shares.span(unit, rank) for rank in shares.holders))
-    return UnitSize.of(unit, num_states, stop - start, kept_bytes, held - (stop - start))
+    return UnitSize.of(unit, num_states, stop - start, kept_bytes)
 
 
 def experts_of_config(model: nn.Module, config: InfinityConfig) -> list[tuple[str, nn.Module, list[str]]]:

@@ -49,7 +49,7 @@ def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
     """
 
     def gain(index: int) -> tuple[bool, float, int]:
-        unit = replace(units[index], weight_share_bytes=None, copied_numel=0)
+        unit = replace(units[index], weight_share_bytes=None)
         return unit.is_routed, -request.saved_by_weights(unit) / max(unit.weight_bytes, 1), -unit.weight_bytes
 
     return sorted(spread(len(units)), key=gain)

@@ -54,8 +54,6 @@ class UnitSize:
     """Of how many trainable elements this process keeps main weights and states; None: of all."""
     weight_share_bytes: int | None = None
     """Of how many bytes of its weights this process has them where they do not stay in memory; None: of all."""
-    copied_numel: int = 0
-    """Of how many trainable elements it has the weights only, and others update them."""
     is_routed: bool = False
     """Whether only some micro-batches need it, and nothing else: an expert whose weights no step changes without a token."""
     packed_bytes: int | None = None
@@ -71,11 +69,6 @@ class UnitSize:
     @property
     def written_numel(self) -> int:
         """Elements of the trainable segment whose new weights this process writes in a step."""
-        return self.updated_numel + self.copied_numel
-
-    @property
-    def updated_numel(self) -> int:
-        """Those of them that its updates read, where they do, and that other processes get."""
         return self.trainable_numel if self.weight_share_bytes is None else self.state_numel
 
     @property
@@ -90,7 +83,6 @@ class UnitSize:
         num_states: int,
         share_numel: int | None = None,
         weight_share_bytes: int | None = None,
-        copied_numel: int = 0,
     ) -> UnitSize:
         """The size of a unit with so many per-element states."""
         layout = unit.layout
@@ -108,7 +100,6 @@ class UnitSize:
             layer,
             share_numel,
             weight_share_bytes,
-            copied_numel,
             packed_bytes=stored.num_bytes if stored.packed_bytes else None,
         )
 

@@ -4,7 +4,7 @@ Knows where shares lie and in which memory they may be found; must not know when
 
     extent of a unit, on rank r:  the bytes `Shares.weight_spans(unit, r)` of its flat buffer, one after the other
 
-A fetch reads this rank's share into its place in the flat buffer, and asks the others of its group for theirs
+A fetch reads this rank's share into its place in the flat buffer, and asks the others for theirs
 (`infinity.distributed.pulls`). For a device with a memory of its own, a unit is put together in a page of host memory as large
 as the largest one, and goes to its flat buffer from there, in a thread apart (`Uploader`). What others ask for comes from
 memory where it can: from where a unit is put together, until all of that has come; from one of a few copies of shares that
@@ -199,7 +199,7 @@ class DividedWeights(WeightStore):
         self._pulls.release(self._number, unit.index)
         others = {
             rank: [target[start:stop] for start, stop in self._shares.weight_spans(unit, rank)]
-            for rank in self._shares.group
+            for rank in range(self._shares.num)
             if rank != self._shares.index
         }
         targets = {rank: pieces for rank, pieces in others.items() if pieces}
@@ -216,11 +216,7 @@ class DividedWeights(WeightStore):
         """All of the unit has come: where it was put together is somebody else's from now on."""
         with self._lock:
             reading = self._readings.pop(unit.index, None)
-            if (
-                reading is not None
-                and reading.num_given < len(self._shares.group) - 1
-                and unit.index not in self._copies
-            ):
+            if reading is not None and reading.num_given < self._shares.num - 1 and unit.index not in self._copies:
                 self._copy(unit, reading, self._next_copy(unit))
 
     def _copy(self, unit: Unit, reading: _Reading, copy: _Copy) -> None:

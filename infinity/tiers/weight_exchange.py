@@ -4,9 +4,9 @@ Knows units, shares and where weights rest; must not know what an update is. Onl
 order that follows from model and script alone: see [Note: ranks] in ``infinity.distributed.collectives``.
 
 [Note: changing divided weights] Where each rank keeps its share of a unit alone (`infinity.tiers.divided_weights`), it writes
-new weights of that, and sends them to nobody but those that have the same ones in other groups. But others fetch them when they
-like. (What is in the memory of all ranks they bring each other: `gather_in_memory`.) So all ranks meet before, with no fetch of
-the unit under way (`before`), and after all have written (`gather`, `after`): what is fetched is from before, or from after.
+new weights of that, and sends them to nobody. But others fetch them when they like. (What is in all ranks' memory they bring
+each other: `gather_in_memory`.) So all ranks meet before, with no fetch of the unit under way (`before`), and after all have
+written (`gather`, `after`): what is fetched is from before, or from after.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 
 from infinity.device.compute import ComputeDevice
 from infinity.distributed.collectives import Ranks
-from infinity.distributed.meshes import Division
 from infinity.errors import RankError
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.weight_store import WeightStore
@@ -40,23 +39,19 @@ class WeightExchange:
 
     def __init__(
         self,
-        division: Division,
+        ranks: Ranks,
         shares: Shares,
         weights: WeightStore | None,
         device: ComputeDevice,
-        holders: Ranks | None = None,
     ) -> None:
         """
         Args:
-            division: who exchanges: those that divide states.
+            ranks: those that divide states.
             shares: which of them has the weights of which elements.
             weights: where weights rest that do not stay in flat buffers; None if all stay there.
             device: where flat buffers are.
-            holders: those that have the same weights as this rank, where weights are divided; None: this one alone.
         """
-        self.division = division
-        self._holders = holders or Ranks()
-        self.ranks = division.sharers
+        self.ranks = ranks
         self.shares = shares
         self._weights = weights
         self._device = device
@@ -132,26 +127,21 @@ class WeightExchange:
         """
         for unit in units:
             if not self.divides(unit):
-                self._gather(unit, self.ranks, range(self.shares.num), in_memory=True, at_rest=True)
-            elif not self._is_replacing:
-                self._gather(unit, self._holders, self.shares.holders, in_memory=False, at_rest=True)
+                self._gather(unit, in_memory=True, at_rest=True)
         self.after(units)
         for unit in units:
             self._renew(unit)
 
     def kept_by_all(self, units: Sequence[Unit]) -> set[Unit]:
-        """Those of these divided units that are in the memory of all ranks, which all come here.
-
-        None where this rank keeps weights that others update: it finds those where they rest, and nowhere else.
-        """
-        if not units or self._holders.num > 1:
+        """Those of these divided units that are in the memory of all ranks, which all come here."""
+        if not units:
             return set()
         found = self.ranks.meet("changing weights in memory", [unit.flat is not None for unit in units])
         return {unit for unit, *kept in zip(units, *found, strict=True) if all(kept)}
 
     def gather_in_memory(self, unit: Unit) -> None:
         """What is in memory of a divided unit gets what each rank has updated. As `gather`, for one that all ranks keep."""
-        self._gather(unit, self.ranks, range(self.shares.num), in_memory=True, at_rest=False)
+        self._gather(unit, in_memory=True, at_rest=False)
 
     def _renew(self, unit: Unit) -> None:
         """What is in memory of a divided unit gets what other ranks have written."""
@@ -175,18 +165,15 @@ class WeightExchange:
         if isinstance(self._weights, DividedWeights):
             self._weights.stop()
 
-    def _gather(self, unit: Unit, ranks: Ranks, numbers: Sequence[int], *, in_memory: bool, at_rest: bool) -> None:
-        """What ``ranks`` have updated goes to all of them: to what is in memory, or where it rests, or both.
-
-        ``numbers``: of their shares.
-        """
-        if len(numbers) == 1 or unit.layout.trainable is None:
+    def _gather(self, unit: Unit, *, in_memory: bool, at_rest: bool) -> None:
+        """What each rank has updated goes to all: to what is in memory, or where it rests, or both."""
+        if not self.shares.is_divided or unit.layout.trainable is None:
             return
         if unit.arrival is not None:
             unit.arrival.wait()  # what it brings was read before the others' shares are written
         what = f"gathering the weights of {unit.name}"
-        spans = [self.shares.span(unit, number) for number in numbers]
-        ranks.meet(what, [number for span in spans for number in span])
+        spans = self.shares.spans(unit)
+        self.ranks.meet(what, [number for span in spans for number in span])
         flat = None
         if in_memory and unit.flat is not None:
             flat = unit.trainable_view(unit.flat.tensor())
@@ -195,8 +182,7 @@ class WeightExchange:
 
         def read(start: int, target: torch.Tensor) -> None:
             if flat is not None:
-                source = flat[start : start + target.numel()]
-                self._device.synchronize(self._device.download(target, source, self._device.mark()))
+                self._copy(target, flat[start : start + target.numel()])
             elif rests is not None:
                 handle = rests.read_chunk(unit, _chunk(start, target), target)
                 if handle is not None:
@@ -204,22 +190,31 @@ class WeightExchange:
 
         def write(start: int, found: torch.Tensor) -> None:
             if flat is not None:
-                self._device.synchronize(
-                    self._device.upload(flat[start : start + found.numel()], found, self._device.mark())
-                )
+                self._copy(flat[start : start + found.numel()], found)
             if at_rest and rests is not None:
-                copy = found.clone()  # the memory it came in is used again
+                copy = found.to("cpu", copy=True)  # the memory it came in is used again
                 handle = rests.write_chunk(unit, _chunk(start, copy), copy)
                 if handle is not None:
                     pending.append((handle, copy))
             while len(pending) > _MOST_PENDING:
                 pending.popleft()[0].wait()
 
-        ranks.gather_parts(what, spans, read, write, dtype=unit.layout.trainable.dtype, kind="weights")
+        place = "cpu" if flat is None else flat.device
+        dtype = unit.layout.trainable.dtype
+        self.ranks.gather_parts(what, spans, read, write, dtype=dtype, kind="weights", device=place)
         for handle, _ in pending:
             handle.wait()
         if flat is not None:
             unit.outdate()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """On the device where both are there, else between it and host memory."""
+        if target.device == source.device and target.device.type != "cpu":
+            target.copy_(source)
+        elif target.device.type == "cpu":
+            self._device.synchronize(self._device.download(target, source, self._device.mark()))
+        else:
+            self._device.synchronize(self._device.upload(target, source, self._device.mark()))
 
 
 def _chunk(start: int, values: torch.Tensor) -> Chunk:

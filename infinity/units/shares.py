@@ -6,12 +6,6 @@ Pure arithmetic: knows layouts and numbers of ranks; must not know processes, fi
     |     place 0     |     place 1     |     place 2     |     place 3     |
     rank r has the place (r + index of the unit) modulo the number of ranks: so what cannot be divided evenly goes around
 
-Weights may be divided among fewer (`among`): so many ranks, one after the other, are a group that has all weights, and each of
-it has the shares of those at its place in all groups.
-
-    weights of 4 ranks, 2 of which are a group
-    |    ranks 0, 2   |    ranks 1, 3   |    ranks 2, 0   |    ranks 3, 1   |
-
 A share follows from the model, its units and the number of ranks alone, never from budgets or drives: all ranks know those
 of all.
 """
@@ -19,7 +13,7 @@ of all.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from infinity.units.layout import CHUNK_GRANULE, SEGMENT_GRANULE_BYTES, SLOT_GRANULE, Slot
 from infinity.units.unit import Unit
@@ -34,8 +28,6 @@ class Shares:
 
     index: int = 0
     num: int = 1
-    among: int = 0
-    """So many ranks divide weights where those are divided, too: it divides ``num``. 0: all of them."""
 
     @property
     def is_divided(self) -> bool:
@@ -51,36 +43,22 @@ class Shares:
         """
         return self._part(unit, unit.layout.trainable_numel, CHUNK_GRANULE, rank)
 
-    @property
-    def group(self) -> range:
-        """The ranks among which this one divides weights."""
-        size = self.among or self.num
-        return range(self.index // size * size, (self.index // size + 1) * size)
-
-    @property
-    def holders(self) -> range:
-        """The ranks that have the same weights as this one: one of each group."""
-        size = self.among or self.num
-        return range(self.index % size, self.num, size)
-
     def weight_spans(self, unit: Unit, rank: int | None = None) -> list[tuple[int, int]]:
         """Bytes [start, stop) of the unit's flat buffer that a rank keeps where weights are divided, too, in order.
 
-        Of the trainable segment, those of `span`; of each frozen one as large a part; both of all `holders`. Without any, the
-        list is empty. The ranks of a group together have each byte once, and all numbers are multiples of
-        SEGMENT_GRANULE_BYTES.
+        Of the trainable segment, those of `span`; of each frozen one as large a part. Without any, the list is empty. The
+        ranks together have each byte once, and all numbers are multiples of SEGMENT_GRANULE_BYTES.
 
         Args:
             unit: whose.
             rank: whose share; None: that of this process.
         """
         found = []
-        holders = replace(self, index=self.index if rank is None else rank).holders
         for segment in unit.layout.segments:
             granule = CHUNK_GRANULE * segment.dtype.itemsize if segment.is_trainable else SEGMENT_GRANULE_BYTES
-            for start, stop in sorted(self._part(unit, segment.num_bytes, granule, holder) for holder in holders):
-                if start < stop:
-                    found.append((segment.start_bytes + start, segment.start_bytes + stop))
+            start, stop = self._part(unit, segment.num_bytes, granule, rank)
+            if start < stop:
+                found.append((segment.start_bytes + start, segment.start_bytes + stop))
         return found
 
     def _part(self, unit: Unit, total: int, granule: int, rank: int | None) -> tuple[int, int]:

@@ -70,7 +70,7 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def _config(directory: Path, stage: int = 3, tier: str = "nvme", near: int = 1, **changes: Any) -> dict[str, Any]:
+def _config(directory: Path, stage: int = 3, tier: str = "nvme", **changes: Any) -> dict[str, Any]:
     where = {"device": tier, "nvme_path": str(directory)}
     return {
         "train_micro_batch_size_per_gpu": 4,
@@ -79,7 +79,6 @@ def _config(directory: Path, stage: int = 3, tier: str = "nvme", near: int = 1, 
             "stage": stage,
             "offload_param": where,
             "offload_optimizer": {"device": "cpu"},
-            "zero_hpz_partition_size": near,
         },
         "infinity": {"keep_in_memory": False},
     } | changes
@@ -107,7 +106,7 @@ def _step(engine: Any, rank: int, number: int) -> torch.Tensor:
     [
         (2, {}),
         (4, {"bf16": {"enabled": True}}),
-        (4, {"bf16": {"enabled": True}, "near": 2}),
+        (4, {"bf16": {"enabled": True}}),
         (2, {"tier": "none"}),
         (3, {"tier": "cpu"}),
     ],

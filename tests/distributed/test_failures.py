@@ -147,8 +147,14 @@ def test_a_rank_that_is_elsewhere_is_found_by_all(tmp_path: Path) -> None:
         engine.step()
 
     first, second = run_ranks(2, train, tmp_path)
-    assert "RankError: rank 0, the parameter groups in step 0: rank 1 came with something else" in first
-    assert "RankError: rank 1, averaging gradients in step 0: rank 0 came with something else" in second
+    assert (
+        "RankError: rank 0, the parameter groups in step 0: rank 1 came with 'averaging gradients in step 0', its meeting"
+        in first
+    )
+    assert (
+        "RankError: rank 1, averaging gradients in step 0: rank 0 came with 'the parameter groups in step 0', its meeting"
+        in second
+    )
 
 
 def test_a_gradient_that_one_rank_changed_updates_nothing(tmp_path: Path) -> None:

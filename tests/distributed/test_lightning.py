@@ -158,10 +158,10 @@ def test_checkpoints_and_resuming(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 def test_manual_optimization(tmp_path: Path) -> None:
-    """In stage 0 gradients are means after each backward, as in DDP, so the script may clip them."""
+    """Gradients are whole for a script that clips them, in stage 2, too."""
 
     def train(rank: int) -> None:
-        for stage, clips in ((0, True), (2, False)):
+        for stage, clips in ((0, True), (2, True), (2, False)):
             modules = [Module(is_manual=True, clips=clips) for _ in range(2)]
             expected, _ = _fit(tmp_path, "ddp", module=modules[0])
             config = {"zero_optimization": {"stage": stage}}
@@ -172,21 +172,25 @@ def test_manual_optimization(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
+def test_clipping_by_value(tmp_path: Path) -> None:
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+
+    def train(rank: int) -> None:
+        expected, _ = _fit(tmp_path, "ddp", **options)
+        for stage in (0, 2):
+            found, _ = _fit(tmp_path, Strategy(config={"zero_optimization": {"stage": stage}}), **options)
+            _require_same(found, expected.losses, dict(expected.state_dict()))
+
+    _run(train, tmp_path)
+
+
+@pytest.mark.deep
 def test_what_is_refused(tmp_path: Path) -> None:
     def train(rank: int) -> None:
         with pytest.raises(ConfigError, match=r"counts 1 process\(es\), and 2 train together"):
             _fit(tmp_path, "infinity_stage_1", devices=1)
-        with pytest.raises(ConfigError, match='Take "norm", or stage 0'):
-            _fit(tmp_path, "infinity_stage_1", gradient_clip_val=1.0, gradient_clip_algorithm="value")
         with pytest.raises(ConfigError, match="sync_batchnorm"):
             _fit(tmp_path, "infinity_stage_1", sync_batchnorm=True)
-
-        class Clipping(pytorch.Callback):  # type: ignore[misc, name-defined]
-            def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-                module.clip_gradients(optimizer, 0.5, "norm")
-
-        with pytest.raises(ConfigError, match="Pass gradient_clip_val to the Trainer"):
-            _fit(tmp_path, "infinity_stage_1", callbacks=[Clipping()])
 
     _run(train, tmp_path)
 

@@ -154,7 +154,7 @@ def test_gradients_dropped_on_one_rank_alone_are_an_error_on_all(tmp_path: Path)
     def train(rank: int) -> None:
         engine = infinity.initialize(model=Deep(), config=deep_config(tmp_path, 2))[0]
         engine.backward(_loss(engine, rank, 0))
-        with pytest.raises(RankError, match="came with something else"):
+        with pytest.raises(RankError, match=r"rank \d came with '"):
             if rank == 0:
                 engine.zero_grad()
                 engine.backward(_loss(engine, rank, 1))

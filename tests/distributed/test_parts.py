@@ -90,14 +90,13 @@ def _groups(rank: int) -> tuple[Any, Any]:
     return data, tensor
 
 
-def _mpu(data: Any, **ranks: int) -> Any:
-    return SimpleNamespace(
-        get_data_parallel_group=lambda: data, **{name: lambda rank=rank: rank for name, rank in ranks.items()}
-    )
+def _mpu(data: Any) -> Any:
+    return SimpleNamespace(get_data_parallel_group=lambda: data)
 
 
-def _tensor_mpu(rank: int, data: Any) -> Any:
-    return _mpu(data, get_tensor_model_parallel_rank=rank % 2)
+def _tensor_mesh() -> Any:
+    """Of four processes the data dimension and that of tensor ranks, which lie beside each other."""
+    return _mesh("dp", "tp")
 
 
 def _model(tensor: Any, rank: int, **how: bool) -> nn.Module:
@@ -175,16 +174,12 @@ class _Plain:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("is_mesh", [False, True])
-def test_tensor_parallelism_beside_ddp(stage: int, is_mesh: bool, tmp_path: Path) -> None:
+def test_tensor_parallelism_beside_ddp(stage: int, tmp_path: Path) -> None:
     def train(rank: int) -> None:
         data, tensor = _groups(rank)
-        who: dict[str, Any] = {"mpu": _tensor_mpu(rank, data)}
-        if is_mesh:
-            who = {"mesh_param": dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))}
         config = _config(tmp_path)
         config["zero_optimization"]["stage"] = stage
-        engine = infinity.deepspeed.initialize(model=_model(tensor, rank), config=config, **who)[0]
+        engine = infinity.deepspeed.initialize(model=_model(tensor, rank), config=config, mesh_param=_tensor_mesh())[0]
         assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (4, 2, 2)
         assert (engine.get_data_parallel_rank(), engine.get_tensor_parallel_rank()) == (rank // 2, rank % 2)
         assert engine.gradient_accumulation_steps() == 2
@@ -287,9 +282,9 @@ def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) 
     """A zero bias is the same on all at first, and so are layer norms: values alone do not tell what is a part."""
 
     def train(rank: int) -> None:
-        data, tensor = _groups(rank)
+        _, tensor = _groups(rank)
         model = _model(tensor, rank, **{forgotten: False})
-        engine = infinity.initialize(model=model, config=_config(tmp_path), mpu=_tensor_mpu(rank, data))[0]
+        engine = infinity.initialize(model=model, config=_config(tmp_path), mesh_param=_tensor_mesh())[0]
         before = engine.module.state_dict()
         name = "0.rows" if forgotten == "is_marked" else "0.bias"  # what comes from the layers above
         with pytest.raises(
@@ -303,8 +298,9 @@ def test_a_norm_that_would_be_wrong_is_an_error(forgotten: str, tmp_path: Path) 
     require_ranks(4, train, tmp_path)
 
 
-def _other_groups(rank: int) -> Any:
-    return [dist.new_group([0, 1]), dist.new_group([0, 1, 2, 3])][rank > 1]
+def _other_mesh(rank: int) -> Any:
+    meshes = _mesh("dp", "tp"), _mesh("tp", "dp")
+    return meshes[rank > 1]
 
 
 def _mesh(*names: str) -> Any:
@@ -316,19 +312,18 @@ def _mesh(*names: str) -> Any:
 @pytest.mark.parametrize(
     ("who", "error", "message"),
     [
-        (lambda rank: {"mpu": _mpu(_other_groups(rank))}, ConfigError, "those do not say so"),
-        (lambda rank: {"mpu": _mpu(_groups(rank)[0])}, ConfigError, r"get_tensor_model_parallel_rank\(\) or"),
-        (lambda rank: {"mpu": object()}, ConfigError, "for a DeviceMesh, pass mesh_param="),
+        (lambda rank: {"mesh_param": _other_mesh(rank)}, ConfigError, "those do not say so"),
         (
-            lambda rank: {"mpu": _mpu(None, get_sequence_parallel_world_size=2)},
+            lambda rank: {"mpu": _mpu(_groups(rank)[0])},
             ConfigError,
-            "sequences that are divided",
+            "parts by mpu are not supported.* pass mesh_param=",
         ),
+        (lambda rank: {"mpu": object()}, ConfigError, "pass mesh_param=, a DeviceMesh"),
         (lambda rank: {"mesh_param": (2, 2)}, ConfigError, r"or pass \(4, 1\)"),
         (lambda rank: {"mesh_param": _mesh()}, ConfigError, "Pass mesh_dim_names"),
         (lambda rank: {"mesh_param": _mesh("dp", "cp")}, ConfigError, "dimension 'cp'"),
         (lambda rank: {"mesh_param": _mesh("dp", "tp")["dp"]}, ConfigError, "the DeviceMesh of all processes"),
-        (lambda rank: {"mpu": _mpu(None)} if rank else {}, RankError, "came with something else"),
+        (lambda rank: {"mpu": _mpu(None)} if rank else {}, RankError, r"rank \d came with '"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_all(who: Any, error: Any, message: str, tmp_path: Path) -> None:
@@ -379,9 +374,9 @@ def test_a_step_that_overflows_in_one_part_is_skipped_by_all(tmp_path: Path) -> 
 
 
 def _tensor_engine(rank: int, directory: Path, **changes: Any) -> Any:
-    data, tensor = _groups(rank)
+    _, tensor = _groups(rank)
     config = _config(directory, **changes)
-    return infinity.initialize(model=_model(tensor, rank), config=config, mpu=_tensor_mpu(rank, data))[0]
+    return infinity.initialize(model=_model(tensor, rank), config=config, mesh_param=_tensor_mesh())[0]
 
 
 @pytest.mark.deep
@@ -503,12 +498,12 @@ def _seed_again(seed: int) -> None:
 @pytest.mark.deep
 def test_exports_gathered_weights_and_samples_of_a_part(tmp_path: Path) -> None:
     def train(rank: int) -> None:
-        data, tensor = _groups(rank)
+        _, tensor = _groups(rank)
         samples = [(torch.full((_WIDTH,), float(i)), torch.zeros(_WIDTH)) for i in range(8)]
         engine, _, loader, _ = infinity.initialize(
             model=_model(tensor, rank),
             config=_config(tmp_path),
-            mpu=_tensor_mpu(rank, data),
+            mesh_param=_tensor_mesh(),
             training_data=samples,
         )
         own = torch.cat([x[:, 0] for x, _ in loader])

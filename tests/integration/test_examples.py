@@ -22,6 +22,8 @@ _PRINTS = {
     "hf_trainer": [r"step 8: loss (\d\.\d+) with the engine, \1 without", "losses equal: True"],
     "lightning_classifier": [r"accuracy: 0\.[6-9]\d \(guessing: 0\.25\)"],
     "ray_train": ["killed and begun again: True", "weights equal: True"],
+    "tensor_parallel": ["rank 0 has 64 of 128 rows", "rank 1 has 64 of 128 rows", "but for the last bits: True"],
+    "pipeline_stages": [r"loss \d\.\d+, then \d\.\d+\. It fell: True"],
     "two_processes": ["rank 0 of 2: loss", "rank 1 of 2: loss", "weights equal on both: True"],
 }
 """What each has to print, as patterns."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -64,8 +63,7 @@ def test_what_is_given_and_kept_is_what_it_is_after_the_updates(shape: tuple[int
     weights = unit.trainable_view(flat.tensor())
     weights.fill_(_BEFORE)
     shares = Shares(index, 3)
-    division = cast(Any, SimpleNamespace(sharers=ranks))
-    exchange = WeightExchange(division, shares, None, device)
+    exchange = WeightExchange(ranks, shares, None, device)
     weights.fill_(_AFTER)  # an update, of which nobody on the host has seen the end
     exchange.gather([unit])
     start, stop = shares.span(unit)

@@ -224,6 +224,7 @@ _NOT_FOR_THE_DEVICE = (
     "infinity/vertical/handoff.py",
     "infinity/distributed/agreement.py",
     "infinity/distributed/bounded.py",
+    "infinity/distributed/causes.py",
     "infinity/distributed/pulls.py",
     "infinity/distributed/process_groups.py",
 )

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from infinity.config.schema.block import Block, Count, Flag, NoEffect
 from infinity.config.schema.directories import parse_directories
 from infinity.config.schema.inert import with_inert_keys
-from infinity.config.schema.quantities import parse_bytes, parse_choice, parse_count
+from infinity.config.schema.quantities import parse_bytes, parse_choice
 from swapper.volumes.directory import Directory
 
 EXACT_EXCHANGE = (
@@ -58,14 +58,6 @@ class ZeroBlock(Block):
     it as 3. Where it is not written: 3 if `offload_param` or `offload_optimizer` names a device, else 0, as in DeepSpeed."""
     offload_param: OffloadBlock = OffloadBlock()
     offload_optimizer: OffloadBlock = OffloadBlock()
-
-    zero_hpz_partition_size: Count = 1
-    """In stage 3 so many processes, one after the other in their order, divide weights, and each such group has all of them: what
-    is fetched stays inside it. Optimizer states are divided among all. It must divide their number; where it is not less, or 0
-    or 1, it changes nothing. Nor does it for weights that GPUs have whole (`offload_param` "none")."""
-    mics_shard_size: Annotated[int, BeforeValidator(parse_count)] = -1
-    """Hybrid sharding: so many processes, one after the other in their order, divide states (and weights in stage 3) among
-    them, and each such group has all of it. It must divide the number of processes. -1 or 0: all are one group."""
 
     zero_quantized_weights: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False
     zero_quantized_gradients: Annotated[Flag, NoEffect(EXACT_EXCHANGE, silent=(False,))] = False

@@ -19,14 +19,14 @@ from torch.utils import checkpoint as torch_checkpoint
 from infinity.config.schema.blocks import ActivationCheckpointingBlock
 from infinity.deepspeed.contents.accelerator import get_accelerator
 from infinity.deepspeed.contents.config import DeepSpeedConfig
-from infinity.distributed.meshes import tensor_rank
+from infinity.distributed.meshes import current_mesh
 from infinity.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _TRACKED = "model-parallel-rng"
 
 
-_configured = SimpleNamespace(settings=ActivationCheckpointingBlock(), mpu=None, is_made=False)
+_configured = SimpleNamespace(settings=ActivationCheckpointingBlock(), is_made=False)
 """What `configure` was told last."""
 
 
@@ -115,7 +115,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 
 def _part_seed(seed: int) -> int:
-    return seed + 2718 + tensor_rank(_configured.mpu)
+    return seed + 2718 + current_mesh().place.tensor
 
 
 class _Run:
@@ -222,7 +222,7 @@ def configure(
     """Say how `checkpoint` works from now on. What is not given is taken from ``deepspeed_config``, or off.
 
     Args:
-        mpu_: says which part of the model this process has, from which `model_parallel_cuda_manual_seed` takes its seed.
+        mpu_: taken as DeepSpeed takes it, without effect: `model_parallel_cuda_manual_seed` goes by ``mesh_param``.
         deepspeed_config: a config as `infinity.load_config` takes it; its block ``activation_checkpointing`` counts.
         partition_activations, contiguous_checkpointing, num_checkpoints: checked, without effect: they divide activations
             between processes.
@@ -249,7 +249,7 @@ def configure(
         raise ConfigError("contiguous checkpointing needs partition_activations. Set both to true, or neither")
     if settings.contiguous_memory_optimization and settings.number_checkpoints is None:
         raise ConfigError("contiguous checkpointing needs the number of checkpoints. Give num_checkpoints")
-    _configured.settings, _configured.mpu, _configured.is_made = settings, mpu_, True
+    _configured.settings, _configured.is_made = settings, True
 
 
 def _change(**changes: Any) -> None:

@@ -133,7 +133,7 @@ def _of_zero(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
         "zero_config": SimpleNamespace(**values),
         "zero_optimization_stage": read.zero_stage,
         "zero_enabled": read.zero_stage > 0,
-        "mics_shard_size": block.mics_shard_size,
+        "mics_shard_size": values["mics_shard_size"],
     }
 
 

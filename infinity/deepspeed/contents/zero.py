@@ -13,7 +13,7 @@ from infinity.loop.gathered_parameters import GatheredParameters as GatheredPara
 from infinity.units.parameter import ZeroParamStatus as ZeroParamStatus
 
 MiCS_Init = Init
-"""Groups follow from the config's ``mics_shard_size``, and weights are divided in `infinity.initialize`."""
+"""Weights are divided in `infinity.initialize`, among all processes with the same part of the model."""
 
 
 class ZeroParamType(Enum):

@@ -52,34 +52,20 @@ def test_chunks_of_all_shares_are_the_whole(num: int) -> None:
         assert not any(chunk.start < border < chunk.stop for chunk in found)
 
 
-@given(
-    num_groups=st.integers(1, 4),
-    among=st.integers(1, 9),
-    index=st.integers(0, 20),
-    sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=6),
-)
-def test_each_byte_of_weights_has_one_keeper_in_each_group(
-    num_groups: int, among: int, index: int, sizes: list[int]
-) -> None:
+@given(num=st.integers(1, 9), index=st.integers(0, 20), sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=6))
+def test_each_byte_of_weights_has_one_keeper(num: int, index: int, sizes: list[int]) -> None:
     dtypes = [torch.bfloat16, torch.float64, torch.uint8]
     specs = [
         ParameterSpec(f"p{i}", (size,), (1,), dtypes[i % 3], is_trainable=i % 3 == 0) for i, size in enumerate(sizes)
     ]
     parameters = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in sizes]
     unit = Unit(index, "unit", parameters, UnitLayout(specs))
-    num = num_groups * among
-    for number in range(num_groups):
-        shares = Shares(number * among, num, among)
-        assert list(shares.group) == [*range(number * among, (number + 1) * among)]
-        spans = sorted(span for rank in shares.group for span in shares.weight_spans(unit, rank))
-        assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
-        assert spans[-1][1] == unit.num_bytes
-        for bounds in spans:
-            assert bounds[0] < bounds[1] and all(bound % SEGMENT_GRANULE_BYTES == 0 for bound in bounds)
-    for rank in range(num):
-        shares = Shares(rank, num, among)
-        assert rank in shares.holders and len(shares.holders) == num_groups
-        assert all(shares.weight_spans(unit) == shares.weight_spans(unit, holder) for holder in shares.holders)
-        for holder in shares.holders:  # a rank keeps the weights that they update
-            start, stop = (element * 2 for element in shares.span(unit, holder))
-            assert start == stop or (start, stop) in shares.weight_spans(unit)
+    shares = Shares(0, num)
+    spans = sorted(span for rank in range(num) for span in shares.weight_spans(unit, rank))
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == unit.num_bytes
+    for bounds in spans:
+        assert bounds[0] < bounds[1] and all(bound % SEGMENT_GRANULE_BYTES == 0 for bound in bounds)
+    for rank in range(num):  # a rank keeps the weights that it updates
+        start, stop = (element * 2 for element in shares.span(unit, rank))
+        assert start == stop or (start, stop) in shares.weight_spans(unit, rank)
