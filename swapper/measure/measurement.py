@@ -31,6 +31,7 @@ from swapper.memory.region import AlignedRegion
 from swapper.scheduling.handle import Handle
 from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
+from swapper.sync.interrupts import uninterrupted
 from swapper.uncopyable import Closable
 from swapper.volumes.directory import DirectoryLike, as_directories
 from swapper.volumes.volume import Volume
@@ -277,7 +278,8 @@ class _Window:
         memory = self._free.pop()
         priority = Priority.DEMAND if direction is Direction.READ else Priority.WRITE_BACK
         operation = Operation(direction, self._extent, offset, memory[:num_bytes], priority, self._block_bytes)
-        self._scheduler.submit(operation)
+        with uninterrupted():
+            self._scheduler.submit(operation)
         handle = Handle(operation, self._scheduler)
         self._under_way[handle] = memory
         handle.add_done_callback(self._over.put)

@@ -103,7 +103,7 @@ def test_a_sample_tells_what_the_backend_did(drive: DriveTest, watched: list[_Wa
     assert (sample.read_bytes, sample.write_bytes) == (done[Direction.READ], done[Direction.WRITE])
     assert (sample.read_bytes > 0) == (workload is not Workload.WRITE)
     assert (sample.write_bytes > 0) == (workload is not Workload.READ)
-    assert sample.seconds >= 0.05
+    assert sample.seconds > 0
     assert sample.setting is SMALL and sample.workload is workload
     assert sample.bytes_per_second == (sample.read_bytes + sample.write_bytes) / sample.seconds
     assert sample.cpu_cores == sample.cpu_seconds / sample.seconds >= 0
