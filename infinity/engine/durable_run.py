@@ -424,6 +424,8 @@ class DurableRun:
         ]
         if lacking:
             raise ValueError(f"it has no {', '.join(lacking)}")
+        if not all(isinstance(group, dict) for group in rest["given"]):
+            raise ValueError("the values that the script began with are none of groups")
         check_random_states(rest["random"])
         check_counters(rest["counters"])
         check_groups(rest["groups"], training.optimizer.param_groups)

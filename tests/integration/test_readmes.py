@@ -199,10 +199,12 @@ def test_the_predictions_of_the_first_page_are_those_of_its_commands(capsys: pyt
     for words in commands:
         assert main([*words, "--json"]) == 0
         step = json.loads(capsys.readouterr().out)["chosen"]
-        written = f"{step['write_bytes_per_step'] / 1e9:.1f} GB: {step['drive_life_steps']:,} steps"
         figures = f"{step['step_seconds']:.1f} s", f"{step['tokens_per_second']:,.0f}"
-        tokens, rated = int(words[words.index("--tokens") + 1]), words[words.index("--tbw") + 1]
-        found.append([f"{tokens:,}", *figures, f"{written} to {rated} TB"])
+        written = "nothing"
+        if step["write_bytes_per_step"]:
+            life = f"{step['drive_life_steps']:,} steps to {words[words.index('--tbw') + 1]} TB"
+            written = f"{step['write_bytes_per_step'] / 1e9:.1f} GB: {life}"
+        found.append([f"{int(words[words.index('--tokens') + 1]):,}", *figures, written])
     assert found == told
 
 
