@@ -27,7 +27,7 @@ from infinity.threads.openmp import one_thread
 from infinity.units.buffers import persistent_buffers, write_buffer
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states, takers
 from infinity.units.layout import Slot
-from infinity.units.tiles import whole_parameters
+from infinity.units.tiles import parameters_with_states, whole_parameters
 from infinity.units.unit import Unit
 from swapper.volumes.block_files import BlockThreads
 
@@ -230,10 +230,11 @@ class Loading:
             CheckpointError: they do not fit; nothing has been changed.
         """
         groups = [{**g, "params": self._tiled.without_tiles(g["params"])} for g in optimizer.param_groups]
-        known = {id(parameter) for parameter in self._parameters.values()}
+        parameters = parameters_with_states(self._training.model)
+        known = {id(parameter) for parameter in parameters.values()}
         with self._fitting():
             if "names" in rest and {id(p) for g in groups for p in g["params"]} <= known:
-                rest = in_order_of(groups, rest, self._parameters, is_strict=self._is_strict)
+                rest = in_order_of(groups, rest, parameters, is_strict=self._is_strict)
             if len(groups) == len(rest["param_groups"]):  # else the optimizer says so
                 check_groups(rest["param_groups"], groups)
         return rest

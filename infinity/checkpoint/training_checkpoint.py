@@ -39,7 +39,7 @@ from infinity.threads.openmp import one_thread
 from infinity.tiers.user_copies import NewCopy
 from infinity.units.buffers import persistent_buffers
 from infinity.units.layout import Slot
-from infinity.units.tiles import tiled_in, untiled_name, whole_parameters
+from infinity.units.tiles import parameters_with_states, tiled_in, untiled_name, whole_parameters
 from infinity.units.unit import Unit
 from swapper import Latch
 from swapper.sync.limits import start_threads
@@ -85,11 +85,12 @@ class _Planned:
 def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned], dict[str, Any]]:
     """All tensors; and what of the optimizer is none."""
     found: list[_Planned] = []
-    names = {id(parameter): fqn for fqn, parameter in whole_parameters(training.model).items()}
+    names = {id(parameter): fqn for fqn, parameter in parameters_with_states(training.model).items()}
     tiles = tiled_in(training.model)
     formats = packed_in(training)
-    excluded = _frozen(training) if excludes_frozen else {}
-    excluded |= {id(training.model.get_parameter(fqn)): fqn for fqn in formats}
+    excluded = {
+        key: fqn for key, fqn in _frozen(training).items() if excludes_frozen or fqn in formats
+    }  # what is packed is frozen
     for fqn, parameter in training.model.named_parameters():
         if id(parameter) in excluded:
             continue
@@ -101,7 +102,8 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
         for kind in kinds:
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
             tiled, _ = tiles.get(id(parameter), (None, 0))
-            name, shape = (fqn, slot.spec.shape) if tiled is None else (tiled.fqn, tiled.shape)
+            is_alone = tiled is None or (tiled.has_own_states and kind != WEIGHT)
+            name, shape = (fqn, slot.spec.shape) if tiled is None or is_alone else (tiled.fqn, tiled.shape)
             spec = ArraySpec.of("parameters", name, kind, shape, dtype)
             found.append(_Planned(spec, None if slot.spec.is_trainable else partial(unit.weight, slot), unit, slot))
     found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in persistent_buffers(training.model)]
@@ -169,11 +171,11 @@ def _frozen(training: Training) -> dict[int, str]:
 def packed_in(training: Training) -> dict[str, str]:
     """FQN -> `frozen_dtype` of the weights that are stored packed: a checkpoint says what they are, and has none of them."""
     found = {}
-    for fqn, parameter in training.model.named_parameters():
+    for name, parameter in training.model.named_parameters():
         if training.parameter_map.holds(parameter):
-            name = training.parameter_map.locate(parameter)[1].spec.packed
-            if name is not None:
-                found[fqn] = name
+            packed = training.parameter_map.locate(parameter)[1].spec.packed
+            if packed is not None:
+                found[untiled_name(name)] = packed
     return found
 
 

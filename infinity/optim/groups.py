@@ -108,6 +108,8 @@ class TiledParameter:
         new: makes a CPU tensor of a shape and dtype, where it has room.
         name: the parameter's name in its modules.
         by_expert: whether each tile has the weights of one expert, out of a tensor of all of them.
+        has_own_states: whether each tile is a parameter by itself in state dicts of the optimizer: tiles that are not updated
+            together have other step counts, or no states yet.
     """
 
     fqn: str
@@ -118,6 +120,7 @@ class TiledParameter:
     new: Callable[..., Tensor]
     name: str = "weight"
     by_expert: bool = False
+    has_own_states: bool = False
 
     @property
     def child(self) -> str:
@@ -219,12 +222,15 @@ class TiledGroups:
         else:
             yield from tiled.tiles
 
-    def without_tiles(self, parameters: Sequence[Any]) -> list[Any]:
-        """The counterpart for plain parameters: what is tiled stands where its first tile did."""
+    def without_tiles(self, parameters: Sequence[Any], *, joins_all: bool = False) -> list[Any]:
+        """The counterpart for plain parameters: what is tiled stands where its first tile did.
+
+        Tiles with states of their own stay, unless ``joins_all``.
+        """
         found = []
         for parameter in parameters:
             tiled = self._by_tile.get(id(parameter))
-            if tiled is None:
+            if tiled is None or (tiled.has_own_states and not joins_all):
                 found.append(parameter)
             elif parameter is tiled.tiles[0]:
                 found.append(tiled.original)
@@ -247,8 +253,8 @@ class TiledGroups:
     def take_tiles(self, optimizer: Optimizer) -> None:
         """The counterpart of `give_tiles`."""
         for group in optimizer.param_groups:
-            group["params"] = self.without_tiles(group["params"])
+            group["params"] = self.without_tiles(group["params"], joins_all=True)
         for tiled in self.tiled:
             states = [state for tile in tiled.tiles if (state := optimizer.state.pop(tile, None)) is not None]
-            if len(states) == len(tiled.tiles):
+            if len(states) == len(tiled.tiles) and not tiled.has_own_states:
                 optimizer.state[tiled.original] = tiled.join_entries(states)

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from infinity.optim.groups import EXPERTS
+
 
 def in_order_of(
     mine: Sequence[Mapping[str, Any]],
@@ -43,6 +45,15 @@ def in_order_of(
             "infinity.initialize as in that run, or load_optimizer_states=False"
         )
     fqn_of = {id(parameter): fqn for fqn, parameter in parameters.items()}
+    saved_alone, alone = (any(f"{EXPERTS}." in fqn for fqn in fqns) for fqns in (names.values(), parameters))
+    if saved_alone != alone:
+        there, here = (
+            "for each expert" if own else "for all experts of a layer together" for own in (saved_alone, alone)
+        )
+        raise ValueError(
+            f"the checkpoint's optimizer has states {there}, and this one {here}: pass load_optimizer_states=False, or set "
+            "infinity.experts as in that run"
+        )
     group_of = {names[key]: index for index, group in enumerate(saved) for key in group["params"]}
     ids: dict[str, int] = {}
     groups = []
@@ -67,9 +78,9 @@ def _check(fqn: str, saved: int | None, mine: int | None) -> None:
     if saved != mine:
         there, here = ("none" if index is None else f"group {index}" for index in (saved, mine))
         otherwise = (
-            ", load_module_strict=False to begin its states anew or leave them out," if None in (saved, mine) else ""
+            ", load_module_strict=False to begin its states anew or leave them out," if None in (saved, mine) else ","
         )
         raise ValueError(
             f"'{fqn}' is in {there} of the checkpoint's optimizer, and in {here} of this one: pass model_parameters to "
-            f"infinity.initialize as in that run,{otherwise} or load_optimizer_states=False"
+            f"infinity.initialize as in that run{otherwise} or load_optimizer_states=False"
         )

@@ -42,7 +42,7 @@ def packed_weights(model: nn.Module, frozen_dtype: FrozenDtype | None, compute_d
     if isinstance(frozen_dtype, str):
         found = {key: frozen_dtype for key in names}
     else:
-        everything = [fqn for fqn, _ in model.named_parameters()]
+        everything = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]  # a tied head has a name, too
         for pattern, name in frozen_dtype:
             matching = [key for key, (fqn, _) in names.items() if _matches(fqn, pattern)]
             if not matching and not (name == "bf16" and any(_matches(fqn, pattern) for fqn in everything)):

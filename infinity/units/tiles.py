@@ -205,6 +205,17 @@ def untiled_name(fqn: str) -> str:
     return fqn.rpartition(f"{EXPERTS}.")[0] or fqn
 
 
+def parameters_with_states(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By name, of what an optimizer's state dict has entries: `whole_parameters`, and the tiles that have states of their own."""
+    tiled = tiled_in(model)
+    own = {
+        fqn: parameter
+        for fqn, parameter in model.named_parameters()
+        if id(parameter) in tiled and tiled[id(parameter)][0].has_own_states
+    }
+    return whole_parameters(model) | own
+
+
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """As ``dict(model.named_parameters())`` with `TiledParameter.original` in place of tiles."""
     tiled = tiled_in(model)

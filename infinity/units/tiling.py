@@ -78,7 +78,11 @@ class Tiling:
                 parameter: Any = module._parameters[name]
                 fqn, borders = f"{prefix}.{name}".removeprefix("."), tuple(range(len(parameter) + 1))
                 kind = functools.partial(ExpertTiles, touched_only=touched_only)
-                made.append(self._put(kind, [module], fqn, parameter, borders, name=name, order=order))
+                made.append(
+                    self._put(
+                        kind, [module], fqn, parameter, borders, name=name, order=order, has_own_states=touched_only
+                    )
+                )
             self._handles += route(module, made)
 
     def _put(
@@ -91,8 +95,13 @@ class Tiling:
         *,
         name: str = "weight",
         order: tuple[str, ...] = (),
+        has_own_states: bool = False,
     ) -> Any:
-        tiled = _cut(fqn, parameter, borders, self._new, name, by_expert=kind is not Tiles)
+        tiled = _cut(fqn, parameter, borders, self._new, name)
+        if kind is not Tiles:
+            tiled = dataclasses.replace(
+                tiled, by_expert=True, has_own_states=has_own_states and parameter.requires_grad
+            )
         self.groups.add(tiled)
         tiles = kind(tiled)
         for module in modules:
@@ -169,8 +178,6 @@ def _cut(
     borders: tuple[int, ...],
     new: Callable[..., torch.Tensor],
     name: str,
-    *,
-    by_expert: bool,
 ) -> TiledParameter:
     shape = tuple(parameter.shape)
     data, gradient = parameter.detach(), parameter.grad
@@ -183,7 +190,7 @@ def _cut(
         tiles.append(tile)
     parameter.grad = None
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # the tiles' memory is not its own
-    return TiledParameter(fqn, parameter, tuple(tiles), borders, shape, new, name, by_expert)
+    return TiledParameter(fqn, parameter, tuple(tiles), borders, shape, new, name)
 
 
 def _tiles_of(module: nn.Module, child: str) -> Tiles:

@@ -11,13 +11,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity
-from infinity.errors import ConfigError, OptimizerNotPageableError
+from infinity.errors import CheckpointError, ConfigError, OptimizerNotPageableError
 from tests.exactness import mixtures
 from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
+from tests.internals import Checkpoint
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT
 
+_MOMENTUM = {"lr": 1e-2, "momentum": 0.9}
 _BY_EXPERT: dict[str, Any] = {"infinity": {"experts": "by_expert", "page_bytes": None}}
 
 
@@ -234,6 +236,52 @@ def test_checkpoints_and_exports_have_the_names_of_transformers(family: str, fro
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("optimizer", [{"type": "AdamW", "params": {"lr": 1e-2}}, {"type": "SGD", "params": _MOMENTUM}])
+def test_experts_that_are_updated_alone_resume_with_their_own_states(optimizer: dict[str, Any], tmp_path: Path) -> None:
+    def engine(choice: str) -> Any:
+        config = everything_on_nvme(
+            tmp_path / "drive", {"infinity": {"experts": choice, "page_bytes": None}, "optimizer": optimizer}
+        )
+        return infinity.initialize(model=mixtures.make("qwen3_moe"), config=config)[0]
+
+    def train(engine: Any, seeds: range) -> list[float]:
+        losses = []
+        for seed in seeds:
+            tokens = torch.randint(40, (1, 2), generator=torch.Generator().manual_seed(seed))  # not all experts get one
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    with engine("touched_only") as first:
+        train(first, range(2))
+        first.save_checkpoint(tmp_path / "saved")
+        expected, weights = train(first, range(2, 5)), {k: v.clone() for k, v in first.module.state_dict().items()}
+    with engine("touched_only") as second:
+        second.load_checkpoint(tmp_path / "saved")
+        assert train(second, range(2, 5)) == expected
+        assert all(torch.equal(value, weights[name]) for name, value in second.module.state_dict().items())
+    with engine("whole") as other:
+        with pytest.raises(
+            CheckpointError, match=r"states for each expert, and this one for all .* set infinity\.experts"
+        ):
+            other.load_checkpoint(tmp_path / "saved")
+        other.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
+
+
+def test_checkpoints_of_packed_experts_have_their_names(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    case = mixtures.case("qwen3_moe", wrap=mixtures.with_adapters)
+    config = everything_on_nvme(tmp_path / "drive", {"infinity": {"frozen_dtype": "int8", "page_bytes": None}})
+    for _ in range(2):
+        with infinity.initialize(model=case.make("none"), config=config)[0] as engine:
+            if (tmp_path / "saved").exists():
+                assert engine.load_checkpoint(tmp_path / "saved")[0] is not None
+            engine.save_checkpoint(tmp_path / "saved")
+    assert not any("_by_expert" in name for name in Checkpoint.open(tmp_path / "saved").excluded)
+
+
 def test_afterwards_the_model_is_what_it_was(tmp_path: Path) -> None:
     model: Any = mixtures.case("qwen3_moe").make("none")
     names, experts = [name for name, _ in model.named_parameters()], model.model.layers[0].mlp.experts.down_proj
