@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.test_trainer import log_of
 from tests.stand_in import accelerate_script, models
+from tests.stand_in.text import log_of
 from tests.twins import on_nvme
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.integrations.transformers import InfinityTrainerMixin
-from tests.integration.test_trainer import log_of, trained
+from tests.integration.test_trainer import trained
 from tests.stand_in import models
-from tests.stand_in.text import sentences, tokenizer
+from tests.stand_in.text import log_of, sentences, tokenizer
 from tests.twins import on_nvme
 
 _QUIET: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}

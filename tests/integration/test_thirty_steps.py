@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.test_trainer import log_of
 from tests.killed import NEEDS_FORKS, run_killed
 from tests.stand_in.accelerate_script import forget
+from tests.stand_in.text import log_of
 from tests.twins import on_nvme
 
 _OPTIONS = "--accumulate 2 --clip 0.5"

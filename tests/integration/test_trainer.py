@@ -15,7 +15,7 @@ import infinity
 from infinity.errors import ConfigError, StepError
 from infinity.integrations.transformers import InfinityTrainer, newest_checkpoint
 from tests.stand_in import models
-from tests.stand_in.text import rows
+from tests.stand_in.text import log_of, rows
 from tests.twins import on_nvme
 
 _CHECKPOINTING = next(
@@ -41,12 +41,6 @@ def trained(
     trainer = kind(model=model, args=arguments(directory, **changes), **data, **more)
     trainer.train()
     return trainer
-
-
-def log_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without times, and without what the libraries begin anew: the mean loss, and TRL's count of tokens."""
-    dropped = ("runtime", "per_second", "preparation_time", "train_loss", "num_tokens")
-    return [{key: value for key, value in entry.items() if not key.endswith(dropped)} for entry in entries]
 
 
 def assert_same_weights(first: Path, second: Path) -> None:

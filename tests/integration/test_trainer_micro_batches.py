@@ -14,9 +14,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from infinity.integrations.transformers import InfinityTrainerMixin
-from tests.integration.test_trainer import _CHECKPOINTING, arguments, log_of
+from tests.integration.test_trainer import _CHECKPOINTING, arguments
 from tests.stand_in import models
-from tests.stand_in.text import rows
+from tests.stand_in.text import log_of, rows
 from tests.twins import on_nvme
 
 _BUDGET_BYTES = 300_000
