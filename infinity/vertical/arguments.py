@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +25,36 @@ class _Place:
     number: int
 
 
+class _Fields:
+    """A dataclass, which torch's trees do not know: an object like it without its fields, and their forms."""
+
+    def __init__(self, value: Any, take_apart: Callable[[Any], Any]) -> None:
+        found = {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)
+        }
+        self._empty = _refilled(value, dict.fromkeys(found))
+        self._forms = tree_map(take_apart, found, is_leaf=_is_size)
+
+    def build(self, put_in: Callable[[Any], Any]) -> Any:
+        return _refilled(self._empty, tree_map(put_in, self._forms, is_leaf=_is_size))
+
+
 def _is_size(value: Any) -> bool:
     """torch's trees would make a tuple of it."""
     return isinstance(value, torch.Size)
 
 
+def _refilled(value: Any, fields: dict[str, Any]) -> Any:
+    fresh = copy.copy(value)
+    for name, item in fields.items():
+        object.__setattr__(fresh, name, item)
+    return fresh
+
+
 class Tree:
     """A value taken apart: ``tensors`` (each once, however often it occurs), and the form around them.
 
-    Containers are those of `torch.utils._pytree`. Anything else is kept as it is.
+    Containers are those of `torch.utils._pytree`, and dataclasses. Anything else is kept as it is.
     """
 
     def __init__(self, value: Any) -> None:
@@ -50,6 +72,8 @@ class Tree:
                 self._places[id(leaf)] = _Place(len(self.tensors))
                 self.tensors.append(leaf)
             return self._places[id(leaf)]
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            return _Fields(leaf, self._take_apart)
         if any(tensor.requires_grad for tensor in _tensors_inside(leaf)):
             raise Refusal(f"a block is given a {type(leaf).__name__} that carries gradients")
         return leaf
@@ -63,7 +87,9 @@ class Tree:
         """The value again, in fresh containers, with ``tensors`` in the place of its own: as many as there were."""
 
         def put_in(leaf: Any) -> Any:
-            return tensors[leaf.number] if isinstance(leaf, _Place) else leaf
+            if isinstance(leaf, _Place):
+                return tensors[leaf.number]
+            return leaf.build(put_in) if isinstance(leaf, _Fields) else leaf
 
         return tree_map(put_in, self._form, is_leaf=_is_size)
 
