@@ -57,9 +57,15 @@ class TrainBatch:
                     loop.step()
                 return torch.stack([loss.float() for loss in found]).mean()
             reason = found
+        taken_anew = bool(taken)
         self._reporter.note_schedule("ordinary", reason)
         losses: list[torch.Tensor] = []
-        self._run_in_order(iterator, taken, loss_fn, losses)
+        try:
+            self._run_in_order(iterator, taken, loss_fn, losses)
+        except Exception:
+            if taken_anew:
+                self._vertical.forgive()  # it was not the order's fault
+            raise
         return torch.stack(losses).mean()
 
     def together(

@@ -64,3 +64,10 @@ class Suitability:
             self._said.add(what)
             logger.warning("the vertical schedule differs in bits from one micro-batch after the other: %s", what)
         return self.is_asked
+
+    def forgive(self) -> None:
+        """The last failure, if the last step was one, does not count: the ordinary order failed as well."""
+        if self._failed_last:
+            self._failed_last = False
+            self._num_failures -= 1
+            self.reason_against = None

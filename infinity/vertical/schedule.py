@@ -175,6 +175,10 @@ class VerticalSchedule:
         if reason is not None and self._suitability.reason_against is None:
             self._suitability.say(reason)
 
+    def forgive(self) -> None:
+        """The ordinary order failed as well: see `Suitability.forgive`."""
+        self._suitability.forgive()
+
     def close(self) -> None:
         """End the threads, and a step that is under way: the model itself may call this."""
         self._interception.restore()
