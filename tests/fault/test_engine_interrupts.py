@@ -22,6 +22,7 @@ from infinity.paging.residency import Residency
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 from infinity.updates.stream import UpdateStream
+from swapper.scheduling.handle import Handle
 from swapper.scheduling.scheduler import IOScheduler
 from tests.exactness.lockstep import PLAIN, Lockstep, everything_on_nvme, make_batch, with_smallest_budget
 from tests.waiting import wait_until
@@ -63,7 +64,7 @@ _BEFORE_STEP: dict[str, tuple[type, str, int]] = {
     "evict": (Residency, "evict", 2),
     "gradients": (Stepper, "deliver", 1),
     "request": (IOScheduler, "submit", 3),
-    "wait": (IOScheduler, "wait", 1),
+    "wait": (Handle, "wait", 1),
 }
 _IN_STEP: dict[str, tuple[type, str, int]] = {
     "first update": (Stepper, "_submit", 1),
