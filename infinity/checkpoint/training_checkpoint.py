@@ -88,9 +88,8 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
     names = {id(parameter): fqn for fqn, parameter in parameters_with_states(training.model).items()}
     tiles = tiled_in(training.model)
     formats = packed_in(training)
-    excluded = {
-        key: fqn for key, fqn in _frozen(training).items() if excludes_frozen or fqn in formats
-    }  # what is packed is frozen
+    excluded = _frozen(training) if excludes_frozen else {}
+    excluded |= {id(p): fqn for name, p in training.model.named_parameters() if (fqn := untiled_name(name)) in formats}
     for fqn, parameter in training.model.named_parameters():
         if id(parameter) in excluded:
             continue
@@ -102,8 +101,9 @@ def _plan(training: Training, *, excludes_frozen: bool) -> tuple[list[_Planned],
         for kind in kinds:
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
             tiled, _ = tiles.get(id(parameter), (None, 0))
-            is_alone = tiled is None or (tiled.has_own_states and kind != WEIGHT)
-            name, shape = (fqn, slot.spec.shape) if tiled is None or is_alone else (tiled.fqn, tiled.shape)
+            name, shape = fqn, slot.spec.shape
+            if tiled is not None and (kind == WEIGHT or not tiled.has_own_states):
+                name, shape = tiled.fqn, tiled.shape
             spec = ArraySpec.of("parameters", name, kind, shape, dtype)
             found.append(_Planned(spec, None if slot.spec.is_trainable else partial(unit.weight, slot), unit, slot))
     found += [_whole("buffers", fqn, WEIGHT, buffer.detach()) for fqn, buffer in persistent_buffers(training.model)]

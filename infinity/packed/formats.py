@@ -53,10 +53,7 @@ class PackedFormat(ABC):
 
     def num_bytes(self, shape: Sequence[int]) -> int:
         """Of a packed weight; a multiple of 4."""
-        records, last = divmod(math.prod(shape), self.record_numel(shape))
-        return records * self.record_bytes(self.record_numel(shape), shape) + (
-            self.record_bytes(last, shape) if last else 0
-        )
+        return self._part_bytes(math.prod(shape), shape)
 
     @abstractmethod
     def record_numel(self, shape: Sequence[int]) -> int:

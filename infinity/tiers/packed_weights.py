@@ -44,10 +44,8 @@ class _Unpacking:
 
     def finish(self, error: BaseException | None) -> None:
         self._error = error
-        self.reads, self._unpack = (
-            (),
-            None,
-        )  # views of the buffer, which may be given back as soon as somebody hears of it
+        # Views of the buffer, which may be given back as soon as somebody hears of it.
+        self.reads, self._unpack = (), None
         self._is_over.set()
 
     def wait(self) -> None:
