@@ -18,6 +18,8 @@ _SIMULATED = 4
 """So many ways to divide the budgets are compared by what they move."""
 _MANY_UNITS = 300
 """With more, a simulation takes a good part of a second."""
+_SIMULATED_CYCLES = 32
+"""From there on each micro-batch moves what the last one did: pages have long been going round."""
 _ACTIVATIONS_SHARE = {"memory": 4, "cpu": 2, "nvme": 4}
 """One part in so many of what the budget leaves is for units' inputs, or for all that waits for backward."""
 _LEAST_SAVED_SHARE = 0.1
@@ -50,6 +52,19 @@ class Prediction:
     kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     """Of both, those that are "weights", "optimizer state" or "gradients"."""
 
+    def after(self, num_cycles: int, before: Prediction) -> Prediction:
+        """What so many more micro-batches make of it if each adds what the last one added to ``before``."""
+
+        def at(now: int, then: int) -> int:
+            return now + num_cycles * (now - then)
+
+        kinds = {
+            name: (at(read, before.kinds[name][0]), at(write, before.kinds[name][1]))
+            for name, (read, write) in self.kinds.items()
+        }
+        read = at(self.read_bytes, before.read_bytes)
+        return Prediction(read, at(self.write_bytes, before.write_bytes), kinds)
+
 
 def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
     """The best of a few ways to divide the budgets, or one with all memory for units that come and go if that moves fewer bytes.
@@ -75,6 +90,19 @@ def predict(
     units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int], backward_start: int
 ) -> Prediction:
     """Bytes per step for a model that touches its units in ``order`` in each micro-batch."""
+    beyond = request.num_micro_batches - _SIMULATED_CYCLES
+    if beyond <= 0:
+        return _predict(units, request, placement, order, backward_start)
+    before, last = (
+        _predict(units, dataclasses.replace(request, num_micro_batches=number), placement, order, backward_start)
+        for number in (_SIMULATED_CYCLES - 1, _SIMULATED_CYCLES)
+    )
+    return last.after(beyond, before)
+
+
+def _predict(
+    units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int], backward_start: int
+) -> Prediction:
     sizes = [unit.weight_bytes for unit in units]
     read = records = spilled = 0
     num_micro_batches = request.num_micro_batches

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import io
 import json
 import os
@@ -24,6 +25,7 @@ import struct
 import sys
 import tarfile
 import tempfile
+import time
 import traceback
 import zipfile
 from collections.abc import Callable
@@ -518,8 +520,10 @@ def _in_child(name: str, place: Path, first: int, end: int, failures: dict[int, 
                 if told["problem"]:
                     failures[told["number"]] = told["problem"]
         else:
+            os.kill(child, signal.SIGUSR1)
+            time.sleep(2)
             os.kill(child, signal.SIGKILL)
-            failures[number] = f"it hangs: more than {SECONDS:.0f} s"
+            failures[number] = f"it hangs: more than {SECONDS:.0f} s\n{(place / 'stacks').read_text()}"
             os.waitpid(child, 0)
             return number + 1
     finally:
@@ -535,6 +539,7 @@ def _try_all(name: str, place: Path, numbers: range, writer: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, resource.RLIM_INFINITY))
+    faulthandler.register(signal.SIGUSR1, (place / "stacks").open("w"))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)

@@ -11,6 +11,7 @@ import torch
 
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.numerics.state_format import StateFormat
+from infinity.plan import cost_model
 from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
 from infinity.plan.plan import Plan, Workload, as_record, of_record
@@ -75,3 +76,19 @@ def test_what_is_damaged_is_refused(path: str) -> None:
     block[name] = {"no": 1}
     with pytest.raises((KeyError, TypeError, ValueError)):
         of_record(record)
+
+
+@pytest.mark.parametrize("megabytes", [3, 4, 6, 8, 30])
+@pytest.mark.parametrize("update", ["in_backward", "deferred", "step"])
+def test_many_micro_batches_are_predicted_from_a_few(
+    megabytes: int, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def predicted(number: int) -> Plan:
+        return _both(_request(num_micro_batches=number, budget_bytes=megabytes << 20, update=update), Traffic())[1]
+
+    counts = (33, 34, 47)
+    with monkeypatch.context() as whole:
+        whole.setattr(cost_model, "_SIMULATED_CYCLES", 1000)
+        wanted = [predicted(number) for number in counts]
+    assert [predicted(number) for number in counts] == wanted
+    assert predicted(2**60).predicted_read_bytes_per_step >= wanted[0].predicted_read_bytes_per_step
