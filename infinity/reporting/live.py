@@ -132,8 +132,9 @@ def _bar(steps: Sequence[StepReport]) -> Text:
         sum(step.read_wait_seconds for step in steps),
         sum(step.update_wait_seconds for step in steps),
     )
-    shares = [part / total for part in parts]
-    shares.append(max(0.0, 1 - sum(shares)))
+    shares: list[float] = []
+    for part in (*parts, total):  # a damaged log can tell of more waiting than time: the bar ends at its width
+        shares.append(min(max(0.0, part / total), 1 - sum(shares)))
     bar, words = Text(), []
     for share, (name, style) in zip(shares, _SPANS, strict=True):
         bar.append("█" * round(share * _WIDTH), style=style)

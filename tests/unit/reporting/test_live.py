@@ -62,6 +62,13 @@ def test_a_run_that_has_ended(log: RunLog) -> None:
     assert _text(console).count("bound by reads | loss") == 5
 
 
+def test_the_bar_of_a_damaged_log_ends_at_its_width(log: RunLog) -> None:
+    log.note_step(step(1, read_wait_seconds=1e12, compute_busy_seconds=-1e12), None)
+    console = _console()
+    watch(log.path.parent, console, once=True)
+    assert 0 < _text(console).count("█") <= 100
+
+
 def test_a_run_that_goes_on_is_followed_to_its_end(log: RunLog) -> None:
     console, ended = _console(), []
     thread = threading.Thread(target=lambda: ended.append(watch(log.path.parent, console)))
