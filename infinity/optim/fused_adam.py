@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infinity.errors import StepError
 from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
 from infinity.numerics.remainder import join, split
 from infinity.optim.template import Template
@@ -192,6 +193,9 @@ class FusedAdam:
             group: hyperparameters for which `runs` holds, which may not be changed later.
             scale: every gradient is multiplied with it.
             count: the parameter's step count after the step.
+
+        Raises:
+            StepError: they give no number, as a beta above 1 does.
         """
         known_group, known_scale, known_count, values = self._last
         if group is known_group and scale == known_scale and count == known_count:
@@ -199,6 +203,13 @@ class FusedAdam:
             return found
         lr, (beta1, beta2), weight_decay = float(group["lr"]), group["betas"], group["weight_decay"]
         is_decoupled = self._is_decoupled_in(group)
+        try:
+            corrections = math.sqrt(1 - beta2**count), -(lr / (1 - beta1**count))
+        except (ArithmeticError, ValueError) as error:
+            raise StepError(
+                f"betas ({beta1}, {beta2}) and step count {count:g} give no correction for bias: {error}. Set 'betas' of the "
+                "parameter group to numbers from 0 to below 1; a damaged step count is put right by loading a checkpoint"
+            ) from error
         lerp_weight = np.float32(1 - beta1)
         is_from_average = bool(lerp_weight < 0.5)
         numbers = (
@@ -209,9 +220,9 @@ class FusedAdam:
             is_from_average,
             beta2,
             1 - beta2,
-            math.sqrt(1 - beta2**count),
+            corrections[0],
             group["eps"],
-            -(lr / (1 - beta1**count)),
+            corrections[1],
         )
         values = tuple(map(np.float32, numbers))
         self._last = (group, scale, count, values)

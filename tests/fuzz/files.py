@@ -226,9 +226,10 @@ def _sealed(rng: random.Random, path: Path) -> None:
         if path.name == manifests.MANIFEST:
             contents = in_json(rng, contents)
         name = str(path.relative_to(folder))
-        if isinstance(contents, dict) and name in contents.get("files", ()):
+        files = contents.get("files") if isinstance(contents, dict) else None
+        if isinstance(files, dict) and name in files:
             data = path.read_bytes()
-            contents["files"][name] = [len(data), manifests.checksum_of(data)]
+            files[name] = [len(data), manifests.checksum_of(data)]
         if isinstance(contents, dict):
             contents.pop("crc32c", None)
             (folder / manifests.MANIFEST).write_bytes(manifests._sealed(contents))

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from infinity.errors import StepError
 from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, THREADS
 from infinity.numerics.remainder import join, split
 from infinity.optim import fused_adam
-from infinity.optim.fused_adam import STATES, GpuAdam
+from infinity.optim.fused_adam import STATES, FusedAdam, GpuAdam
 from infinity.optim.template import Template, build_template
 from infinity.optim.worker import Worker
 
@@ -153,6 +154,15 @@ def test_it_computes_what_torchs_kernel_computes(launched: None, kind: Any, deca
             assert scalars["step"] == count
             assert np.array_equal(joined.numpy(), expected)
             assert all(np.array_equal(state[name].numpy(), theirs[name]) for name in STATES)
+
+
+@pytest.mark.parametrize(
+    ("betas", "count"), [((0.9, 255), 3.0), ((0.9, 0.999), -2.0), ((255, 0.5), 1e30), ((1.0, 0.5), 1.0)]
+)
+def test_betas_without_a_correction_for_bias_are_an_error_that_names_them(betas: Any, count: float) -> None:
+    group = {"lr": 1e-3, "betas": betas, "weight_decay": 0.0, "eps": 1e-8}
+    with pytest.raises(StepError, match=r"betas \(.*Set 'betas'"):
+        FusedAdam(is_decoupled=True, device=_CPU).values(group, 1.0, count)
 
 
 def test_a_coefficient_in_host_memory_is_brought_to_the_kernels_device(monkeypatch: pytest.MonkeyPatch) -> None:
