@@ -96,5 +96,5 @@ def check_states(states: Mapping[str, Any], names: Sequence[str]) -> None:
     for fqn, (scalars, own_names, num_updates, is_fresh) in states.items():
         are_named = own_names is None or (isinstance(own_names, tuple | list) and {*own_names} <= {*names})
         are_numbers = isinstance(scalars, dict) and all(_is_number(each) for each in scalars.values())
-        if not are_named or not are_numbers or type(num_updates) is not int or type(is_fresh) is not bool:
+        if not are_named or not are_numbers or type(num_updates) is not int or is_fresh is not (own_names is None):
             raise ValueError(f"the state of '{fqn}' is none")

@@ -1,0 +1,37 @@
+"""What a commit says of states has to be possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.checkpoint.rest_checks import check_states
+
+_STEP = {"step": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [(_STEP, ("exp_avg",), 2, False), (_STEP, (), 2, False), ({}, None, 0, True)],
+    ids=["updated", "without element-wise states", "not updated yet"],
+)
+def test_states_that_an_optimizer_leaves(state: Any) -> None:
+    check_states({"weight": state}, ["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        (_STEP, None, 2, False),  # AdamW's next step would look for what is not there
+        ({}, ("exp_avg",), 0, True),
+        (_STEP, ("other",), 2, False),
+        ({"step": "2"}, ("exp_avg",), 2, False),
+        (_STEP, ("exp_avg",), 2.0, False),
+        (_STEP, ("exp_avg",), 2, 0),
+    ],
+)
+def test_states_that_no_optimizer_leaves_are_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match="the state of 'weight' is none"):
+        check_states({"weight": state}, ["exp_avg"])
