@@ -13,7 +13,6 @@ from infinity.config.batch import resolve_batch_sizes
 from infinity.config.precision import DTYPES, resolve_autocast, resolve_precision, scales_loss
 from infinity.config.ranks import check_ranks
 from infinity.config.resolved import (
-    AutotuneMode,
     Decision,
     DurableSection,
     GradientDtype,
@@ -261,9 +260,6 @@ def _resolve_io(book: _Book) -> IOSection:
     # idle. A file that says 1 repeats DeepSpeed's default.
     num_threads = max(_NUM_THREADS, aio.intra_op_parallelism or 0)
     max_inflight = (aio.queue_depth or _QUEUE_DEPTH) * num_threads
-    # "auto" is dropped before the types are checked, so that a switch that knows it looks for it here.
-    measures_once = "infinity.autotune_io" in book.findings.auto
-    autotune: AutotuneMode = "once" if measures_once else "always" if infinity.autotune_io else "off"
     rounded = "" if wanted_bytes == request_bytes else f" ({wanted_bytes} rounded up to a multiple of {_ALIGNMENT})"
     book.note("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
     wanted_threads = aio.intra_op_parallelism or num_threads
@@ -272,14 +268,7 @@ def _resolve_io(book: _Book) -> IOSection:
     book.note("aio.queue_depth", f"{max_inflight} requests in flight")
     book.note("infinity.io_backend", infinity.io_backend)
     book.note("infinity.verify_checksums", infinity.verify_checksums)
-    who = "config" if measures_once or "autotune_io" in infinity.model_fields_set else "default"
-    book.decisions.append(Decision("infinity.autotune_io", autotune, who))
-    written = {
-        "request_bytes": aio.block_size is not None,
-        "num_threads": aio.intra_op_parallelism is not None,
-        "max_inflight": aio.queue_depth is not None,
-        "backend": infinity.io_backend != "auto",
-    }
+    sizes = (aio.block_size, aio.intra_op_parallelism, aio.queue_depth)
     return IOSection(
         request_bytes,
         num_threads,
@@ -287,8 +276,7 @@ def _resolve_io(book: _Book) -> IOSection:
         infinity.io_deadline_seconds,
         infinity.direct_io,
         backend=infinity.io_backend,
-        autotune=autotune,
-        given=frozenset(name for name, is_given in written.items() if is_given),
+        is_from_config=infinity.io_backend != "auto" or any(size is not None for size in sizes),
         verify_checksums=infinity.verify_checksums,
     )
 

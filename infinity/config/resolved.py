@@ -18,8 +18,6 @@ UpdateMode = Literal["in_backward", "deferred", "step"]
 MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
 StateDtype = Literal["fp32", "bf16", "int8"]
-AutotuneMode = Literal["off", "once", "always"]
-"""Whether I/O settings are measured: never, once per machine and set of directories, or at every start."""
 ScheduleMode = Literal["auto", "vertical", "ordinary"]
 ExpertsChoice = Literal["auto", "by_expert", "touched_only", "whole"]
 
@@ -95,8 +93,8 @@ class IOSection:
         deadline_seconds: a request that takes longer is an error instead of a hang.
         direct: whether to go past the page cache.
         backend: what moves the bytes; "auto" takes the fastest one that proves to work.
-        autotune: whether a measurement replaces those of the values above that nobody wrote into the config.
-        given: the names of the values above that somebody did write.
+        is_from_config: whether the config names a request size, threads, queue depth or backend: nothing that was measured
+            replaces them then.
         verify_checksums: whether what is read from drives is compared with what was written.
     """
 
@@ -106,8 +104,7 @@ class IOSection:
     deadline_seconds: float
     direct: bool
     backend: BackendName = "auto"
-    autotune: AutotuneMode = "off"
-    given: frozenset[str] = frozenset()
+    is_from_config: bool = False
     verify_checksums: bool = False
 
 

@@ -20,7 +20,6 @@ from infinity.config.schema.quantities import (
     parse_bytes,
     parse_choice,
     parse_count,
-    parse_flag,
     parse_frozen_dtype,
     parse_names,
     parse_number,
@@ -52,13 +51,6 @@ def _steps_per_print(value: object) -> object:
 
 def _directory(value: object) -> str:
     return "" if value in ("", None) else parse_path(value)
-
-
-def _autotune(value: object) -> bool:
-    try:
-        return parse_flag(value)
-    except ValueError:
-        raise ValueError('must be true (measure at every start), false, or "auto" (once per machine)') from None
 
 
 def _strictness(value: object) -> object:
@@ -180,11 +172,8 @@ class InfinityBlock(Block):
     """Go past the page cache (O_DIRECT) where the file system can."""
     io_backend: Annotated[BackendName, BeforeValidator(parse_choice)] = "auto"
     """What moves the bytes; `"auto"` takes the fastest that proves to work, see [the engine for
-    I/O](../swapper/README.md#backends)."""
-    autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
-    """`"auto"` measures the drives once per machine and set of directories (a few seconds) and takes the best settings;
-    `true` measures at every start. `false` measures nothing, and still takes what `infinity profile` has found here, unless
-    the config sets a value of its own."""
+    I/O](../swapper/README.md#backends). Where neither this key nor `aio` has a setting, engines use those that `infinity
+    profile` found best on these drives."""
     verify_checksums: Flag = False
     """Keep a crc32c of what is written to drives and compare it with what is read; a difference is an error that names
     parameter, file and offset."""

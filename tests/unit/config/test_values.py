@@ -21,7 +21,7 @@ def test_defaults() -> None:
     assert config.compute_dtype is torch.float32
     assert config.optimizer is None and config.scheduler is None
     assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
-    assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
+    assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", is_from_config=False)
     assert dataclasses.astuple(config.infinity) == (
         *(None, None, None, True, True, None, (), True),
         *(
