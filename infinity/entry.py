@@ -142,8 +142,6 @@ def initialize(
         restore = functools.partial(_restore, tiling, parts, template.optimizer if is_passed else None)
         engine.begin_run(make_parts, restore, notes, monitors)
         undo.pop_all()
-    if resolved.flops_profiler is not None and engine_class is Engine:
-        logger.warning('"flops_profiler" counts nothing here: call infinity.deepspeed.initialize, whose engine does')
     if resolved.notices:
         logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
     logger.info("config:\n%s", resolved.describe())

@@ -27,7 +27,7 @@ from infinity.config.resolved import (
     UpdateMode,
 )
 from infinity.config.schema.block import Block, Findings
-from infinity.config.schema.blocks import CsvMonitorBlock, FlopsProfilerBlock, RootBlock, TensorBoardBlock
+from infinity.config.schema.blocks import CsvMonitorBlock, RootBlock, TensorBoardBlock
 from infinity.config.schema.directories import (
     check_capacities,
     check_directories,
@@ -85,9 +85,7 @@ def resolve(
             max(accumulation, 1 if root.managed_gradient_accumulation else 2),
             _resolve_durable(book, tiers, check_storage),
         ),
-        "wall_clock_breakdown": root.wall_clock_breakdown or root.flops_profiler.enabled,
         "monitors": _resolve_monitors(root),
-        "flops_profiler": _resolve_flops_profiler(root.flops_profiler),
         "zero_stage": zero_stage(root),
         "autocast_dtype": resolve_autocast(root),
         "communication_dtype": DTYPES[root.communication_data_type],
@@ -328,13 +326,6 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
         csv=directory("csv_monitor", root.csv_monitor),
         wandb=root.wandb if root.wandb.enabled else None,
     )
-
-
-def _resolve_flops_profiler(block: FlopsProfilerBlock) -> FlopsProfilerBlock | None:
-    if not block.enabled or not block.output_file:
-        return block if block.enabled else None
-    file = resolve_file(block.output_file, key="flops_profiler.output_file")
-    return block.model_copy(update={"output_file": str(file)})
 
 
 def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_storage: bool) -> DurableSection | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from infinity.config.schema.blocks import FlopsProfilerBlock, WandbBlock
+from infinity.config.schema.blocks import WandbBlock
 from swapper.config import BackendName
 from swapper.volumes.directory import Directory
 
@@ -227,7 +227,6 @@ class InfinityConfig(Mapping[str, Any]):
         infinity: what DeepSpeed has no key for.
         steps_per_print: a progress line every so many steps; None for none.
         monitors: where curves are written.
-        flops_profiler: which forward's operations are printed, and where to; None for none.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
         zero_stage: as written, else 3 with an offload and 0 without. It says what several processes divide.
@@ -257,7 +256,6 @@ class InfinityConfig(Mapping[str, Any]):
     steps_per_print: int | None
     wall_clock_breakdown: bool
     monitors: MonitorsSection
-    flops_profiler: FlopsProfilerBlock | None
     dataloader_drop_last: bool
     zero_stage: int
     managed_gradient_accumulation: bool

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.config import InfinityConfig
-from infinity.config.schema.blocks import FlopsProfilerBlock
-from infinity.console import Console
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
@@ -26,11 +23,10 @@ from infinity.engine.export_calls import check_directory
 from infinity.engine.loop_settings import NO_COMM_HOOKS
 from infinity.engine.parts import Parts
 from infinity.errors import StepError
-from swapper.volumes.publish import make_directory, opener
 
 logger = logging.getLogger(__name__)
 _ABSENT = {
-    "flops_profiler": ": set flops_profiler.enabled in the config, or count with torch.utils.flop_counter.FlopCounterMode",
+    "flops_profiler": ": count with torch.utils.flop_counter.FlopCounterMode around engine(...)",
     "register_comm_hook": NO_COMM_HOOKS,
     "allreduce_gradients": ": backward and step average gradients, where several processes train together",
 }
@@ -97,7 +93,6 @@ class DeepSpeedEngine(Engine):
         self.client_lr_scheduler: Any = None
         self.timers = Timers()
         self.tput_timer = ThroughputTimer(self._samples_per_second)
-        self._operations: FlopCounterMode | None = None
 
     def note_arguments(
         self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
@@ -110,37 +105,9 @@ class DeepSpeedEngine(Engine):
     def _cure_of_absent(name: str) -> str:
         return _ABSENT.get(name, "")
 
-    # ---------------------------------------------------------------------------------------------------- operations
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Arguments and result are those of ``module.forward``."""
-        if self._counted() is None or not (self.module.training and torch.is_grad_enabled()):
-            return super().forward(*args, **kwargs)
-        with FlopCounterMode(display=False) as self._operations:
-            return super().forward(*args, **kwargs)
-
-    def obstacle(self) -> str | None:
-        """See `Engine.obstacle`."""
-        if self._counted() is not None:
-            return "flops_profiler looks at this step, one micro-batch after the other"
-        return super().obstacle()
-
-    def _end_update(self) -> None:
-        section, operations = self._counted(), self._operations
-        super()._end_update()
-        if section is not None and operations is not None:
-            self._operations = None
-            _show(operations.get_flop_counts(), section)
-
-    def _counted(self) -> FlopsProfilerBlock | None:
-        """What the config says of counting the present step's operations; None if they are not to be counted."""
-        section = self.config.flops_profiler
-        is_due = section is not None and section.profile_step == self.global_steps and self.global_rank == 0
-        return section if is_due else None
-
     def flops_profiler_enabled(self) -> bool:
-        """Whether a step's operations are counted and printed."""
-        return self.config.flops_profiler is not None
+        """False: torch's ``FlopCounterMode`` counts operations."""
+        return False
 
     # ---------------------------------------------------------------------------------------------------- batch sizes
 
@@ -418,19 +385,3 @@ def _answer(attribute: str, text: str) -> Callable[[DeepSpeedEngine], Any]:
 
 for _name, _text in _OF_THE_CONFIG.items():
     setattr(DeepSpeedEngine, _name, _answer(_name, _text))
-
-
-def _show(counts: Mapping[str, Mapping[Any, int]], section: FlopsProfilerBlock) -> None:
-    """Print operations by module. A file that cannot be written is told: a training does not end for it."""
-    depth = section.module_depth if section.module_depth >= 0 else len(counts)
-    lines = [f"operations of one forward in step {section.profile_step}:"]
-    lines += [f"{sum(of.values()):>24,}  {name}" for name, of in sorted(counts.items()) if name.count(".") <= depth]
-    if not section.output_file:
-        Console(soft_wrap=True).print("\n".join(lines), markup=False, highlight=False)
-        return
-    try:
-        make_directory(Path(section.output_file).parent)
-        with open(section.output_file, "w", opener=opener) as file:
-            file.write("\n".join([*lines, ""]))
-    except OSError as error:
-        logger.warning("the operations were not written: %s. Name another file in flops_profiler.output_file", error)

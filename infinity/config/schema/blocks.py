@@ -249,22 +249,6 @@ class TensorBoardBlock(Block):
     """Of the directory in it for this run."""
 
 
-@with_inert_keys
-class FlopsProfilerBlock(Block):
-    """`flops_profiler`: the operations of each module in one forward, as torch's `FlopCounterMode` counts them."""
-
-    enabled: Flag = False
-    """Print them, on the first process, and log as with `wall_clock_breakdown`, as in DeepSpeed. Counted are matrix products,
-    convolutions and attention, at two operations for a multiplication with an addition, by the engine of
-    `infinity.deepspeed.initialize`."""
-    profile_step: Count = 1
-    """After so many steps: the last forward of `engine(...)` in the next one is looked at. It goes in the ordinary order."""
-    module_depth: Annotated[int, BeforeValidator(parse_count), Field(ge=-1)] = -1
-    """Modules down to this depth; -1 for all."""
-    output_file: Annotated[str, BeforeValidator(_directory)] = ""
-    """Where to; its directory is made. Empty for stdout."""
-
-
 class CsvMonitorBlock(Block):
     """`csv_monitor`: as `tensorboard`, each curve in a file of its own with samples and values."""
 
@@ -337,7 +321,6 @@ class RootBlock(Block):
     dataloader_drop_last: Flag = False
     """Of the loader that `initialize` makes of `training_data`: leave out a last batch that is not full."""
     tensorboard: TensorBoardBlock = TensorBoardBlock()
-    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
     csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
     wandb: WandbBlock = WandbBlock()
     comet: CometBlock = CometBlock()

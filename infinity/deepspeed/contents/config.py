@@ -19,7 +19,6 @@ _BLOCKS = {
     "aio": "aio_config",
     "bf16": "bfloat16_config",
     "checkpoint": "checkpoint_config",
-    "flops_profiler": "flops_profiler_config",
     "fp16": "float16_config",
     "hybrid_engine": "hybrid_engine",
     "sparse_attention": "sparse_attention",

@@ -16,7 +16,6 @@ _KEYS: dict[str, Key] = {key.name: key for key in keys()}
         ("train_batch_size", "a whole number, more than 0"),
         ("zero_optimization.stage", "a whole number, at least 0 and at most 3"),
         ("infinity.update_workers", "a whole number, at least 1"),
-        ("flops_profiler.module_depth", "a whole number, at least -1"),
         ("infinity.io_deadline_seconds", "a number, at least 0.01"),
         ("infinity.durable_path", "a path, an object, or a list of those"),
         ("zero_optimization.offload_param.nvme_path", "a path, an object, or a list of those"),
