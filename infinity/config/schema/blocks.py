@@ -31,10 +31,6 @@ from swapper.volumes.directory import Directory
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
-_PROCESSES = (
-    "no effect: it tunes how DeepSpeed's processes communicate and share the computing of a model, and here they do so in "
-    "other ways"
-)
 _TORCH_CHECKPOINT = (
     "no effect but on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
     "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
@@ -184,20 +180,13 @@ class InfinityBlock(Block):
     of JSON each. A run that is resumed goes on behind what is there."""
 
 
+@with_inert_keys
 class ActivationCheckpointingBlock(Block):
     """`activation_checkpointing`: as in DeepSpeed, how `checkpointing.checkpoint` works once a script has called
     `checkpointing.configure(None, config)`. It switches nothing on; `infinity.activation_checkpointing` does."""
 
     cpu_checkpointing: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
     """Inputs of checkpointed functions wait for backward in pinned host memory. On a CPU they are there anyway."""
-    synchronize_checkpoint_boundary: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
-    """Wait for the device before and after each checkpointed function."""
-    profile: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
-    """Log how long each checkpointed function takes."""
-    partition_activations: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    contiguous_memory_optimization: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    number_checkpoints: Annotated[Count | None, NoEffect(_PROCESSES)] = None
-    contiguous_checkpointing: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
 
 
 _OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
