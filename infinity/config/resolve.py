@@ -318,9 +318,6 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
             return None
         return resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name
 
-    if root.comet.enabled:
-        cure = "Set it to false, and one of tensorboard, wandb and csv_monitor to true"
-        raise ConfigError.value("comet.enabled", True, "nothing is sent to Comet", cure=cure)
     return MonitorsSection(
         tensorboard=directory("tensorboard", root.tensorboard),
         csv=directory("csv_monitor", root.csv_monitor),

@@ -142,10 +142,10 @@ def test_what_cannot_be_written_ends_no_training_and_is_told_once(
     assert caplog.text.count("csv_monitor gets no more values") == 1 and not monitors.enabled
 
 
-def test_comet_is_refused_by_name() -> None:
+def test_comet_gets_nothing_and_that_is_told() -> None:
     batch = {"train_micro_batch_size_per_gpu": 1}
-    with pytest.raises(ConfigError, match=r"'comet\.enabled'.*tensorboard, wandb and csv_monitor"):
-        infinity.load_config(batch | {"comet": {"enabled": True, "project": "x"}})
+    (notice,) = infinity.load_config(batch | {"comet": {"enabled": True, "project": "x"}}).notices
+    assert notice.startswith("comet: no effect: nothing is sent to Comet, but to what tensorboard, wandb")
     assert not infinity.load_config(batch | {"comet": {"enabled": False, "project": "x"}}).notices
 
 

@@ -189,9 +189,6 @@ class ActivationCheckpointingBlock(Block):
     """Inputs of checkpointed functions wait for backward in pinned host memory. On a CPU they are there anyway."""
 
 
-_OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
-
-
 @with_inert_keys
 class TensorParallelSizeBlock(Block):
     """`tensor_parallel.tp`."""
@@ -210,11 +207,6 @@ class PipelineBlock(Block):
 
 
 @with_inert_keys
-class ParallelWriteBlock(Block):
-    """`checkpoint.parallel_write`."""
-
-
-@with_inert_keys
 class CheckpointBlock(Block):
     """`checkpoint`: how DeepSpeed writes its own checkpoints."""
 
@@ -223,7 +215,6 @@ class CheckpointBlock(Block):
         BeforeValidator(parse_choice),
         NoEffect(_CHECKPOINTS, silent=("warn", "ignore")),
     ] = "warn"
-    parallel_write: ParallelWriteBlock = ParallelWriteBlock()
 
 
 class TensorBoardBlock(Block):
@@ -261,14 +252,6 @@ class WandbBlock(Block):
     """The entity to which the project belongs."""
     project: str = "deepspeed"
     """Name of the project."""
-
-
-@with_inert_keys
-class CometBlock(Block):
-    """`comet`. Nothing is sent there, so a block that is switched on is an error."""
-
-    enabled: Flag = False
-    """Only `false`."""
 
 
 @with_inert_keys
@@ -312,7 +295,6 @@ class RootBlock(Block):
     tensorboard: TensorBoardBlock = TensorBoardBlock()
     csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
     wandb: WandbBlock = WandbBlock()
-    comet: CometBlock = CometBlock()
     infinity: InfinityBlock = InfinityBlock()
 
     # ---- what would change the numbers
