@@ -45,7 +45,6 @@ PARTS_OF_THE_ENGINE = frozenset(
     """
     backward_together begin_run count_on counters forget_step loose make_room note_arguments num_not_held
     note_ordinary note_passed optimizer_step optimizer_lock optimizer_zero_grad relay rest
-    workload
     """.split()  # noqa: SIM905 - read as a text
 )
 """What other parts of an engine, and the integrations, call on it: no part of what users call, although Python lets them."""
