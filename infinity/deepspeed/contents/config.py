@@ -12,7 +12,6 @@ from infinity.config import ConfigSource, InfinityConfig, load_config
 from infinity.config.reading import tidy, validate
 from infinity.config.schema.block import Findings
 from infinity.config.schema.blocks import RootBlock
-from infinity.deepspeed.contents.constants import DEEPSPEED_OPTIMIZERS
 
 _BLOCKS = {
     "activation_checkpointing": "activation_checkpointing_config",
@@ -38,6 +37,12 @@ _SCALING = {
     "min_loss_scale": "min_scale",
 }
 """Key of ``fp16`` -> its name in ``dynamic_loss_scale_args``."""
+
+
+_OPTIMIZERS = frozenset(
+    "adagrad adam adamw lamb onebitadam onebitlamb zerooneadam muadam muadamw musgd lion muon".split()  # noqa: SIM905
+)
+"""Names of optimizers that a config may have in any case of letters, those that are refused among them."""
 
 
 class DeepSpeedConfig(Mapping[str, Any]):
@@ -141,6 +146,6 @@ def _of_optimizer(read: InfinityConfig) -> dict[str, Any]:
     for what, section in (("optimizer", read.optimizer), ("scheduler", read.scheduler)):
         found[f"{what}_name"] = None if section is None else section.type
         found[f"{what}_params"] = None if section is None else dict(section.params)
-    if str(found["optimizer_name"]).lower() in DEEPSPEED_OPTIMIZERS:
+    if str(found["optimizer_name"]).lower() in _OPTIMIZERS:
         found["optimizer_name"] = found["optimizer_name"].lower()
     return found
