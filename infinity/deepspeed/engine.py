@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from infinity.config import InfinityConfig
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
+from infinity.deepspeed.contents.names import TABLE
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
 from infinity.distributed.agreement import together
 from infinity.distributed.part_folders import folder_of
@@ -31,36 +32,6 @@ _ABSENT = {
     "allreduce_gradients": ": backward and step average gradients, where several processes train together",
 }
 """What scripts ask for, that is not there, and the cure."""
-
-
-_OF_THE_CONFIG = {
-    "zero_optimization_stage": "The stage of the config: what several processes divide.",
-    "fp16_enabled": "Whether the compute dtype is fp16.",
-    "bfloat16_enabled": "Whether the compute dtype is bf16.",
-    "fp16_auto_cast": "Whether inputs are cast to fp16.",
-    "amp_enabled": "False: there is no Apex.",
-    "torch_autocast_enabled": "Whether the model runs under ``torch.autocast``.",
-    "torch_autocast_dtype": "Of ``torch.autocast``; bf16 without.",
-    "communication_data_type": "In which gradients are exchanged; None if the config does not say.",
-    "gradient_clipping": "Largest global norm; 0 for no clipping.",
-    "gradient_predivide_factor": "As in the config.",
-    "prescale_gradients": "As in the config.",
-    "initial_dynamic_scale": "The loss scale of the first step; 1 without scaling.",
-    "dynamic_loss_scale_args": "How the loss scale follows the steps; None for the defaults.",
-    "optimizer_params": "The optimizer's parameters in the config.",
-    "scheduler_name": "The schedule's type in the config; None if it names none.",
-    "scheduler_params": "The schedule's parameters in the config.",
-    "zero_allow_untested_optimizer": "As in the config.",
-    "steps_per_print": "A progress line every so many steps.",
-    "wall_clock_breakdown": "Whether the time of each step is logged.",
-    "memory_breakdown": "As in the config.",
-    "dump_state": "As in the config.",
-    "dataloader_drop_last": "Whether the loader drops the last, smaller batch.",
-    "managed_gradient_accumulation": "Whether the engine counts micro-batches.",
-    "checkpoint_tag_validation_enabled": "Whether the ranks compare tags in `save_checkpoint`.",
-    "checkpoint_tag_validation_fail": "Whether tags that differ are an error.",
-}
-"""Methods that answer with the attribute of `DeepSpeedConfig` that has their name."""
 
 
 class DeepSpeedEngine(Engine):
@@ -383,5 +354,5 @@ def _answer(attribute: str, text: str) -> Callable[[DeepSpeedEngine], Any]:
     return answer
 
 
-for _name, _text in _OF_THE_CONFIG.items():
+for _name, _text in TABLE["engine"].items():
     setattr(DeepSpeedEngine, _name, _answer(_name, _text))

@@ -1,7 +1,7 @@
 """The names under which scripts import DeepSpeed's parts: ``from infinity.deepspeed.utils import logger`` and the like.
 
-Few of them are files. Each entry of `names.toml` becomes a module: of `infinity.deepspeed` when a script first uses one of
-these names (see `infinity.deepspeed.path`), and of `deepspeed` where `infinity.as_deepspeed` stands in for it. A name that is
+Few of them are files. Each entry of ``contents/names.toml`` becomes a module: of `infinity.deepspeed` when a script first uses
+one of these names (see `infinity.deepspeed.path`), and of `deepspeed` where `infinity.as_deepspeed` stands in for it. A name that is
 not in the table raises an error that says what there is instead.
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-import tomllib
 from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from infinity.config.schema.vocabulary import nearest
 from infinity.deepspeed.contents import comm
+from infinity.deepspeed.contents.names import TABLE
 from infinity.deepspeed.contents.refused import REFUSED
 from infinity.deepspeed.path import PATH, explained, relative
 
@@ -37,8 +36,7 @@ def _content(lines: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
-_MODULES = {name: _content(lines) | _TABLE["constants"].get(name, {}) for name, lines in _TABLE["modules"].items()}
+_MODULES = {name: _content(lines) | TABLE["constants"].get(name, {}) for name, lines in TABLE["modules"].items()}
 _OF_THE_PACKAGE = _MODULES.pop("") | {"dist": comm}
 """What DeepSpeed's package itself has, besides the modules of the table."""
 
