@@ -1,8 +1,8 @@
 """The names under which scripts import DeepSpeed's parts: ``from infinity.deepspeed.utils import logger`` and the like.
 
 Few of them are files. Each entry of ``contents/names.toml`` becomes a module: of `infinity.deepspeed` when a script first uses
-one of these names (see `infinity.deepspeed.path`), and of `deepspeed` where `infinity.as_deepspeed` stands in for it. A name that is
-not in the table raises an error that says what there is instead.
+one of these names (see `infinity.deepspeed.path`), and of `deepspeed` where `infinity.as_deepspeed` stands in for it. A name
+that is not in the table raises an error that says what there is instead.
 """
 
 from __future__ import annotations
