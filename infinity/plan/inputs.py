@@ -125,9 +125,12 @@ class PlanInputs:
             },
             spans=[shares.span(unit) for unit in units],
             sizes=[
-                dataclasses.replace(
-                    _size_of(unit, len(names[unit.index]), shares, divides_weights=divides_weights),
-                    is_routed=_is_routed(unit, routed),
+                UnitSize.of(
+                    unit,
+                    len(names[unit.index]),
+                    shares,
+                    divides_weights=divides_weights,
+                    is_routed=all(id(parameter) in routed for parameter in unit.parameters),
                 )
                 for unit in units
             ],
@@ -200,10 +203,6 @@ class PlanInputs:
         return Volumes.of(self.config, self.sizes, self.request, placement)
 
 
-def _is_routed(unit: Unit, routed: Collection[int]) -> bool:
-    return all(id(parameter) in routed for parameter in unit.parameters)
-
-
 def make_units(
     model: nn.Module,
     config: InfinityConfig,
@@ -272,12 +271,6 @@ def _state_names(unit: Unit, template: Template, updater: PieceUpdater) -> dict[
     if None in found:  # one has left its group, and may come into any
         indices += range(len(groups))
     return dict.fromkeys(name for index in indices for name in updater.state_names(index))
-
-
-def _size_of(unit: Unit, num_states: int, shares: Shares, *, divides_weights: bool) -> UnitSize:
-    start, stop = shares.span(unit)
-    kept_bytes = sum(stop - start for start, stop in shares.weight_spans(unit)) if divides_weights else None
-    return UnitSize.of(unit, num_states, stop - start, kept_bytes)
 
 
 def experts_of_config(model: nn.Module, config: InfinityConfig) -> list[tuple[str, nn.Module, list[str]]]:
