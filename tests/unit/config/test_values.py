@@ -192,11 +192,6 @@ def test_old_form_of_zero() -> None:
         ({"infinity": {"update": "in_backward"}}, "infinity.update", "gradient_clipping = 1.0 needs all gradients"),
         ({"infinity": {"io_deadline_seconds": 0}}, "infinity.io_deadline_seconds", "at least 0.01"),
         ({"checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation", '"ignore", "warn", "fail"'),
-        (
-            {"checkpoint": {"parallel_write": {"pipeline_stage": "?"}}},
-            "checkpoint.parallel_write.pipeline_stage",
-            "true or",
-        ),
     ],
 )
 def test_wrong_values(config: dict[str, Any], key: str, words: str) -> None:
