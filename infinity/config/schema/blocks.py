@@ -6,8 +6,7 @@ Every key that DeepSpeed 0.19 knows is here, and those of earlier versions that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -257,8 +256,6 @@ class WandbBlock(Block):
 @with_inert_keys
 class RootBlock(Block):
     """The top level."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: Annotated[Count | None, Field(gt=0)] = None
     """Samples per optimizer step: the product of the next two. One of the three may be left out, or two."""
