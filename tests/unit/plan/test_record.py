@@ -82,7 +82,7 @@ def test_many_micro_batches_are_predicted_from_a_few(
     megabytes: int, update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def predicted(number: int) -> Plan:
-        return _both(_request(num_micro_batches=number, budget_bytes=megabytes << 20, update=update), Traffic())[1]
+        return _plan(_request(num_micro_batches=number, budget_bytes=megabytes << 20, update=update), Traffic())
 
     counts = (33, 34, 47)
     with monkeypatch.context() as whole:
