@@ -48,7 +48,7 @@ def test_train_learns_prints_and_draws(nvme_dir: Path) -> None:
     assert code == 0, output
     losses = [step.loss or 0.0 for step in read_run(nvme_dir / "train").steps]
     assert len(losses) == 30 and sum(losses[-5:]) < sum(losses[:5]) - 2.5
-    for row in ("at rest: nvme", "host memory budget", "engine's host buffers, peak", "bound this run", "has ended"):
+    for row in ("at rest: host", "host memory budget", "engine's host buffers, peak", "bound this run", "has ended"):
         assert row in output
     assert sorted(path.name for path in nvme_dir.rglob("*")) == ["log.jsonl", "report.html", "train"]
 

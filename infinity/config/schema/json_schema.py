@@ -18,11 +18,14 @@ from infinity.config.schema.blocks import RootBlock
 from infinity.config.schema.reference import choices_of, leaves, rules_of, texts_of
 from infinity.config.schema.vocabulary import child_block
 
-_NUMBERS = [
+_NUMBERS: list[dict[str, Any]] = [
     {"type": "number"},
     {"type": "string", "pattern": r"^\s*[-+]?[0-9.][-+0-9.eE_]*\s*([KMGTkmgt]?[Ii]?[Bb]?)\s*$"},
 ]
-_FLAGS = [{"type": "boolean"}, {"enum": [0, 1, "true", "false", "True", "False", "on", "off", "yes", "no"]}]
+_FLAGS: list[dict[str, Any]] = [
+    {"type": "boolean"},
+    {"enum": [0, 1, "true", "false", "True", "False", "on", "off", "yes", "no"]},
+]
 _OF_READERS: dict[Any, list[dict[str, Any]]] = {
     quantities.parse_bytes: _NUMBERS,
     quantities.parse_count: _NUMBERS,
