@@ -24,7 +24,7 @@ import pytest
 
 import infinity.errors
 import swapper
-from tests.internals import keys, main
+from tests.internals import main
 from tests.unit.test_architecture import folder_graph, load_modules
 from tests.warm_process import run_script
 
@@ -342,7 +342,11 @@ def test_the_keys_of_a_deepspeed_config_are_explained() -> None:
     assert source is not None
     rows = re.findall(r"^\| (`.*`) \| (.*) \|$", section, re.MULTILINE)
     told = {key: here != "no effect" for keys, here in rows for key in re.findall(r"`([\w.]+)`", keys)}
-    known = {key.name: key.has_effect for key in keys()}
+    known = {
+        path + name: config_reference.has_effect(field)
+        for path, block in config_reference.blocks()
+        for name, field in block.model_fields.items()
+    }
     assert told == {key: known[key] for key in _keys_of(ast.literal_eval(source[1]))}
 
 

@@ -6,8 +6,7 @@ Every key that DeepSpeed 0.19 knows is here, and those of earlier versions that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -20,7 +19,6 @@ from infinity.config.schema.quantities import (
     parse_bytes,
     parse_choice,
     parse_count,
-    parse_flag,
     parse_frozen_dtype,
     parse_names,
     parse_number,
@@ -32,10 +30,6 @@ from swapper.volumes.directory import Directory
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
-_PROCESSES = (
-    "no effect: it tunes how DeepSpeed's processes communicate and share the computing of a model, and here they do so in "
-    "other ways"
-)
 _TORCH_CHECKPOINT = (
     "no effect but on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
     "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
@@ -52,13 +46,6 @@ def _steps_per_print(value: object) -> object:
 
 def _directory(value: object) -> str:
     return "" if value in ("", None) else parse_path(value)
-
-
-def _autotune(value: object) -> bool:
-    try:
-        return parse_flag(value)
-    except ValueError:
-        raise ValueError('must be true (measure at every start), false, or "auto" (once per machine)') from None
 
 
 def _strictness(value: object) -> object:
@@ -180,11 +167,8 @@ class InfinityBlock(Block):
     """Go past the page cache (O_DIRECT) where the file system can."""
     io_backend: Annotated[BackendName, BeforeValidator(parse_choice)] = "auto"
     """What moves the bytes; `"auto"` takes the fastest that proves to work, see [the engine for
-    I/O](../swapper/README.md#backends)."""
-    autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
-    """`"auto"` measures the drives once per machine and set of directories (a few seconds) and takes the best settings;
-    `true` measures at every start. `false` measures nothing, and still takes what `infinity profile` has found here, unless
-    the config sets a value of its own."""
+    I/O](../swapper/README.md#backends). Where neither this key nor `aio` has a setting, engines use those that `infinity
+    profile` found best on these drives."""
     verify_checksums: Flag = False
     """Keep a crc32c of what is written to drives and compare it with what is read; a difference is an error that names
     parameter, file and offset."""
@@ -195,23 +179,13 @@ class InfinityBlock(Block):
     of JSON each. A run that is resumed goes on behind what is there."""
 
 
+@with_inert_keys
 class ActivationCheckpointingBlock(Block):
     """`activation_checkpointing`: as in DeepSpeed, how `checkpointing.checkpoint` works once a script has called
     `checkpointing.configure(None, config)`. It switches nothing on; `infinity.activation_checkpointing` does."""
 
     cpu_checkpointing: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
     """Inputs of checkpointed functions wait for backward in pinned host memory. On a CPU they are there anyway."""
-    synchronize_checkpoint_boundary: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
-    """Wait for the device before and after each checkpointed function."""
-    profile: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
-    """Log how long each checkpointed function takes."""
-    partition_activations: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    contiguous_memory_optimization: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    number_checkpoints: Annotated[Count | None, NoEffect(_PROCESSES)] = None
-    contiguous_checkpointing: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-
-
-_OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
 
 
 @with_inert_keys
@@ -232,11 +206,6 @@ class PipelineBlock(Block):
 
 
 @with_inert_keys
-class ParallelWriteBlock(Block):
-    """`checkpoint.parallel_write`."""
-
-
-@with_inert_keys
 class CheckpointBlock(Block):
     """`checkpoint`: how DeepSpeed writes its own checkpoints."""
 
@@ -245,7 +214,6 @@ class CheckpointBlock(Block):
         BeforeValidator(parse_choice),
         NoEffect(_CHECKPOINTS, silent=("warn", "ignore")),
     ] = "warn"
-    parallel_write: ParallelWriteBlock = ParallelWriteBlock()
 
 
 class TensorBoardBlock(Block):
@@ -258,22 +226,6 @@ class TensorBoardBlock(Block):
     """A directory; empty for the one in which the script was started."""
     job_name: Annotated[str, BeforeValidator(parse_path)] = "DeepSpeedJobName"
     """Of the directory in it for this run."""
-
-
-@with_inert_keys
-class FlopsProfilerBlock(Block):
-    """`flops_profiler`: the operations of each module in one forward, as torch's `FlopCounterMode` counts them."""
-
-    enabled: Flag = False
-    """Print them, on the first process, and log as with `wall_clock_breakdown`, as in DeepSpeed. Counted are matrix products,
-    convolutions and attention, at two operations for a multiplication with an addition, by the engine of
-    `infinity.deepspeed.initialize`."""
-    profile_step: Count = 1
-    """After so many steps: the last forward of `engine(...)` in the next one is looked at. It goes in the ordinary order."""
-    module_depth: Annotated[int, BeforeValidator(parse_count), Field(ge=-1)] = -1
-    """Modules down to this depth; -1 for all."""
-    output_file: Annotated[str, BeforeValidator(_directory)] = ""
-    """Where to; its directory is made. Empty for stdout."""
 
 
 class CsvMonitorBlock(Block):
@@ -302,18 +254,8 @@ class WandbBlock(Block):
 
 
 @with_inert_keys
-class CometBlock(Block):
-    """`comet`. Nothing is sent there, so a block that is switched on is an error."""
-
-    enabled: Flag = False
-    """Only `false`."""
-
-
-@with_inert_keys
 class RootBlock(Block):
     """The top level."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: Annotated[Count | None, Field(gt=0)] = None
     """Samples per optimizer step: the product of the next two. One of the three may be left out, or two."""
@@ -348,10 +290,8 @@ class RootBlock(Block):
     dataloader_drop_last: Flag = False
     """Of the loader that `initialize` makes of `training_data`: leave out a last batch that is not full."""
     tensorboard: TensorBoardBlock = TensorBoardBlock()
-    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
     csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
     wandb: WandbBlock = WandbBlock()
-    comet: CometBlock = CometBlock()
     infinity: InfinityBlock = InfinityBlock()
 
     # ---- what would change the numbers

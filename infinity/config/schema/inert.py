@@ -1,4 +1,4 @@
-"""Keys whose values nobody reads, from the table `inert.toml`: they are part of the models without a line of code each."""
+"""What the table `inert.toml` adds to the models: keys whose values nobody reads, and other spellings of keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field, create_model
 
 from infinity.config.schema.block import Block, Count, Elements, Flag, Keys, NoEffect, Number, Refused, Untyped
 
-_GROUPS: dict[str, list[dict[str, str]]] = tomllib.loads(Path(__file__).with_name("inert.toml").read_text("utf-8"))
+_GROUPS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("inert.toml").read_text("utf-8"))
 _KINDS: dict[str, Any] = {
     "flag": Flag,
     "count": Count,
@@ -26,13 +26,15 @@ _B = TypeVar("_B", bound=Block)
 
 
 def with_inert_keys(block: type[_B]) -> type[_B]:
-    """The model with the keys that the table has for it."""
+    """The model with the keys and spellings that the table has for it."""
     fields: dict[str, Any] = {}
     for group in _GROUPS[block.__name__]:
         for line in group["keys"].strip().splitlines():
             name, kind, *words = line.split()
             fields[name] = _field(kind, words, group["reason"], group.get("cure"))
-    return create_model(block.__name__, __base__=block, __module__=block.__module__, __doc__=block.__doc__, **fields)
+    made = create_model(block.__name__, __base__=block, __module__=block.__module__, __doc__=block.__doc__, **fields)
+    made.renamed = _GROUPS["renamed"].get(block.__name__, {})
+    return made
 
 
 def _field(kind: str, words: list[str], reason: str, cure: str | None) -> tuple[Any, Any]:
