@@ -100,12 +100,13 @@ class CheckpointExport:
         def parts() -> Iterator[torch.Tensor]:
             return (part for _, part in saved.parts())
 
-        def value(given: Any) -> torch.Tensor:
-            return saved.read(into=DriveTensors([self._directory]).empty(saved.shape, saved.dtype))
+        def value() -> contextlib.nullcontext[torch.Tensor]:
+            into = DriveTensors([self._directory]).empty(saved.shape, saved.dtype)
+            return contextlib.nullcontext(saved.read(into=into))
 
         is_cast = is_cast and saved.dtype.is_floating_point and not is_float8(saved.dtype)
         dtype = self._dtype if self._dtype is not None and is_cast else saved.dtype
-        return Entry(names, saved.shape, dtype, contextlib.nullcontext, value, parts)
+        return Entry(names, saved.shape, dtype, value, parts)
 
 
 def _model_of(directory: Path) -> tuple[Any, Any]:
