@@ -15,7 +15,6 @@ from torch import nn
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.rest_checks import check_groups
 from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
-from infinity.checkpoint.stored_weights import in_memory_order
 from infinity.checkpoint.training_checkpoint import Training, checksums_of, packed_in
 from infinity.errors import CheckpointError, InfinityError, ModelError, listed
 from infinity.metrics.progress import Note, progress
@@ -26,7 +25,7 @@ from infinity.optim.scheduler_state import scheduler_with
 from infinity.threads.openmp import one_thread
 from infinity.units.buffers import persistent_buffers, write_buffer
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states, takers
-from infinity.units.layout import Slot
+from infinity.units.layout import Slot, in_memory_order
 from infinity.units.tiles import parameters_with_states, whole_parameters
 from infinity.units.unit import Unit
 from swapper.volumes.block_files import BlockThreads

@@ -20,7 +20,7 @@ from infinity.numerics.remainder import split_bits
 from infinity.tiers.state_store import StateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
-from infinity.units.layout import Chunk, Piece, Slot, round_up
+from infinity.units.layout import Chunk, Piece, Slot, in_memory_order, round_up
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import Saver
@@ -334,16 +334,3 @@ def _checksums(unit: Unit) -> dict[int, int]:
 def span_of(piece: Piece) -> slice:
     """Where a piece lies in its chunk."""
     return slice(piece.offset, piece.offset + piece.numel)
-
-
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """1-D, over the same memory, for a tensor without gaps."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """1-D, the elements in the order in which the slot stores them."""
-    if tuple(tensor.stride()) == slot.spec.stride and tuple(tensor.shape) == slot.spec.shape:
-        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=tensor.dtype, device=tensor.device)
-    return flattened(ordered.copy_(tensor.detach().reshape(slot.spec.shape)))

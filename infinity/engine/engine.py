@@ -29,12 +29,12 @@ from infinity.engine.run_notes import RunNotes
 from infinity.engine.shutdown import Shutdown, leave
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.errors import StepError
-from infinity.loop.model_call import ModelCall
+from infinity.loop.batches import ModelCall
 from infinity.loop.phase import Phase
-from infinity.loop.scheduler_steps import step_arguments
 from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
+from infinity.optim.scheduler_state import step_arguments
 from infinity.threads.engine_lock import locked, refuse_in_between
 from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted

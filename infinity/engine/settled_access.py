@@ -6,6 +6,7 @@ Must not know the loop, nor what is done with the values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from infinity.threads.engine_lock import locked
 from infinity.updates.stream import UpdateStream
 
 
+@dataclass(eq=False)
 class SettledAccess:
     """`StateAccess` under the engine lock, after all that is pending.
 
@@ -31,24 +33,14 @@ class SettledAccess:
         data_ranks: The processes that have the same part of the model, each with its own data.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        access: StateAccess,
-        stored: StoredWeights,
-        stream: UpdateStream,
-        storage: EngineResources,
-        preconditions: Preconditions,
-        data_ranks: Ranks,
-    ) -> None:
-        self.num_loads = 0
-        self.data_ranks = data_ranks
-        self._pager = pager
-        self._access = access
-        self._stored = stored
-        self._stream = stream
-        self._storage = storage
-        self._preconditions = preconditions
+    _pager: Pager
+    _access: StateAccess
+    _stored: StoredWeights
+    _stream: UpdateStream
+    _storage: EngineResources
+    _preconditions: Preconditions
+    data_ranks: Ranks
+    num_loads: int = 0
 
     @locked
     def flush(self) -> None:
