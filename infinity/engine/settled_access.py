@@ -46,7 +46,6 @@ class SettledAccess:
     def flush(self) -> None:
         """See `Engine.flush`."""
         self._preconditions.check_settled()
-        self._preconditions.end_loads()
         clock, residency = self._pager.clock, self._pager.residency
         with clock.waiting("update"):
             self._stream.drain(residency.attach_wanted)

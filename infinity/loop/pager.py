@@ -73,8 +73,6 @@ class Preconditions:
     _guard: PhaseGuard
     _backwards: Backwards
     _groups: StepGroups
-    loads: dict[Any, None]
-    """`LoadHooks`: the calls of ``load_state_dict`` that have begun and not ended, module by module."""
     _reporter: Reporter
 
     def check_usable(self) -> None:
@@ -87,18 +85,12 @@ class Preconditions:
         self.check_usable()
         self._guard.check_settled()
 
-    def end_loads(self) -> None:
-        """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
-        for hooks in tuple(self.loads):
-            hooks.after()
-
     def begin_forward(self) -> None:
         """A forward phase begins."""
         self.check_usable()
         self._reporter.begin()
         self._guard.check_loaded()
         self._guard.check_settled()
-        self.end_loads()
         self._backwards.collect()
         if torch.is_grad_enabled() and self._groups.before_forward():
             self._backwards.collector.forget_history()
