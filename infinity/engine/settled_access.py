@@ -5,7 +5,8 @@ Must not know the loop, nor what is done with the values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +96,15 @@ class SettledAccess:
         self.flush()
         self._access.load_main_weight(parameter, values)
 
-    def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Any:
-        """Make the parameters hold their full weights until `scatter`. See `infinity.GatheredParameters`."""
-        with self._pager.gathering():
+    @contextlib.contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Iterator[None]:
+        """The parameters hold their full weights inside the ``with`` block. See `infinity.GatheredParameters`."""
+        with self._pager.lock.held("gathering parameters"):
             self.flush()
-            return self._access.gather(parameters, compares=compares), self._pager.save_gathered()
-
-    def scatter(self, gathering: Any) -> None:
-        """The counterpart of `gather`: store what was changed."""
-        gathered, is_saving = gathering
-        self._stored.before_writes()
-        with self._pager.scattering(is_saving=is_saving):
-            self._stored.scatter(gathered)
+            gathered = self._access.gather(parameters, compares=compares)
+            try:
+                with self._pager.gathering():
+                    yield
+            finally:
+                self._stored.before_writes()
+                self._stored.scatter(gathered)
