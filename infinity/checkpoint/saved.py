@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,10 +31,8 @@ from infinity.checkpoint.arrays import (
     group_metadata,
     reading_from,
 )
-from infinity.checkpoint.foreign_arrays import found_arrays
 from infinity.checkpoint.manifest import (
     MANIFEST,
-    check_file,
     completed_at,
     facts_of,
     manifest_of,
@@ -64,7 +64,26 @@ _MOST_TAG_BYTES = 255 - 26
 """Of the longest name that file systems have; while it is written, it has more letters."""
 
 EXCLUDED, EXCLUDED_CHECKSUMS, TIED, BASE = "excluded", "excluded_checksums", "tied", "base"
-"""What `Checkpoint.excluded`, `Checkpoint.excluded_checksums`, `Checkpoint.tied` and `Checkpoint.base` are called in the file."""
+"""What the fields of `Beside` are called in the file; the base with its formats is one entry."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint says of tensors that it does not have under these names.
+
+    Attributes:
+        excluded: FQNs of the frozen parameters that were left out.
+        checksums: FQN of each -> its dtype, and the crc32c of its elements; empty if an earlier version wrote it.
+        base: what they were loaded from, as the model's config says.
+        formats: FQN -> `frozen_dtype` of those that were stored packed.
+        tied: further FQNs of parameters and buffers -> that under which they are saved.
+    """
+
+    excluded: list[str]
+    checksums: dict[str, tuple[str, int]]
+    base: str
+    formats: dict[str, str]
+    tied: dict[str, str]
 
 
 class Checkpoint:
@@ -119,55 +138,23 @@ class Checkpoint:
         """Bytes of the largest chunk."""
         return max([CHUNK_BYTES + 4096, *(each.block_bytes for each in self.tensors if each.shape)])
 
-    @property
-    def excluded(self) -> list[str]:
-        """FQNs of the frozen parameters that were left out.
+    @functools.cached_property
+    def beside(self) -> Beside:
+        """What it says of tensors beside those that it has.
 
         Raises:
             CheckpointError: it is damaged.
         """
-        return self._names(EXCLUDED, lambda found: [str(fqn) for fqn in found or []])
-
-    @property
-    def base(self) -> tuple[str, dict[str, str]]:
-        """What the frozen weights that were left out were loaded from, as the model's config says, and FQN -> `frozen_dtype`
-        of those that were stored packed.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        return self._names(
-            BASE,
-            lambda found: (
-                str((found or {}).get("name", "")),
-                {str(fqn): str(name) for fqn, name in (found or {}).get("formats", {}).items()},
-            ),
-        )
-
-    @property
-    def excluded_checksums(self) -> dict[str, tuple[str, int]]:
-        """FQN of what was left out -> its dtype, and the crc32c of its elements; empty if an earlier version wrote it.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        return self._names(
-            EXCLUDED_CHECKSUMS,
-            lambda found: {str(fqn): (str(dtype), int(checksum)) for fqn, (dtype, checksum) in (found or {}).items()},
-        )
-
-    @property
-    def tied(self) -> dict[str, str]:
-        """Further FQNs of parameters and buffers -> that under which they are saved.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        return self._names(TIED, lambda found: {str(fqn): str(first) for fqn, first in (found or {}).items()})
-
-    def _names(self, key: str, read: Callable[[Any], T]) -> T:
         try:
-            return read(json.loads(read_checked(self.folder, self._files, REST)).get(key))
+            found = json.loads(read_checked(self.folder, self._files, REST))
+            base, checksums = found.get(BASE) or {}, found.get(EXCLUDED_CHECKSUMS) or {}
+            return Beside(
+                [str(fqn) for fqn in found.get(EXCLUDED) or []],
+                {str(fqn): (str(dtype), int(checksum)) for fqn, (dtype, checksum) in checksums.items()},
+                str(base.get("name", "")),
+                {str(fqn): str(name) for fqn, name in base.get("formats", {}).items()},
+                {str(fqn): str(first) for fqn, first in (found.get(TIED) or {}).items()},
+            )
         except UNREADABLE as error:
             raise CheckpointError(self.folder / REST, "it is not what a checkpoint has") from error
 
@@ -189,7 +176,7 @@ class Checkpoint:
 
     def verify_small_files(self) -> int:
         """As `verify`, of all files but those of large tensors, which are checked as they are read."""
-        return sum(check_file(self.folder, self._files, name) for name in self._files)
+        return sum(len(read_checked(self.folder, self._files, name)) for name in self._files)
 
     def verify(self) -> int:
         """Read everything and compare all checksums; returns how many bytes that were.
@@ -445,29 +432,6 @@ def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
     sync_directory(directory)
 
 
-def seal(folder: Path) -> Checkpoint:
-    """Make the arrays in a checkpoint's directory a part of it, as another program has left them: write its manifest anew.
-
-    Raises:
-        CheckpointError: zarr cannot read one of them, or it is none of a checkpoint's.
-        StorageError: the manifest cannot be written.
-    """
-    arrays: list[tuple[ArraySpec, None]] = [(spec, None) for spec in found_arrays(folder)]
-    contents = manifest_of(arrays, _files_of(folder, {MANIFEST}), time.time_ns())
-    try:
-        with Staging(folder.parent, folder.name) as staging:
-            (staging.path / MANIFEST).write_bytes(contents)
-            sync_tree(folder)
-            sync_tree(staging.path)
-            (staging.path / MANIFEST).replace(folder / MANIFEST)
-            sync_directory(folder)
-    except OSError as error:
-        raise StorageError(
-            folder, f"cannot take a manifest: {error.strerror or error}", cure=_cure(error, len(contents))
-        ) from error
-    return Checkpoint(folder)
-
-
 def _make_group(folder: Path) -> None:
     folder.mkdir()
     (folder / "zarr.json").write_text(group_metadata())
@@ -488,7 +452,6 @@ __all__ = [
     "find",
     "is_tag",
     "reading_again",
-    "seal",
     "tags",
     "writing",
 ]

@@ -125,8 +125,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         "num_bytes": sum(each.num_bytes for each in found.tensors),
         "kinds": dict(kinds),
         "client_state": client_state,
-        "excluded": found.excluded,
-        "tied": found.tied,
+        "excluded": found.beside.excluded,
+        "tied": found.beside.tied,
         "other_tags": sorted(others),
         "problem": problem,
     }
@@ -173,35 +173,6 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
         told = each["problem"] or f"every checksum is right, {format_bytes(each['num_bytes'])}"
         display(f"{each['folder']}: {told}", soft_wrap=True)
     return 0 if is_whole else 1
-
-
-@checkpoint.command()
-@_SOURCE
-@_TAG
-@json_option
-def seal(source: Path, tag: str | None, as_json: bool) -> None:
-    """Take over what another program has written into tensors.zarr with zarr, in any chunks and compression.
-
-    Writes the checksums anew: before, such a checkpoint counts as damaged. All of its arrays are read by zarr from then on,
-    which takes longer.
-
-    \b
-    Examples:
-      infinity checkpoint seal checkpoints
-      infinity checkpoint seal checkpoints --tag global_step100
-    """
-    from infinity.checkpoint.arrays import TENSORS
-    from infinity.checkpoint.saved import find
-    from infinity.checkpoint.saved import seal as seal_checkpoint
-
-    folder = source if (source / TENSORS).is_dir() else find(source, tag)
-    if folder is None:
-        raise CheckpointError(source, "there is no checkpoint in it", cure="Give the directory that has tensors.zarr")
-    found = seal_checkpoint(folder)
-    if as_json:
-        print_json({"folder": str(folder.absolute()), "num_tensors": len(found.tensors)})
-        return
-    display(f"{folder}: {len(found.tensors)} tensors, all files have a checksum", soft_wrap=True)
 
 
 @click.command()

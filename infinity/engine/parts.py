@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import HostActivations, SavedActivations
-from infinity.activations.spill_space import SpillSpace
+from infinity.activations.spilled import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig
@@ -31,7 +31,7 @@ from infinity.gradients.reducer import ReducedGradients
 from infinity.gradients.unit_grads import MainGradDtype
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.backward import Backwards
-from infinity.loop.module_hooks import LoadHooks, ModuleHooks
+from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.pager import Pager, Preconditions
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
@@ -54,7 +54,6 @@ from infinity.threads.engine_lock import EngineLock
 from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.experts import expert_groups
-from infinity.units.originals import Originals
 from infinity.units.parameter import hold
 from infinity.units.partition import find_blocks
 from infinity.updates.chunk_updater import ChunkUpdater
@@ -176,7 +175,7 @@ class Parts:
             if storage.weights is not None:
                 storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
 
-    def take_over(self, originals: Originals, undo: contextlib.ExitStack) -> None:
+    def take_over(self, undo: contextlib.ExitStack) -> None:
         """Store unit after unit, and let go of each one's original tensors as soon as it is stored.
 
         What a durable run goes on from is stored already; it takes the place of the originals.
@@ -196,7 +195,6 @@ class Parts:
                 if flat is None:
                     raise RuntimeError("the pool for flat buffers is smaller than a unit")
                 self._residency.place(unit, flat)
-                originals.keep(unit)
                 if not goes_on:
                     self.stored.store(unit, [parameter.detach() for parameter in unit.parameters])
                 for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
@@ -250,7 +248,6 @@ class Parts:
             gradients=gradients,
             stream=self.stream,
             step_groups=self.groups,
-            gathered=self.stored,
             exchange=self.exchange,
             mesh=self.mesh,
             before_updates=self.stored.before_writes,
@@ -325,7 +322,6 @@ class Parts:
         self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
         self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
         lock, assigned = EngineLock(), AssignedData()
-        loads: dict[LoadHooks, None] = {}
         self.guard = PhaseGuard(stepper, self.counts)
         self.backwards = Backwards(
             parameter_map, residency, lock, stepper, self.guard, self.live, self.style, self.counts
@@ -340,7 +336,7 @@ class Parts:
             self.stream.raise_error,
             storage.raise_pending,
         )
-        self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, loads, self.reporter)
+        self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, self.reporter)
         copies = UserCopies(
             dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
         )
@@ -353,7 +349,7 @@ class Parts:
         )
         blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
-        self.module_hooks = ModuleHooks(parameter_map, self.pager, loads, blocks, recomputed)
+        self.module_hooks = ModuleHooks(parameter_map, self.pager, blocks, recomputed)
         self.parameter_handler = ParameterHandler(
             parameter_map, self.module_hooks, self.pager, stepper, self.live, self.settled, assigned
         )

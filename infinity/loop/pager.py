@@ -73,8 +73,6 @@ class Preconditions:
     _guard: PhaseGuard
     _backwards: Backwards
     _groups: StepGroups
-    loads: dict[Any, None]
-    """`LoadHooks`: the calls of ``load_state_dict`` that have begun and not ended, module by module."""
     _reporter: Reporter
 
     def check_usable(self) -> None:
@@ -87,18 +85,12 @@ class Preconditions:
         self.check_usable()
         self._guard.check_settled()
 
-    def end_loads(self) -> None:
-        """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
-        for hooks in tuple(self.loads):
-            hooks.after()
-
     def begin_forward(self) -> None:
         """A forward phase begins."""
         self.check_usable()
         self._reporter.begin()
         self._guard.check_loaded()
         self._guard.check_settled()
-        self.end_loads()
         self._backwards.collect()
         if torch.is_grad_enabled() and self._groups.before_forward():
             self._backwards.collector.forget_history()
@@ -509,32 +501,17 @@ class Pager:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Weights are gathered inside the ``with`` block, and stay so until `scattering`."""
-        self.lock.acquire("gathering parameters")
-        try:
-            yield
-        except BaseException:
-            self.lock.release()
-            raise
-        self.num_gathered += 1
-
-    def save_gathered(self) -> bool:
-        """A graph that is made of gathered weights holds tokens. Returns whether that has to be ended."""
+        """Weights are gathered inside the ``with`` block: a graph that is made of them holds tokens."""
         is_saving = torch.is_grad_enabled()  # else no graph is made of them, and torch.func allows no hooks
+        self.num_gathered += 1
         if is_saving:
             self.saving_while_gathered.push()
-        return is_saving
-
-    @contextmanager
-    def scattering(self, *, is_saving: bool) -> Iterator[None]:
-        """What was changed is stored inside the ``with`` block, after which weights are not gathered any more."""
-        if is_saving:
-            self.saving_while_gathered.pop()
         try:
             yield
         finally:
+            if is_saving:
+                self.saving_while_gathered.pop()
             self.num_gathered = max(self.num_gathered - 1, 0)
-            self.lock.release()
 
     @outside_modes
     def _hold(self, units: Sequence[Unit], entered: list[Unit]) -> None:

@@ -166,8 +166,7 @@ class Residency:
 
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
-        if not unit.gathered:
-            unit.unbind()
+        unit.unbind()
         self.await_update(unit)
 
     def store_changes(self, unit: Unit) -> None:

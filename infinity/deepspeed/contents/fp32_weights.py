@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,32 @@ from swapper.volumes.publish import make_directory, opener
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, eq=False)
+class LazyTensor:
+    """A tensor that is read when it is asked for."""
+
+    saved: SavedTensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor."""
+        return torch.Size(self.saved.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """fp32, if its elements are floating-point numbers of more than 8 bits."""
+        dtype = self.saved.dtype
+        return torch.float32 if dtype.is_floating_point and not is_float8(dtype) else dtype
+
+    def contiguous(self) -> torch.Tensor:
+        """It, read and checked, on the CPU.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self.saved.read().to(self.dtype)
+
+
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
@@ -36,7 +63,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir: where `Engine.save_checkpoint` has written to.
         tag: which checkpoint; None: the newest.
         exclude_frozen_parameters: has to be False: a checkpoint does not say which those are.
-        lazy_mode: without effect: tensors are read at once. `convert_zero_checkpoint_to_fp32_state_dict` streams them.
+        lazy_mode: give a `LazyTensor` for each; False: tensors on the CPU.
 
     Returns:
         FQN -> tensor, for ``load_state_dict``. A tied weight is one tensor under all of its names.
@@ -46,7 +73,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
             ``python -m infinity import-deepspeed``.
         ConfigError: frozen parameters are to be left out.
     """
-    return _read(_saved(checkpoint_dir, tag, exclude_frozen_parameters))
+    if exclude_frozen_parameters:
+        raise ConfigError.value(
+            "exclude_frozen_parameters",
+            True,
+            "a checkpoint does not say which parameters are frozen",
+            cure="Take those out of the dict whose parameters do not require a gradient",
+        )
+    checkpoint = Checkpoint.open(checkpoint_dir, tag)
+    lazy = {
+        fqn: LazyTensor(saved) for group in ("parameters", "buffers") for fqn, saved in checkpoint.of(group).items()
+    }
+    lazy |= {fqn: lazy[first] for fqn, first in checkpoint.beside.tied.items() if first in lazy and fqn not in lazy}
+    return dict(lazy) if lazy_mode else _read(lazy)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | Path, tag: Any = None) -> nn.Module:
@@ -83,20 +122,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         StorageError: the directory cannot take the safetensors.
     """
     output, limit = Path(output_dir), parse_bytes(max_shard_size) if max_shard_size is not None else 1 << 62
-    saved = _saved(checkpoint_dir, tag, exclude_frozen_parameters)
+    lazy = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters, lazy_mode=True)
     if safe_serialization:
         CheckpointExport(Checkpoint.open(checkpoint_dir, tag), output, dtype=torch.float32).write(limit)
         return
     make_directory(output)
-    tied: dict[SavedTensor, list[str]] = {}  # what is tied comes together, and counts once
-    for fqn, tensor in saved.items():
+    tied: dict[LazyTensor, list[str]] = {}  # what is tied comes together, and counts once
+    for fqn, tensor in lazy.items():
         tied.setdefault(tensor, []).append(fqn)
     shards = [[fqn for tensor in shard for fqn in tied[tensor]] for shard in cut(tied, limit, _num_bytes)]
     names = [f"pytorch_model-{number:05}-of-{len(shards):05}.bin" for number in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else ["pytorch_model.bin"]
     for name, shard in zip(names, shards, strict=True):
         with open(output / name, "wb", opener=opener) as file:
-            torch.save(_read({fqn: saved[fqn] for fqn in shard}), file)
+            torch.save(_read({fqn: lazy[fqn] for fqn in shard}), file)
     if len(names) > 1:
         found = {fqn: name for name, shard in zip(names, shards, strict=True) for fqn in shard}
         index = {"metadata": {"total_size": sum(map(_num_bytes, tied))}, "weight_map": found}
@@ -166,30 +205,11 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="infinity-")
 
 
-def _saved(checkpoint_dir: str | Path, tag: Any, exclude_frozen_parameters: bool) -> dict[str, SavedTensor]:
-    """FQN -> weights and buffers, not read yet. What is tied is one under all of its names."""
-    if exclude_frozen_parameters:
-        raise ConfigError.value(
-            "exclude_frozen_parameters",
-            True,
-            "a checkpoint does not say which parameters are frozen",
-            cure="Take those out of the dict whose parameters do not require a gradient",
-        )
-    checkpoint = Checkpoint.open(checkpoint_dir, tag)
-    found = {**checkpoint.of("parameters"), **checkpoint.of("buffers")}
-    return found | {fqn: found[first] for fqn, first in checkpoint.tied.items() if first in found and fqn not in found}
-
-
-def _read(saved: dict[str, SavedTensor]) -> dict[str, torch.Tensor]:
+def _read(lazy: dict[str, LazyTensor]) -> dict[str, torch.Tensor]:
     """What is tied is one tensor."""
-    tensors = {each: each.read().to(_dtype(each)) for each in dict.fromkeys(saved.values())}
-    return {fqn: tensors[each] for fqn, each in saved.items()}
+    tensors = {each: each.contiguous() for each in dict.fromkeys(lazy.values())}
+    return {fqn: tensors[each] for fqn, each in lazy.items()}
 
 
-def _dtype(saved: SavedTensor) -> torch.dtype:
-    """fp32, if its elements are floating-point numbers of more than 8 bits."""
-    return torch.float32 if saved.dtype.is_floating_point and not is_float8(saved.dtype) else saved.dtype
-
-
-def _num_bytes(saved: SavedTensor) -> int:
-    return saved.numel * _dtype(saved).itemsize
+def _num_bytes(tensor: LazyTensor) -> int:
+    return tensor.shape.numel() * tensor.dtype.itemsize

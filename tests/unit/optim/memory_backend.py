@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -61,7 +60,7 @@ class MemoryBackend:
         self._template = template
         self._updater = updater
         self._states: dict[Tensor, dict[str, Any]] = {}
-        self.num_gathers = self.num_loads = 0
+        self.num_gathers = 0
         self.loose = LooseParameters(template)
 
     def was_step_skipped(self) -> bool:
@@ -96,7 +95,6 @@ class MemoryBackend:
         return copy.deepcopy(self._states.get(param, {}))
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        self.num_loads += 1
         self._states[param] = {name: copy.deepcopy(value) for name, value in state.items()}
 
 
@@ -132,12 +130,6 @@ class Mixed(torch.nn.Module):
         for name, param in self.named_parameters():
             grad = torch.randn(param.shape, generator=generator)
             param.grad = None if name in skip else grad
-
-
-def different(left: torch.nn.Module, right: torch.nn.Module) -> list[str]:
-    """Names of the parameters that differ in a bit."""
-    pairs: Iterator[Any] = zip(left.named_parameters(), right.parameters(), strict=True)
-    return [name for (name, one), other in pairs if not equal_bits(one, other)]
 
 
 def different_state(paged: dict[str, Any], plain: dict[str, Any]) -> list[str]:
