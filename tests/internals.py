@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.checkpoint import arrays, checkpoint_loading, manifest, saved, training_checkpoint
-from infinity.checkpoint.saved import Checkpoint, tags, writing
+from infinity.checkpoint import arrays, checkpoint_loading, foreign_arrays, manifest, saved, training_checkpoint
+from infinity.checkpoint.saved import Checkpoint, seal, tags, writing
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
 from infinity.device import drive_tensors, host_memory
 from infinity.device.compute import (

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from infinity.checkpoint.arrays import ArraySpec, SavedTensor, dtype_of, name_of, reading_from
+from infinity.checkpoint.arrays import TENSORS, ArraySpec, SavedTensor, chunk_of, dtype_of, name_of, reading_from
+from infinity.checkpoint.foreign_arrays import LARGEST_CHUNK, MOST_CHUNKS, ForeignTensor, unlisted_file
 from infinity.device.host_memory import free_bytes
 from infinity.errors import CheckpointError, format_bytes
 from infinity.version import __version__
@@ -30,20 +31,19 @@ _MOST_BYTES = 1 << 30
 _SMALL_BYTES = 16 << 20
 """Of a file that is read without a look at what memory is free."""
 _PART_BYTES = 1 << 16
-_LARGEST_CHUNK = 64 << 20
-"""Bytes of a chunk. Each is read as a whole, so a larger one would exceed the memory of a load."""
-_MOST_CHUNKS = 1 << 22
-"""Chunks of one array, 8 TiB of ours: their index is held in memory, and a sparse file may claim any number."""
+_SEAL = "run `python -m infinity checkpoint seal` on the checkpoint's directory"
+_IF_CHANGED = f"Load another checkpoint. If a program has changed this one on purpose, {_SEAL}"
 _NUM_SIZES = 64
 Files = Mapping[str, tuple[int, int]]
 """Path inside the checkpoint -> bytes and crc32c, of every file but the arrays' data and the manifest."""
 
 
-def manifest_of(arrays: Iterable[tuple[ArraySpec, int]], files: Files, time: int) -> bytes:
+def manifest_of(arrays: Iterable[tuple[ArraySpec, int | None]], files: Files, time: int) -> bytes:
     """The file: JSON without any freedom, so that each bit of it counts.
 
     Args:
-        arrays: each with the checksum of its chunks' checksums.
+        arrays: each with the checksum of its chunks' checksums; None: another program wrote it, and all of its files are in
+            ``files``.
         files: all others.
         time: when the checkpoint was complete, in nanoseconds since 1970.
     """
@@ -59,8 +59,8 @@ def manifest_of(arrays: Iterable[tuple[ArraySpec, int]], files: Files, time: int
                 "kind": spec.kind,
                 "shape": list(spec.shape),
                 "dtype": name_of(spec.dtype),
-                "chunk": list(spec.chunk),
-                "crc32c": checksum,
+                "chunk": None if checksum is None else list(spec.chunk),
+                "crc32c": checksum or 0,
             }
             for spec, checksum in arrays
         ],
@@ -110,6 +110,9 @@ def read_manifest(folder: Path) -> tuple[list[SavedTensor], Files]:
     try:
         arrays = [_array(folder, each) for each in contents["arrays"]]
         files = {str(name): _facts(folder, str(name), facts) for name, facts in contents["files"].items()}
+        unlisted = next((found for each in arrays if (found := unlisted_file(folder, each, files)) is not None), None)
+        if unlisted is not None:
+            raise CheckpointError(folder / unlisted, "the manifest does not know it", cure=f"Remove it, or {_SEAL}")
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
@@ -147,7 +150,9 @@ def completed_at(path: Path) -> int | None:
 
 
 def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
-    shape, chunk = tuple(entry["shape"]), tuple(entry["chunk"])
+    is_foreign = entry["chunk"] is None
+    shape = tuple(entry["shape"])
+    chunk = (1,) * len(shape) if is_foreign else tuple(entry["chunk"])
     names = (entry["group"], entry["fqn"], entry["kind"], entry["dtype"])
     sizes = [*shape, *chunk]
     path = folder / MANIFEST
@@ -162,8 +167,11 @@ def _array(folder: Path, entry: Mapping[str, Any]) -> SavedTensor:
         raise CheckpointError(path, f"'{names[1]}' has the shape {shape}, which no tensor has")
     dtype = dtype_of(names[3])
     checksum = _checksum(path, names[1], entry["crc32c"])
+    if dtype is not None and is_foreign:
+        parts = chunk_of(shape, LARGEST_CHUNK // dtype.itemsize)
+        return ForeignTensor(*names[:3], shape, dtype, parts, checksum, folder)
     found = None if dtype is None else SavedTensor(*names[:3], shape, dtype, chunk, checksum, folder)
-    if found is None or found.data_bytes > _LARGEST_CHUNK or found.num_chunks > _MOST_CHUNKS:
+    if found is None or found.data_bytes > LARGEST_CHUNK or found.num_chunks > MOST_CHUNKS:
         raise CheckpointError(path, f"'{names[1]}' has dtype {names[3]!r} and chunks of {chunk}, which none has")
     if found.file_bytes:
         _check_size(folder / found.path / found.file_name, found.file_bytes)
@@ -200,12 +208,12 @@ def _check_size(path: Path, num_bytes: int) -> None:
     try:
         file = path.stat()
     except OSError as error:
-        raise CheckpointError(path, f"it is missing: {error.strerror}") from error
+        raise CheckpointError(path, f"it is missing: {error.strerror}", cure=_IF_CHANGED) from error
     if not stat.S_ISREG(file.st_mode):
         raise CheckpointError(path, "it is no file, but a directory, a device or a pipe")
     found = file.st_size
     if found != num_bytes:
-        raise CheckpointError(path, f"it has {found} bytes, not {num_bytes}")
+        raise CheckpointError(path, f"it has {found} bytes, not {num_bytes}", cure=_IF_CHANGED)
 
 
 def facts_of(path: Path) -> tuple[int, int]:
@@ -216,6 +224,23 @@ def facts_of(path: Path) -> tuple[int, int]:
             num_bytes += len(data)
             checksum = crc32c(np.frombuffer(data, np.uint8), after=checksum)
     return num_bytes, checksum
+
+
+def check_file(folder: Path, files: Files, name: str) -> int:
+    """Compare a small file of a checkpoint with its checksum; returns how many bytes it has.
+
+    Raises:
+        CheckpointError: see `read_checked`.
+    """
+    if not name.startswith(TENSORS):
+        return len(read_checked(folder, files, name))
+    if facts_of(folder / name) != files[name]:  # another program may have made it of any size
+        raise _damaged(folder / name)
+    return files[name][0]
+
+
+def _damaged(path: Path) -> CheckpointError:
+    return CheckpointError(path, "it is damaged: its checksum is wrong", cure=_IF_CHANGED)
 
 
 def read_checked(folder: Path, files: Files, name: str) -> bytes:
@@ -234,5 +259,5 @@ def read_checked(folder: Path, files: Files, name: str) -> bytes:
     with reading_from(folder / name):
         data = (folder / name).read_bytes()
     if (len(data), checksum_of(data)) != files.get(name):
-        raise CheckpointError(folder / name, "it is damaged: its checksum is wrong")
+        raise _damaged(folder / name)
     return data

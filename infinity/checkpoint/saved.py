@@ -31,8 +31,10 @@ from infinity.checkpoint.arrays import (
     group_metadata,
     reading_from,
 )
+from infinity.checkpoint.foreign_arrays import found_arrays
 from infinity.checkpoint.manifest import (
     MANIFEST,
+    check_file,
     completed_at,
     facts_of,
     manifest_of,
@@ -176,7 +178,7 @@ class Checkpoint:
 
     def verify_small_files(self) -> int:
         """As `verify`, of all files but those of large tensors, which are checked as they are read."""
-        return sum(len(read_checked(self.folder, self._files, name)) for name in self._files)
+        return sum(check_file(self.folder, self._files, name) for name in self._files)
 
     def verify(self) -> int:
         """Read everything and compare all checksums; returns how many bytes that were.
@@ -432,6 +434,29 @@ def _retire(directory: Path, newest: str, keep_last: int, aside: Path) -> None:
     sync_directory(directory)
 
 
+def seal(folder: Path) -> Checkpoint:
+    """Make the arrays in a checkpoint's directory a part of it, as another program has left them: write its manifest anew.
+
+    Raises:
+        CheckpointError: zarr cannot read one of them, or it is none of a checkpoint's.
+        StorageError: the manifest cannot be written.
+    """
+    arrays: list[tuple[ArraySpec, None]] = [(spec, None) for spec in found_arrays(folder)]
+    contents = manifest_of(arrays, _files_of(folder, {MANIFEST}), time.time_ns())
+    try:
+        with Staging(folder.parent, folder.name) as staging:
+            (staging.path / MANIFEST).write_bytes(contents)
+            sync_tree(folder)
+            sync_tree(staging.path)
+            (staging.path / MANIFEST).replace(folder / MANIFEST)
+            sync_directory(folder)
+    except OSError as error:
+        raise StorageError(
+            folder, f"cannot take a manifest: {error.strerror or error}", cure=_cure(error, len(contents))
+        ) from error
+    return Checkpoint(folder)
+
+
 def _make_group(folder: Path) -> None:
     folder.mkdir()
     (folder / "zarr.json").write_text(group_metadata())
@@ -452,6 +477,7 @@ __all__ = [
     "find",
     "is_tag",
     "reading_again",
+    "seal",
     "tags",
     "writing",
 ]

@@ -175,6 +175,35 @@ def verify(source: Path, tag: str | None, takes_all: bool, as_json: bool) -> int
     return 0 if is_whole else 1
 
 
+@checkpoint.command()
+@_SOURCE
+@_TAG
+@json_option
+def seal(source: Path, tag: str | None, as_json: bool) -> None:
+    """Take over what another program has written into tensors.zarr with zarr, in any chunks and compression.
+
+    Writes the checksums anew: before, such a checkpoint counts as damaged. All of its arrays are read by zarr from then on,
+    which takes longer.
+
+    \b
+    Examples:
+      infinity checkpoint seal checkpoints
+      infinity checkpoint seal checkpoints --tag global_step100
+    """
+    from infinity.checkpoint.arrays import TENSORS
+    from infinity.checkpoint.saved import find
+    from infinity.checkpoint.saved import seal as seal_checkpoint
+
+    folder = source if (source / TENSORS).is_dir() else find(source, tag)
+    if folder is None:
+        raise CheckpointError(source, "there is no checkpoint in it", cure="Give the directory that has tensors.zarr")
+    found = seal_checkpoint(folder)
+    if as_json:
+        print_json({"folder": str(folder.absolute()), "num_tensors": len(found.tensors)})
+        return
+    display(f"{folder}: {len(found.tensors)} tensors, all files have a checksum", soft_wrap=True)
+
+
 @click.command()
 @_SOURCE
 @click.argument("directory", metavar="DIR", type=PathType())

@@ -36,11 +36,13 @@ from typing import Any
 import google_crc32c
 import safetensors.torch
 import torch
+import zarr
 from torch import nn
+from zarr.codecs import BloscCodec, GzipCodec, ZstdCodec
 
 import infinity
 from infinity.checkpoint import manifest as manifests
-from infinity.checkpoint.saved import Checkpoint
+from infinity.checkpoint.saved import Checkpoint, seal
 from infinity.cli.main import main
 from infinity.config.load import load_config
 from infinity.deepspeed.importer.conversion import convert
@@ -312,6 +314,27 @@ def _make_checkpoint(place: Path) -> None:
     shutil.rmtree(place / "drive")
 
 
+def _make_foreign(place: Path) -> None:
+    _make_checkpoint(place)
+    group: Any = zarr.open_group(place / "saved" / "one" / "tensors.zarr", mode="r+")
+    for number, (name, node) in enumerate(sorted(group.members(max_depth=None))):
+        if isinstance(node, zarr.Array) and node.ndim:
+            values, codec = node[...], [ZstdCodec(), GzipCodec(), BloscCodec(), None][number % 4]
+            attributes = dict(node.attrs)
+            chunks = (7, *values.shape[1:])
+            made = group.create_array(
+                name,
+                shape=values.shape,
+                dtype=values.dtype,
+                chunks=chunks,
+                compressors=codec,
+                attributes=attributes,
+                overwrite=True,
+            )
+            made[...] = values
+    seal(place / "saved" / "one")
+
+
 _engines: list[Any] = []
 
 
@@ -420,6 +443,15 @@ FORMATS = {
             "saved/one/training.*": (_sealed,),
             "saved/one/**/*": (_sealed,),
             "saved/latest": (_raw,),
+        },
+        _use_checkpoint,
+    ),
+    "arrays": Format(
+        _make_foreign,
+        {
+            "saved/one/manifest.json": (_manifest, _sealed),
+            "saved/one/tensors.zarr/**/zarr.json": (_sealed,),
+            "saved/one/tensors.zarr/**/*": (_sealed,),
         },
         _use_checkpoint,
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import errno
 import json
-import math
 import os
 import random
 import re
@@ -103,31 +102,6 @@ def test_zarr_and_the_reader_give_the_same(saved: Path) -> None:
     assert checkpoint.verify() > sum(tensor.num_bytes for tensor in checkpoint.tensors)
     num_files = sum(1 for path in saved.rglob("*") if path.is_file())
     assert num_files <= 3 * len(checkpoint.tensors) + 6
-
-
-_SHAPES = [(), (0,), (0, 3), (5,), (3, 1, 7), (129, 65), (2, 3, 4, 5)]
-
-
-def _bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    data = torch.arange(math.prod(shape) * dtype.itemsize, dtype=torch.int64)
-    return data.remainder(127 if dtype != torch.bool else 2).to(torch.uint8).view(dtype).view(shape)
-
-
-@pytest.mark.parametrize("dtype", [arrays.dtype_of(name) for name in arrays.STORED_AS], ids=str)
-def test_zarr_reads_every_dtype_and_shape(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "CHUNK_BYTES", 256)
-    tensors = {f"of.{'x'.join(map(str, shape))}": _bits(shape, dtype) for shape in _SHAPES}
-    specs = [arrays.ArraySpec.of("buffers", name, WEIGHT, each.shape, each.dtype) for name, each in tensors.items()]
-    with writing(tmp_path, "one", specs, is_latest=True) as files:
-        for spec in specs:
-            files.open_array(spec).write(tensors[spec.fqn].reshape(-1))
-        files.write_rest({"counters": {}, "client_state": {}})
-    group: Any = zarr.open_group(tmp_path / "one" / "tensors.zarr", mode="r")
-    for tensor in Checkpoint.open(tmp_path).tensors:
-        expected, by_zarr = tensors[tensor.fqn], np.array(group[f"buffers/{tensor.fqn}/{WEIGHT}"][...])
-        assert by_zarr.shape == tuple(expected.shape) == tensor.shape and tensor.dtype == dtype
-        assert by_zarr.tobytes() == expected.reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert torch.equal(tensor.read().reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
 
 
 @pytest.mark.deep

@@ -35,6 +35,7 @@ _MISUSED, _FAILED = 2, 1
 _WITH_A_PATH: dict[tuple[str, ...], list[str]] = {
     ("checkpoint", "inspect"): ["PATH"],
     ("checkpoint", "verify"): ["PATH"],
+    ("checkpoint", "seal"): ["PATH"],
     ("checkpoint", "export"): ["PATH", "out"],
     ("export",): ["PATH", "out"],
     ("import-deepspeed",): ["PATH", "out"],

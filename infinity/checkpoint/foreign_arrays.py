@@ -1,0 +1,140 @@
+"""Arrays of a checkpoint that other programs wrote: zarr reads them, whatever their chunks and compression.
+
+`seal` makes them a part of the checkpoint. What is in them is checked by the checksums of their files, before zarr sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Container, Generator, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import torch
+
+from infinity.checkpoint.arrays import STORED_AS, TENSORS, ArraySpec, SavedTensor, dtype_of, name_of
+from infinity.errors import CheckpointError
+from swapper.volumes.block_files import BlockThreads
+
+LARGEST_CHUNK = 64 << 20
+"""Bytes of what is read at a time. A chunk of zarr's may not be larger, or memory would not suffice."""
+MOST_CHUNKS = 1 << 22
+"""Of one array, 8 TiB of our own chunks: their index is held in memory, and a sparse file may claim any number."""
+_CODECS = frozenset({"bytes", "transpose", "sharding_indexed", "crc32c", "zstd", "gzip", "blosc"})
+"""Those that every zarr has. Others may be a plugin's, which is code that nobody has looked at."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignTensor(SavedTensor):
+    """A tensor in an array that another program wrote. Its files are among the small ones of the manifest."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Nothing goes past the page cache."""
+        return 0
+
+    @property
+    def file_bytes(self) -> int:
+        """All of its files are counted with the small ones."""
+        return 0
+
+    def parts(self, threads: BlockThreads | None = None) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """See `SavedTensor.parts`. Memory: up to `LARGEST_CHUNK`, and a few chunks of zarr's."""
+        with _reading(self.folder / self.path):
+            array = _opened(self.folder / self.path)
+            if (tuple(array.shape), array.dtype.name) != (self.shape, STORED_AS[name_of(self.dtype)]):
+                raise ValueError(f"it has the shape {array.shape} and dtype {array.dtype}, and the manifest others")
+        # Whole chunks of zarr's at a time, or each would be decompressed again and again.
+        whole = [
+            part - part % size if part > size else part for part, size in zip(self.chunk, array.chunks, strict=True)
+        ]
+        first = 0
+        for region in dataclasses.replace(self, chunk=tuple(whole)).regions():
+            with _reading(self.folder / self.path):
+                values = torch.from_numpy(np.array(array[region]).reshape(-1)).view(self.dtype)
+            yield first, values
+            first += values.numel()
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever zarr and its codecs raise is a `CheckpointError` that names ``path``."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        problem = f"zarr cannot read it: {str(error)[:200] or type(error).__name__}"
+        raise CheckpointError(path, problem, cure="Write it again, in zarr's format 3") from error
+
+
+def _opened(path: Path) -> Any:
+    import zarr
+
+    array: Any = zarr.open_array(path, mode="r", zarr_format=3)
+    strange = _names_of(array.metadata.to_dict()["codecs"]) - _CODECS
+    if strange:
+        raise ValueError(f"its codec '{min(strange)}' is none of {', '.join(sorted(_CODECS))}")
+    if math.prod(array.chunks) * array.dtype.itemsize > LARGEST_CHUNK:
+        raise ValueError(f"its chunks of {array.chunks} elements have more than {LARGEST_CHUNK >> 20} MiB")
+    if math.prod(-(-size // part) for size, part in zip(array.shape, array.chunks, strict=True)) > MOST_CHUNKS:
+        raise ValueError(f"its chunks of {array.chunks} elements are more than {MOST_CHUNKS}")
+    return array
+
+
+def _names_of(codecs: Any) -> set[str]:
+    """Of a list of codecs as JSON has it, and of those inside shards."""
+    found = set()
+    for codec in codecs:
+        found.add(str(codec["name"]))
+        for inner in ("codecs", "index_codecs"):
+            found |= _names_of(codec.get("configuration", {}).get(inner, ()))
+    return found
+
+
+def found_arrays(folder: Path) -> list[ArraySpec]:
+    """What zarr finds in a checkpoint's directory.
+
+    Raises:
+        CheckpointError: zarr cannot read it, or something in it is none of a checkpoint's.
+    """
+    import zarr
+
+    path = folder / TENSORS
+    with _reading(path):
+        nodes = dict(zarr.open_group(path, mode="r", zarr_format=3).members(max_depth=None))
+        return [_spec(folder, name) for name, node in sorted(nodes.items()) if isinstance(node, zarr.Array)]
+
+
+def _spec(folder: Path, name: str) -> ArraySpec:
+    path = f"{TENSORS}/{name}"
+    with _reading(folder / path):
+        array = _opened(folder / path)
+        group, fqn, kind = name.split("/")  # the format's page says so
+        names: dict[str, Any] = {"fqn": unquote(fqn), "kind": unquote(kind), "dtype": array.dtype.name, **array.attrs}
+        dtype = dtype_of(names["dtype"])
+        if dtype is None or STORED_AS[names["dtype"]] != array.dtype.name:
+            raise ValueError(f"it is stored as {array.dtype}, and is to be {names['dtype']}")
+        spec = ArraySpec.of(group, names["fqn"], names["kind"], array.shape, dtype)
+        if spec.path != path:
+            raise ValueError(f"the tensor '{spec.fqn}' ({spec.kind}) belongs to {spec.path}")
+        is_ours = json.loads((folder / path / "zarr.json").read_bytes()) == json.loads(spec.metadata())
+        if is_ours and spec.file_bytes and not (folder / path / spec.file_name).exists():
+            raise ValueError(f"its file '{spec.file_name}' is missing")  # zarr would take it for zeros
+    return spec
+
+
+def unlisted_file(folder: Path, tensor: SavedTensor, listed: Container[str]) -> str | None:
+    """A file in the folder of a `ForeignTensor` that is not among ``listed``, and that zarr would read unchecked."""
+    for place, _, names in os.walk(folder / tensor.path) if isinstance(tensor, ForeignTensor) else ():
+        for name in names:
+            inside = str((Path(place) / name).relative_to(folder))
+            if inside not in listed:
+                return inside
+    return None
