@@ -161,9 +161,7 @@ def _write_gathered(weight: nn.Parameter) -> None:
         weight.add_(0.125)
 
 
-def test_values_that_are_not_finite_are_refused_with_all_weights_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_that_are_not_finite_are_refused_and_come_back(tmp_path: Path) -> None:
     model = _adapted()
     before = copy.deepcopy(model.state_dict())
     bad = model.get_parameter("base_model.model.model.layers.1.self_attn.v_proj.weight")
@@ -172,11 +170,7 @@ def test_values_that_are_not_finite_are_refused_with_all_weights_back(
     config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": "nf4"}})
     with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.v_proj\.weight.*NaN or infinite"):
         infinity.initialize(model=model, config=config)
-    rounded = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
-    assert rounded and all(".layers.0." in name and name.endswith("base_layer.weight") for name in rounded), (
-        "packed before"
-    )
-    assert f"{len(rounded)} parameters ('{rounded[0]}', ...) came back rounded" in caplog.text
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
 
 
 def test_patterns_choose_formats(tmp_path: Path) -> None:
