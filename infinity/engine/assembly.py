@@ -49,14 +49,20 @@ def build(
     """
     parts = Parts(model, config, template, device, mesh, undo, before)
     buffers = BufferCast(model, parts.config.compute_dtype, parts.config.buffer_dtype)
-    originals = Originals(parts.plan.units, parts.access.stored)
+    originals = Originals(
+        parts.plan.units,
+        cuts_nans=parts.plan.has_remainder,
+        stored=parts.access.stored,
+        open_space=parts.storage.open_more,
+        close_space=parts.storage.close_more,
+    )
     built: list[EngineClass] = []
     undo.callback(_close, built)
     undo.callback(template.give_back_states, parts.access.state)
     undo.callback(originals.give_back)  # what is paged out comes back, as far as it can be read
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(parts.module_hooks.uninstall)
-    parts.take_over(undo)
+    parts.take_over(originals, undo)
     if engine is None:
         engine = engine_class(parts.config, parts)
     else:

@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import HostActivations, SavedActivations
-from infinity.activations.spilled import SpillSpace
+from infinity.activations.spill_space import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig
@@ -54,6 +54,7 @@ from infinity.threads.engine_lock import EngineLock
 from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.experts import expert_groups
+from infinity.units.originals import Originals
 from infinity.units.parameter import hold
 from infinity.units.partition import find_blocks
 from infinity.updates.chunk_updater import ChunkUpdater
@@ -175,7 +176,7 @@ class Parts:
             if storage.weights is not None:
                 storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
 
-    def take_over(self, undo: contextlib.ExitStack) -> None:
+    def take_over(self, originals: Originals, undo: contextlib.ExitStack) -> None:
         """Store unit after unit, and let go of each one's original tensors as soon as it is stored.
 
         What a durable run goes on from is stored already; it takes the place of the originals.
@@ -195,6 +196,7 @@ class Parts:
                 if flat is None:
                     raise RuntimeError("the pool for flat buffers is smaller than a unit")
                 self._residency.place(unit, flat)
+                originals.keep(unit)
                 if not goes_on:
                     self.stored.store(unit, [parameter.detach() for parameter in unit.parameters])
                 for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):

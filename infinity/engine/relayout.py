@@ -179,8 +179,9 @@ class Relayout(CheckpointCalls):
         with uninterrupted():
             self._take_down(contents)
         with contextlib.ExitStack() as undo:
-            self._make_parts(undo, self, self._parts)
+            _, originals = self._make_parts(undo, self, self._parts)
             undo.pop_all()
+        originals.forget()
         access = self._parts.access
         for parameter, main in contents.mains.items():
             access.load_main_weight(parameter, main)

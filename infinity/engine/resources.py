@@ -195,6 +195,11 @@ class EngineResources:
         self._more.append(self._open(self._spill_key, num_bytes))
         return self._more[-1]
 
+    def close_more(self, swapper: Swapper) -> None:
+        """Release what `open_more` gave."""
+        self._more.remove(swapper)
+        swapper.close()
+
     def _all(self) -> list[Swapper]:
         return [*self._swappers.values(), *self._more]
 
