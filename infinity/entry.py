@@ -35,7 +35,7 @@ from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer, begin_anew
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
-from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
+from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept, needs_samples
 from infinity.optim.template import Template, absent_template, build_template
 from infinity.plan.inputs import experts_of_config
 from infinity.plan.placement import DEVICE_KEY

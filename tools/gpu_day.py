@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.process_memory import reset_high_water, resident_bytes
-from train import SIZES, RandomWindows, Size, build_model, read_text
+from train import SIZES, RandomWindows, Size, build_model, read_text, reset_high_water, resident_bytes
 
 import infinity
 

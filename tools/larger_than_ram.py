@@ -32,9 +32,8 @@ from typing import Any
 
 import torch
 from bench.cgroup import Cgroup, why_unavailable
-from bench.process_memory import resident_bytes
 from rich.table import Table
-from train import SIZES, build_model, console, read_text
+from train import SIZES, build_model, console, read_text, resident_bytes
 from transformers import LlamaForCausalLM
 
 import infinity

@@ -10,14 +10,16 @@ Top to bottom: command line, text, model, config, training loop, results. The lo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
+import statistics
 import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ import torch
 from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
@@ -39,14 +42,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.console import Console
-from infinity.reporting.live import watch
-from infinity.reporting.page import run_report
 from swapper import SwapperError
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 INTERRUPTED = "interrupted"
 WARMUP_SHARE = 0.1
 """Of all steps: the learning rate rises until then, without which large models diverge."""
+PICTURES = (".png", ".svg", ".pdf")
 
 
 # ---------------------------------------------------------------------------------------------------- command line
@@ -98,7 +100,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--config", type=Path, help="DeepSpeed-style JSON (default: that of configs/zero3_nvme.json)")
     add("--nvme-path", help="directory on the drive that holds the states (default: as in the config)")
     add("--host-memory-budget", help='hard ceiling of the engine\'s host memory, e.g. "2GB"')
-    add("--log", type=Path, default=Path("train"), help="directory for the log and a page with charts (default: train)")
+    add("--plot", type=Path, default=Path("train.png"), help="of loss and times, a picture (default: train.png)")
     add("--seed", type=int, default=0)
     found = parser.parse_args(arguments)
     for name in ("steps", "batch_size", "seq_len", "gradient_accumulation_steps"):
@@ -109,6 +111,13 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         path = getattr(found, name)
         if path is not None and not path.is_file():
             parser.error(f"--{name} {path}: no such file; give one that exists")
+    if found.plot.suffix.lower() not in PICTURES:
+        parser.error(f"--plot {found.plot}: name a file that ends in {', '.join(PICTURES)}")
+    folder = found.plot.absolute().parent
+    if not folder.is_dir():
+        parser.error(f"--plot {found.plot}: there is no directory {folder}; make it first")
+    if not os.access(found.plot if found.plot.exists() else folder, os.W_OK) or found.plot.is_dir():
+        parser.error(f"--plot {found.plot}: it cannot be written; name another file")
     return found
 
 
@@ -187,7 +196,6 @@ def make_config(arguments: argparse.Namespace, size: Size) -> infinity.InfinityC
         "gradient_clipping": arguments.clip,
         "optimizer.params.lr": arguments.lr,
         "infinity.host_memory_budget": arguments.host_memory_budget,
-        "infinity.run_log": str(arguments.log),
         "zero_optimization.offload_param.nvme_path": arguments.nvme_path,
         "zero_optimization.offload_optimizer.nvme_path": arguments.nvme_path,
     }
@@ -211,11 +219,28 @@ def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
 # ---------------------------------------------------------------------------------------------------- training loop
 
 
+@dataclass
+class History:
+    """What the steps so far took; the table and the picture are made from it."""
+
+    tokens_per_step: int
+    reports: list[infinity.StepReport] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        """Mean loss of each step."""
+        return [math.nan if report.loss is None else report.loss for report in self.reports]
+
+    def total(self, name: str) -> float:
+        """Sum of one figure of the step reports."""
+        return float(sum(getattr(report, name) for report in self.reports))
+
+
 class Status:
     """The line under the bar. It is drawn anew ten times a second, so it shows what the step waits for right now."""
 
-    def __init__(self, engine: infinity.Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: infinity.Engine, history: History) -> None:
+        self._engine, self._history = engine, history
 
     def __rich__(self) -> Text:
         waiting_for = self._engine.waiting_for
@@ -223,20 +248,20 @@ class Status:
 
     def figures(self) -> str:
         """Figures of the last step."""
-        report = self._engine.report
-        if report is None:
+        if not self._history.reports:
             return "first step: the order of the layers is being recorded"
+        report = self._history.reports[-1]
+        speed = self._history.tokens_per_step / report.seconds
         read, written = (num_bytes / report.seconds / 1e9 for num_bytes in (report.read_bytes, report.write_bytes))
-        speed = f"{report.tokens_per_second or 0:,.0f} tokens/s"
-        return f"loss {report.loss:.3f}  {speed}  NVMe GB/s: {read:.2f} read {written:.2f} written"
+        return f"loss {report.loss:.3f}  {speed:,.0f} tokens/s  NVMe GB/s: {read:.2f} read {written:.2f} written"
 
 
-def train(engine: infinity.Engine, loader: Any, num_steps: int) -> str | None:
-    """Runs the steps. Returns None, or why it ended early; the log of the run has what was done in any case."""
+def train(engine: infinity.Engine, loader: Any, num_steps: int, history: History) -> str | None:
+    """Runs the steps. Returns None, or why it ended early; `history` holds what was done in any case."""
     columns = TextColumn("training"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     bar = Progress(*columns, expand=True)
     task = bar.add_task("", total=num_steps)
-    status, num_done = Status(engine), 0
+    status = Status(engine, history)
     try:
         with Live(Group(bar, status), console=console, refresh_per_second=10, transient=True):
             for batch in loader:
@@ -244,14 +269,15 @@ def train(engine: infinity.Engine, loader: Any, num_steps: int) -> str | None:
                 loss = engine(**batch).loss
                 engine.backward(loss)
                 engine.step()
-                if engine.global_steps == num_done or engine.report is None:
+                if engine.global_steps == len(history.reports):
                     continue  # a micro-batch in the middle of a step
-                num_done = engine.global_steps
-                if not math.isfinite(engine.report.loss or 0.0):
-                    return f"the loss of step {num_done} is {engine.report.loss}; try a lower --lr"
+                if (report := engine.report) is not None:
+                    history.reports.append(report)
+                if not math.isfinite(history.losses[-1]):
+                    return f"the loss of step {engine.global_steps} is {history.losses[-1]}; try a lower --lr"
                 bar.advance(task)
-                if not console.is_terminal and num_done % math.ceil(num_steps / 10) == 0:
-                    console.print(f"step {num_done}/{num_steps}  {status.figures()}")
+                if not console.is_terminal and engine.global_steps % math.ceil(num_steps / 10) == 0:
+                    console.print(f"step {engine.global_steps}/{num_steps}  {status.figures()}")
     except KeyboardInterrupt:
         return INTERRUPTED
     except (infinity.InfinityError, SwapperError) as error:  # a loss that is not a number, a drive that fails
@@ -262,13 +288,116 @@ def train(engine: infinity.Engine, loader: Any, num_steps: int) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- results
 
 
-def show(log: Path) -> None:
-    """What the log of the run shows, as ``infinity watch`` and ``infinity report`` do."""
-    watch(log, console, once=True)
+def resident_bytes(name: str) -> int:
+    """`VmRSS` (now) or `VmHWM` (largest so far) of this process, as the kernel counts it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Host memory at its peak while training, in bytes."""
+
+    process: int
+    """All of it."""
+    libraries: int
+    """Before there was a model: Python, torch, libraries, the text."""
+    engine: int
+    """The engine's buffers: this is what the budget limits."""
+
+    @property
+    def rest(self) -> int:
+        """Activations, autograd's temporaries, and what libraries took later."""
+        return max(0, self.process - self.libraries - self.engine)
+
+
+def reset_high_water() -> None:
+    """Starts `VmHWM` again, so that the peak of training is not hidden behind that of building the model."""
+    with contextlib.suppress(OSError):  # not every kernel has it
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def results_table(engine: infinity.Engine, history: History, memory: Memory) -> Table:
+    """What a reader wants to know at the end."""
+    plan, num_steps = engine.plan, len(history.reports)
+    num_parameters, seconds = plan.num_parameters, history.total("seconds")
+    states = plan.states_bytes
+    table = Table(title=f"{num_parameters / 1e6:,.1f}M parameters, {num_steps} steps", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+
+    few = min(5, max(1, num_steps // 2))
+    first, last = statistics.fmean(history.losses[:few]), statistics.fmean(history.losses[-few:])
+    table.add_row(f"loss, mean of the first and last {few} steps", f"{first:.3f}  ->  {last:.3f}")
+    table.add_row("tokens per second", f"{num_steps * history.tokens_per_step / seconds:,.0f}")
+    table.add_section()
+    states_bytes = sum(states.values())
+    table.add_row("weights and optimizer state", f"{states_bytes / 1e6:,.0f} MB")
+    table.add_row("  of them on NVMe", f"{states['nvme'] / 1e6:,.0f} MB")
+    ratio = states_bytes / plan.host_budget_bytes
+    table.add_row("engine: host memory budget", f"{plan.host_budget_bytes / 1e6:,.0f} MB  (1/{ratio:.1f} of them)")
+    table.add_row("engine: peak of its buffers, measured", f"{memory.engine / 1e6:,.1f} MB")
+    table.add_row("beside it: Python, torch, libraries", f"{memory.libraries / 1e6:,.0f} MB")
+    table.add_row("beside it: activations and the rest", f"{memory.rest / 1e6:,.0f} MB")
+    if torch.cuda.is_available():
+        table.add_row("peak device memory", f"{torch.cuda.max_memory_allocated() / 1e6:,.0f} MB")
+    table.add_section()
+    for word, measured, predicted in (
+        ("read", "read_bytes", plan.predicted_read_bytes_per_step),
+        ("written", "write_bytes", plan.predicted_write_bytes_per_step),
+    ):
+        # The median: what the last step leaves to be written behind it is in no report.
+        per_step = statistics.median(getattr(report, measured) for report in history.reports) / num_parameters
+        table.add_row(
+            f"bytes {word} per parameter, step", f"{per_step:.2f}  (predicted {predicted / num_parameters:.2f})"
+        )
+    table.add_section()
+    table.add_row("time per step", f"{seconds / num_steps:.2f} s")
+    for label, name in BREAKDOWN:
+        spent = history.total(name)
+        table.add_row(f"  {label}", f"{spent / num_steps:.2f} s  {100 * spent / seconds:3.0f} %")
+    optimizer_seconds = history.total("optimizer_seconds") / num_steps
+    table.add_row("optimizer, mostly behind the compute", f"{optimizer_seconds:.2f} s")
+    return table
+
+
+BREAKDOWN = (
+    ("compute", "compute_seconds"),
+    ("waiting for reads", "read_wait_seconds"),
+    ("waiting for updates", "update_wait_seconds"),
+)
+
+
+def draw(history: History, path: Path) -> None:
+    """The loss curve, and where the time of each step went."""
     try:
-        console.print(f"Page with charts: {run_report(log)}", soft_wrap=True)
-    except (infinity.InfinityError, OSError) as error:  # matplotlib is not installed, the disk is full
-        console.print(f"No page with charts: {error}", soft_wrap=True, markup=False)
+        from matplotlib.figure import Figure
+    except ImportError:
+        console.print("No picture: matplotlib is not installed (pip install 'infinity-offload[plot]').")
+        return
+    steps = range(1, len(history.losses) + 1)
+    figure = Figure(figsize=(9, 7), layout="tight")
+    above, below = figure.subplots(2, 1, height_ratios=(3, 2), sharex=True)
+    above.plot(steps, history.losses, color="#1f4e79", linewidth=1.8)
+    above.set(ylabel="loss (nats per byte)", title="Loss")
+    parts = [[getattr(report, name) for report in history.reports] for _, name in BREAKDOWN]
+    spent = [sum(part) for part in zip(*parts, strict=True)]
+    rest = [max(0.0, report.seconds - used) for report, used in zip(history.reports, spent, strict=True)]
+    labels = [*(label for label, _ in BREAKDOWN), "other"]
+    below.stackplot(steps, *parts, rest, labels=labels, colors=["#4c9f70", "#e0a030", "#c8553d", "#c9c9c9"], step="mid")
+    below.set(ylabel="seconds per step", xlabel="step", title="Where the time of a step goes", ylim=(0, None))
+    below.legend(loc="upper right", ncols=4, fontsize="small")
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:  # what was measured is told all the same
+        console.print(f"No picture: {path}: {error.strerror or error}.", soft_wrap=True)
+        return
+    console.print(f"Loss curve and times: {path}")
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -290,6 +419,7 @@ def run(arguments: argparse.Namespace) -> int:
     seq_len = arguments.seq_len or size.seq_len
     torch.manual_seed(arguments.seed)
     text = read_text(arguments.text)
+    baseline_bytes = resident_bytes("VmRSS")
     began = time.perf_counter()
     config = make_config(arguments, size)
     samples_per_step = (config.train_micro_batch_size_per_gpu or 1) * config.gradient_accumulation_steps
@@ -297,16 +427,20 @@ def run(arguments: argparse.Namespace) -> int:
     model = build_model(size, seq_len, config.compute_dtype, arguments.checkpointing)
     schedule = None if config.scheduler else lambda optimizer: warm_up(optimizer, arguments.steps)
     engine, _, loader, _ = infinity.initialize(model=model, config=config, training_data=dataset, lr_scheduler=schedule)
-    try:
-        with engine:
-            console.print(str(engine.plan), soft_wrap=True)
-            console.print(f"Model built and written in {time.perf_counter() - began:.1f} s.")
-            problem = train(engine, loader, arguments.steps)
-            if problem:
-                told = f"Ended after {engine.global_steps} of {arguments.steps} steps: {problem}"
-                console.print(told, markup=False, soft_wrap=True)
-    finally:
-        show(arguments.log)
+    with engine:
+        console.print(str(engine.plan), soft_wrap=True)
+        console.print(f"Model built and written in {time.perf_counter() - began:.1f} s.")
+        reset_high_water()
+        history = History(samples_per_step * seq_len)
+        problem = train(engine, loader, arguments.steps, history)
+        if history.reports:
+            engine_bytes = max(report.buffers_peak_bytes for report in history.reports)
+            memory = Memory(resident_bytes("VmHWM"), baseline_bytes, engine_bytes)
+            console.print(results_table(engine, history, memory))
+            draw(history, arguments.plot)
+        if problem:
+            told = f"Ended after {len(history.reports)} of {arguments.steps} steps: {problem}"
+            console.print(told, markup=False, soft_wrap=True)
     return {None: 0, INTERRUPTED: 130}.get(problem, 1)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import HostActivations, SavedActivations
-from infinity.activations.spill_space import SpillSpace
+from infinity.activations.spilled import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig

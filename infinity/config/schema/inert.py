@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, create_model
 
@@ -32,9 +32,14 @@ def with_inert_keys(block: type[_B]) -> type[_B]:
         for line in group["keys"].strip().splitlines():
             name, kind, *words = line.split()
             fields[name] = _field(kind, words, group["reason"], group.get("cure"))
-    made = create_model(block.__name__, __base__=block, __module__=block.__module__, __doc__=block.__doc__, **fields)
-    made.renamed = _GROUPS["renamed"].get(block.__name__, {})
-    return made
+    return create_model(
+        block.__name__,
+        __base__=block,
+        __module__=block.__module__,
+        __doc__=block.__doc__,
+        renamed=(ClassVar[dict[str, str]], _GROUPS["renamed"].get(block.__name__, {})),
+        **fields,
+    )
 
 
 def _field(kind: str, words: list[str], reason: str, cure: str | None) -> tuple[Any, Any]:
