@@ -60,7 +60,7 @@ class MemoryBackend:
         self._template = template
         self._updater = updater
         self._states: dict[Tensor, dict[str, Any]] = {}
-        self.num_gathers = 0
+        self.num_gathers = self.num_loads = 0
         self.loose = LooseParameters(template)
 
     def was_step_skipped(self) -> bool:
@@ -95,6 +95,7 @@ class MemoryBackend:
         return copy.deepcopy(self._states.get(param, {}))
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        self.num_loads += 1
         self._states[param] = {name: copy.deepcopy(value) for name, value in state.items()}
 
 
