@@ -27,19 +27,12 @@ _B = TypeVar("_B", bound=Block)
 
 def with_inert_keys(block: type[_B]) -> type[_B]:
     """The model with the keys and spellings that the table has for it."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"renamed": (ClassVar, _GROUPS["renamed"].get(block.__name__, {}))}
     for group in _GROUPS[block.__name__]:
         for line in group["keys"].strip().splitlines():
             name, kind, *words = line.split()
             fields[name] = _field(kind, words, group["reason"], group.get("cure"))
-    return create_model(
-        block.__name__,
-        __base__=block,
-        __module__=block.__module__,
-        __doc__=block.__doc__,
-        renamed=(ClassVar[dict[str, str]], _GROUPS["renamed"].get(block.__name__, {})),
-        **fields,
-    )
+    return create_model(block.__name__, __base__=block, __module__=block.__module__, __doc__=block.__doc__, **fields)
 
 
 def _field(kind: str, words: list[str], reason: str, cure: str | None) -> tuple[Any, Any]:
