@@ -34,7 +34,7 @@ from infinity.integrations.engine_files import (
     save_engine,
 )
 from infinity.integrations.lightning_optimizer import EngineOptimizer
-from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed
+from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, refuse_second
 from infinity.loading.init import Init
 from swapper.volumes.publish import Staging, exchange, remove_abandoned, sync_tree
 
@@ -274,13 +274,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
                 cure="Put all parameters into one, in groups of their own",
             )
         for key, own in (("optimizer", self.optimizers), ("scheduler", self.lr_scheduler_configs)):
-            section = getattr(self.infinity_config(), key)
-            if section is not None and own:
-                raise ConfigError(
-                    f"the config names the {key} {section.type}, and Lightning has that of configure_optimizers. Take '{key}' "
-                    "out of the config: the module's is the one to train with",
-                    key=key,
-                )
+            if own:
+                refuse_second(self.infinity_config(), key, "Lightning has that of configure_optimizers")
         if self.optimizers and self.optimizers[0].param_groups:  # not Lightning's own for "no optimizer"
             self._take_over(self.optimizers[0])
 
