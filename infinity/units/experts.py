@@ -38,17 +38,15 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
 
     Left whole are those that others share, and those in adapters' wrappers, which add to the whole tensor.
     """
-    wrapped = {
-        id(inner) for module in model.modules() if hasattr(module, "parameter_name") for inner in module.modules()
-    }
+    wrapped = _in_wrappers(model)
     num_owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             num_owners[id(parameter)] = num_owners.get(id(parameter), 0) + 1
     for prefix, module in model.named_modules():
-        number = getattr(module, "num_experts", None)
-        if not isinstance(number, int) or not hasattr(module, "is_transposed") or id(module) in wrapped:
+        if not _has_experts(module) or id(module) in wrapped:
             continue
+        number = module.num_experts
         names = [
             name
             for name, parameter in module._parameters.items()
@@ -62,6 +60,24 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
         ]
         if names:
             yield prefix, module, names
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether it is one of transformers' modules of experts."""
+    return isinstance(getattr(module, "num_experts", None), int) and hasattr(module, "is_transposed")
+
+
+def _in_wrappers(model: nn.Module) -> set[int]:
+    """``id`` of each module to a parameter of which PEFT adds (``target_parameters``): it makes the sum of all experts, by one
+    operation, in each forward."""
+    return {id(inner) for module in model.modules() if hasattr(module, "parameter_name") for inner in module.modules()}
+
+
+def adapted_experts(model: nn.Module) -> str | None:
+    """Name of the first module of experts to whose tensors adapters add; None: there is none."""
+    wrapped = _in_wrappers(model)
+    found = (name for name, module in model.named_modules() if id(module) in wrapped and _has_experts(module))
+    return next(found, None)
 
 
 def experts_to_cut(model: nn.Module, choice: str, *, is_paged: bool) -> list[tuple[str, nn.Module, list[str]]]:
