@@ -17,7 +17,7 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["in_backward", "deferred", "step"]
 MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
-StateDtype = Literal["fp32", "bf16", "int8"]
+StateDtype = Literal["fp32", "bf16", "int8", "int8_dynamic"]
 AutotuneMode = Literal["off", "once", "always"]
 """Whether I/O settings are measured: never, once per machine and set of directories, or at every start."""
 ScheduleMode = Literal["auto", "vertical", "ordinary"]
