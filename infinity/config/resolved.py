@@ -17,7 +17,7 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["in_backward", "deferred", "step"]
 MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
-StateDtype = Literal["fp32", "bf16", "int8"]
+StateDtype = Literal["fp32", "bf16", "int8", "int8_dynamic"]
 ScheduleMode = Literal["auto", "vertical", "ordinary"]
 ExpertsChoice = Literal["auto", "by_expert", "touched_only", "whole"]
 

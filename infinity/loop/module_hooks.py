@@ -6,7 +6,8 @@ Knows modules, units and parameters; must not know optimizers or files.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -131,6 +132,18 @@ class _RoutingHook:
         else:  # one expert after the other
             order = [units[expert] for expert in sorted(routed) for units in self._units]
         self._pager.route(self._group, [unit.index for unit in order])
+        if not self._pager.is_shared:  # else each expert waits until its own moment
+            for tiles, units in zip(self._experts, self._units, strict=True):
+                tiles.together = functools.partial(self._together, units)
+
+    def _together(
+        self, units: list[Unit], experts: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
+        """As many at a time as half of the room takes: into the other half come the next ones."""
+        size = max(self._pager.residency.room_bytes // 2 // units[0].num_bytes, 1)
+        for start in range(0, len(experts), size):
+            part = experts[start : start + size]
+            yield part, self._pager.inside_experts([units[expert] for expert in part])
 
 
 _CALL = nn.Module._call_impl.__code__

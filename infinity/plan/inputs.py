@@ -28,7 +28,7 @@ from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.plan.tracker import PlanTracker
 from infinity.plan.volumes import Volumes
 from infinity.units.adapters import is_base
-from infinity.units.experts import experts_to_cut, routed_experts
+from infinity.units.experts import adapted_experts, experts_to_cut, routed_experts
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition
 from infinity.units.shares import Shares
@@ -277,11 +277,20 @@ def experts_of_config(model: nn.Module, config: InfinityConfig) -> list[tuple[st
     """What of the model is paged expert by expert, as the config says: see `infinity.units.experts.fused_experts`.
 
     Raises:
-        ConfigError: it asks for what several processes do not do yet.
+        ConfigError: it asks for what several processes do not do yet, or where adapters add to all experts at once.
     """
     choice, is_alone = config.infinity.experts, config.world_size == 1
-    if choice in ("by_expert", "touched_only") and not is_alone:
+    asks = choice in ("by_expert", "touched_only")
+    if asks and not is_alone:
         raise ConfigError(
             f'infinity.experts: "{choice}" is for one process, and {config.world_size} train together. Set it to "whole"'
+        )
+    if asks and (adapted := adapted_experts(model)) is not None:
+        raise ConfigError.value(
+            "infinity.experts",
+            choice,
+            f"PEFT's target_parameters add adapters to the experts of '{adapted}' by one operation on the tensor of all of them",
+            cure='Set it to "auto" or "whole", which page those experts with their layer; or take their names out of '
+            "target_parameters: adapters on attention leave experts to be paged one by one",
         )
     return experts_to_cut(model, choice, is_paged=config.offload_param.device == "nvme" and is_alone)

@@ -28,6 +28,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "in memory": {**BF16, **IN_MEMORY},
     "dynamic fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}},
     "int8 states": {**BF16, "infinity": {"state_dtype": "int8"}},
+    "int8_dynamic states": {**BF16, "infinity": {"state_dtype": "int8_dynamic"}},
     "clipped": {**BF16, "gradient_clipping": 0.1},
 }
 

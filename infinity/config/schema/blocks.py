@@ -138,9 +138,10 @@ class InfinityBlock(Block):
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of gradients that wait for their update. `"auto"` loses nothing; `"bf16"` rounds sums of several micro-batches,
     and is an error where several processes train together."""
-    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Of the optimizer's states where they rest: `"bf16"` (rounded stochastically) and `"int8"` (a byte each, and a
-    scale for every 256) are smaller and change the numbers a little, see [Smaller states](#smaller-states)."""
+    state_dtype: Literal["fp32", "bf16", "int8", "int8_dynamic"] = "fp32"
+    """Of the optimizer's states where they are stored: `"bf16"` (rounded stochastically) and `"int8"` (a byte each, and a
+    scale for every 256) are smaller and change the numbers a little; `"int8_dynamic"` has the levels and the rounding of
+    bitsandbytes' 8-bit optimizers. See [Smaller states](#smaller-states)."""
     frozen_dtype: Annotated[str | tuple[tuple[str, str], ...] | None, BeforeValidator(parse_frozen_dtype)] = None
     """How frozen weights are stored: `"nf4"`, `"int8"` or `"fp8_e4m3"` packs those of linear layers on drives and in RAM, and
     unpacks them when they are fetched; `"bf16"` stores them so under fp32. An object chooses by patterns of names, the first
