@@ -4,7 +4,6 @@
     python tools/bench_step.py --nvme-path /mnt/nvme --throttle 300,600,1200,none
     python tools/bench_step.py --throttle 600 --peer deepspeed --peer-python DS/bin/python
     python tools/bench_step.py --throttle 600 --against durable=true --against verify_checksums=true
-    python tools/bench_step.py --model moe --seq-len 2 --set experts=by_expert --against experts=whole
     python tools/bench_step.py --throttle none --memory-limit 1.5GB --checkpointing non-reentrant --micro-batches 1,3
 
 Lists (1,2,3) are combined: every combination is a case. Each program runs in a process of its own, and all programs of a case

@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Dimensions of a Llama-style model, or of a mixture of experts in which only norms train, in place of adapters."""
+    """Dimensions of a Llama-style model."""
 
     hidden: int
     num_layers: int
     intermediate: int
-    """Of each expert, where there are any."""
     num_heads: int
     vocabulary: int
-    num_experts: int = 0
 
     def with_layers(self, num_layers: int | None) -> ModelSize:
         """The same model with another depth."""
@@ -33,7 +31,6 @@ MODEL_SIZES: dict[str, ModelSize] = {
     "374m": ModelSize(hidden=1024, num_layers=24, intermediate=2816, num_heads=16, vocabulary=32000),
     "1b": ModelSize(hidden=2048, num_layers=18, intermediate=5632, num_heads=32, vocabulary=32000),
     "3b": ModelSize(hidden=3072, num_layers=26, intermediate=8192, num_heads=24, vocabulary=32000),
-    "moe": ModelSize(hidden=512, num_layers=6, intermediate=256, num_heads=8, vocabulary=1024, num_experts=64),
 }
 
 
@@ -109,37 +106,29 @@ class Program:
 def build_model(workload: Workload, device: str = "cpu") -> torch.nn.Module:
     """The model with random weights, built directly in its training dtype: no fp32 copy ever exists."""
     import torch
-    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     size = workload.size
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "hidden_size": size.hidden,
-        "num_hidden_layers": size.num_layers,
-        "intermediate_size": size.intermediate,
-        "num_attention_heads": size.num_heads,
-        "num_key_value_heads": size.num_heads,
-        "vocab_size": size.vocabulary,
-        "max_position_embeddings": max(2048, workload.seq_len),
-        "tie_word_embeddings": False,
-        "use_cache": False,
-    }
-    kind = "Llama"
-    if size.num_experts:
-        kind = "Qwen3Moe"
-        shape |= {"head_dim": size.hidden // size.num_heads, "moe_intermediate_size": size.intermediate}
-        shape |= {"num_experts": size.num_experts, "num_experts_per_tok": size.num_experts // 8}
-    config = getattr(transformers, f"{kind}Config")(**shape)
+    config = LlamaConfig(
+        hidden_size=size.hidden,
+        num_hidden_layers=size.num_layers,
+        intermediate_size=size.intermediate,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_heads,
+        vocab_size=size.vocabulary,
+        max_position_embeddings=max(2048, workload.seq_len),
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, workload.dtype))
     try:
         with torch.device(device):
-            model = getattr(transformers, f"{kind}ForCausalLM")(config)
+            model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(default_dtype)
     model.train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not size.num_experts or "norm" in name)
     if workload.checkpointing != "none":
         # transformers 5.23 renamed it
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""A mixture of experts with few tokens, paged expert by expert, against the same with all experts read: bytes and time.
+
+    python tools/bench_experts.py --nvme-path /mnt/nvme --throttle 300
+    python tools/bench_experts.py --tokens 1,2048 --throttle 300 --json experts.json
+
+Only norms train, in place of adapters; all weights are on the drive. Both ways take turns in one process of a control group
+that limits the drive (needs root; `--throttle none` measures the drive as it is). Bytes of routed experts and of all else are
+counted from the routing itself, so that the bytes read can be held against them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.cgroup import Cgroup, why_unavailable
+from bench.options import size
+from rich.table import Table
+
+import infinity
+from infinity.cli.output import write_json
+from infinity.console import Console
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 1024,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "use_cache": False,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one way and one number of tokens, per step."""
+
+    way: str
+    tokens: int
+    num_routed: float
+    """Experts of a layer that a step goes to, on average."""
+    read_bytes: int
+    needed_bytes: int
+    """Routed experts and all else, once forward and once backward."""
+    seconds: float
+    cpu_seconds: float
+    """Of all threads: what is left of a step where the drive takes no time."""
+    bound_seconds: float | None
+    """What the drive takes for the bytes that were read; None where it is not limited."""
+
+
+def build(options: argparse.Namespace) -> torch.nn.Module:
+    """The model, of which only norms train."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **_SHAPE,
+        hidden_size=options.width,
+        head_dim=options.width // 8,
+        moe_intermediate_size=options.inner,
+        num_hidden_layers=options.layers,
+        num_experts=options.experts,
+        num_experts_per_tok=options.active,
+        max_position_embeddings=max(options.tokens),
+    )
+    model: torch.nn.Module = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    return model
+
+
+class Routing:
+    """Counts the bytes of experts that each step goes to."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.num_bytes = self.num_experts = self.num_calls = 0
+        for name, module in model.named_modules():
+            if name.endswith("mlp.experts"):
+                weights = [getattr(module, each) for each in ("gate_up_proj", "down_proj")]
+                self._watch(module, sum(weight[0].numel() * 2 for weight in weights))
+
+    def _watch(self, module: torch.nn.Module, expert_bytes: int) -> None:
+        def note(_: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            used = len(args[1].unique())
+            self.num_bytes += used * expert_bytes
+            self.num_experts += used
+            self.num_calls += 1
+
+        module.register_forward_pre_hook(note)
+
+
+def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace) -> Figures:
+    """Train some steps."""
+    drive = {"device": "nvme", "nvme_path": str(directory)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": drive, "offload_optimizer": {"device": "cpu"}},
+        "infinity": {
+            "experts": way,
+            "host_memory_budget": options.budget if way == "by_expert" else options.budget_whole,
+            "keep_in_memory": False,
+            "progress_bars": False,
+        },
+    }
+    model = build(options)
+    dense = sum(p.numel() * 2 for name, p in model.named_parameters() if ".experts." not in name)
+    routing = Routing(model)
+    generator = torch.Generator().manual_seed(1)
+    seconds, cpu_seconds, read = [], [], []
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        for step in range(options.warm_up + options.steps):
+            if step == options.warm_up:
+                routing.num_bytes = routing.num_experts = routing.num_calls = 0
+            batch = torch.randint(_SHAPE["vocab_size"], (1, tokens), generator=generator)
+            began, cpu_began = time.perf_counter(), time.process_time()
+            engine.backward(engine(input_ids=batch).logits.float().logsumexp(-1).mean())
+            engine.step()
+            if step >= options.warm_up:
+                seconds.append(time.perf_counter() - began)
+                cpu_seconds.append(time.process_time() - cpu_began)
+                read.append(engine.report.read_bytes)
+    mean = round(statistics.mean(read))
+    return Figures(
+        way,
+        tokens,
+        routing.num_experts / routing.num_calls,
+        mean,
+        2 * (dense + routing.num_bytes // options.steps),
+        statistics.median(seconds),
+        statistics.median(cpu_seconds),
+        None if options.throttle is None else mean / options.throttle,
+    )
+
+
+@contextlib.contextmanager
+def limited(directory: Path, bytes_per_second: int | None) -> Iterator[None]:
+    """This process reads and writes no faster inside the ``with`` block."""
+    if bytes_per_second is None:
+        yield
+        return
+    with Cgroup("experts", ("blkio",)) as group:
+        group.throttle(directory, bytes_per_second)
+        with group.joined():
+            yield
+
+
+def show(found: list[Figures]) -> None:
+    """Print the table."""
+    table = Table(title="a step")
+    for column in (
+        "tokens",
+        "experts",
+        "routed",
+        "read MB",
+        "needed MB",
+        "read / needed",
+        "seconds",
+        "CPU",
+        "drive's bound",
+    ):
+        table.add_column(column, justify="right")
+    for each in found:
+        bound = (
+            "" if each.bound_seconds is None else f"{each.bound_seconds:.3f} ({each.seconds / each.bound_seconds:.2f})"
+        )
+        table.add_row(
+            str(each.tokens),
+            each.way,
+            f"{each.num_routed:.1f}",
+            f"{each.read_bytes / 1e6:.1f}",
+            f"{each.needed_bytes / 1e6:.1f}",
+            f"{each.read_bytes / each.needed_bytes:.3f}",
+            f"{each.seconds:.3f}",
+            f"{each.cpu_seconds:.3f}",
+            bound,
+        )
+    Console().print(table)
+    for tokens in sorted({each.tokens for each in found}):
+        by_way = {each.way: each for each in found if each.tokens == tokens}
+        if len(by_way) == 2:
+            factor = by_way["whole"].seconds / by_way["by_expert"].seconds
+            sys.stdout.write(f"{tokens} tokens: by expert {factor:.2f} times as fast as all of them\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure both ways with each number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme-path", type=Path, default=Path.cwd())
+    parser.add_argument("--throttle", default="300", help="MB/s each way, or none")
+    parser.add_argument("--tokens", type=lambda text: [int(each) for each in text.split(",")], default=[1])
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=["by_expert", "whole"])
+    for name, value in (
+        ("layers", 4),
+        ("experts", 64),
+        ("active", 8),
+        ("width", 1024),
+        ("inner", 512),
+        ("steps", 6),
+        ("warm-up", 3),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--budget", type=size, default=size("32MiB"), help="of memory, expert by expert")
+    parser.add_argument(
+        "--budget-whole", type=size, default=size("450MiB"), help="of memory, where layers are read whole"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    options.throttle = None if options.throttle == "none" else int(float(options.throttle) * 1e6)
+    if options.throttle is not None and (problem := why_unavailable("blkio")):
+        parser.error(f"the drive cannot be limited here ({problem}): --throttle none")
+    found = []
+    with tempfile.TemporaryDirectory(dir=options.nvme_path) as directory, limited(options.nvme_path, options.throttle):
+        for tokens in options.tokens:
+            found += [measure(way, tokens, Path(directory), options) for way in options.ways]
+    show(found)
+    if options.json is not None:
+        write_json(options.json, [asdict(each) for each in found])
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())
