@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,7 +144,8 @@ def _show_keys(wanted: str, as_json: bool) -> None:
     for each in found:
         told = f"{each.kind}; {each.default}. " if each.has_effect else ""
         display(each.name, style="bold")
-        display(f"  {told}{each.text}".replace("`", ""))
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each.text)  # links are for the page
+        display(f"  {told}{text}".replace("`", ""))
 
 
 def _print_notices(loaded: InfinityConfig, *, soft_wrap: bool = False) -> None:
