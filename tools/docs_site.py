@@ -37,7 +37,8 @@ def place(file: Path) -> str:
     """Where the site has a file of this repository."""
     if file.is_relative_to(_DOCS):
         return file.relative_to(_DOCS).as_posix()
-    name = f"source/{file.relative_to(_ROOT).as_posix()}".replace("/.", "/")  # mkdocs leaves out names with a dot in front
+    name = f"source/{file.relative_to(_ROOT).as_posix()}"
+    name = name.replace("/.", "/")  # mkdocs leaves out names with a dot in front
     return name if file.suffix in _AS_THEY_ARE else f"{name}.md"
 
 
