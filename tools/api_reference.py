@@ -1,7 +1,7 @@
-"""Prints every public name with its signature and what it is: infinity/API.md.
+"""Prints every public name with its signature and what it is: docs/reference/api.md.
 
     python tools/api_reference.py            # prints it
-    python tools/api_reference.py --write    # puts it into infinity/API.md
+    python tools/api_reference.py --write    # puts it into docs/reference/api.md
 
 Public are the names in `__all__` of infinity and swapper, the engine of infinity.deepspeed, and the classes of the
 integrations. What is said of each is the first paragraph of its docstring, of a record's field or a constant the text that
@@ -34,7 +34,7 @@ from infinity.config.schema.reference import texts_of
 from infinity.engine.engine import Engine
 
 _ROOT = Path(__file__).resolve().parent.parent
-PAGE = _ROOT / "infinity" / "API.md"
+PAGE = _ROOT / "docs" / "reference" / "api.md"
 DEEPSPEED = ["DeepSpeedEngine", "initialize"]
 INTEGRATIONS = {
     "transformers": ["InfinityTrainer", "InfinityTrainerMixin"],
@@ -49,13 +49,13 @@ PARTS_OF_THE_ENGINE = frozenset(
 )
 """What other parts of an engine, and the integrations, call on it: no part of what users call, although Python lets them."""
 _BEGINNING = """\
-# Every public name
+# Python API
 
 <!-- printed by tools/api_reference.py: change the docstrings, not this -->
 
-What stands here is the first paragraph of each docstring; `help(infinity.initialize)` shows all of it: arguments,
-shapes, errors. Keys of the config: [configs](../configs/README.md). Errors: [what to do](TROUBLESHOOTING.md).
-Guides: [tools/examples](../tools/examples/README.md).
+This page lists every public name with its signature and the first paragraph of its docstring.
+`help(infinity.initialize)` prints the whole docstring: arguments, shapes, errors. See also the
+[keys of the config](keys.md) and the [errors](errors.md).
 """
 
 

@@ -1,7 +1,7 @@
-"""Prints every key of the config, with its default and what it does here: the reference in configs/README.md.
+"""Prints every key of the config, with its default and what it does here: the reference in docs/reference/keys.md.
 
     python tools/config_reference.py            # prints it
-    python tools/config_reference.py --write    # puts it into configs/README.md, between its two marks
+    python tools/config_reference.py --write    # puts it into docs/reference/keys.md, between its two marks
 
 What is printed comes from the models in infinity/config/schema, which also read the JSON: names, types, bounds, defaults, the
 text under each field, and the rules of keys that have no effect or are refused.
@@ -31,7 +31,7 @@ from infinity.config.schema.vocabulary import blocks, child_block
 from infinity.optim.lr_schedules import SCHEDULES, schedule_parameters
 from infinity.optim.registry import BY_NAME
 
-README = Path(__file__).resolve().parent.parent / "configs" / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "keys.md"
 MARKS = (
     "<!-- printed by tools/config_reference.py: change the schema, not this -->",
     "<!-- end of what is printed -->",
@@ -151,9 +151,9 @@ def reference() -> str:
 
 
 def page() -> str:
-    """The README, with the reference as it is now."""
-    return between(MARKS, reference(), README)
+    """The page, with the reference as it is now."""
+    return between(MARKS, reference(), PAGE)
 
 
 if __name__ == "__main__":
-    print_or_write(__doc__, README, reference, page)
+    print_or_write(__doc__, PAGE, reference, page)

@@ -1,7 +1,7 @@
 """Checkpoints: all that a training goes on from, streamed to a directory in bounded memory.
 
 A checkpoint appears under its tag when it is whole and on the drive, and only then does ``latest`` name it. It knows
-nothing of units, tiers or budgets: any setting of those loads it. What lies in the directory: README.md beside this module.
+nothing of units, tiers or budgets: any setting of those loads it. Format: docs/reference/checkpoint-format.md.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class InfinityBlock(Block):
     how far it is and what time is left."""
     durable: Flag = False
     """Commit every step: after a kill, a power cut or a full disk the same script goes on from the last one, see [Durable
-    runs](../infinity/README.md#durable-runs)."""
+    runs](../guides/checkpoints.md#durable-runs)."""
     durable_path: Annotated[tuple[Directory, ...] | None, BeforeValidator(parse_directories)] = None
     """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. One that is
     missing is made if its parent exists."""
@@ -112,12 +112,12 @@ class InfinityBlock(Block):
     tile_above: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     """Linear layers and embeddings whose weight is larger, in the compute dtype, are used in tiles of this size, of which
     each is paged by itself: so a layer that is larger than the budget can be trained. Off by default. What sums in which
-    order is said in [tiles](../infinity/README.md#tiles)."""
+    order is said in [tiles](../guides/larger-than-ram.md#tiles)."""
     experts: Literal["auto", "by_expert", "touched_only", "whole"] = "auto"
     """How the experts of a layer are paged whose weights are one tensor, as in transformers 5: `"by_expert"` reads only those
     that tokens go to, and updates all of them as torch does; `"touched_only"` updates only those that tokens went to;
     `"whole"` pages them with their layer. `"auto"` is `"by_expert"` for frozen experts, with `offload_param` on NVMe and one
-    process, and `"whole"` for all others. See [mixtures of experts](../infinity/README.md#mixtures-of-experts)."""
+    process, and `"whole"` for all others. See [mixtures of experts](../guides/mixtures-of-experts.md)."""
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     """`false` turns unknown keys into a warning."""
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
@@ -146,7 +146,7 @@ class InfinityBlock(Block):
     """How frozen weights are stored: `"nf4"`, `"int8"` or `"fp8_e4m3"` packs those of linear layers on drives and in RAM, and
     unpacks them when they are fetched; `"bf16"` stores them so under fp32. An object chooses by patterns of names, the first
     that matches: `{"lm_head": "bf16", "*": "nf4"}`. The model computes with the rounded weights, see [Packed
-    weights](../infinity/packed/README.md)."""
+    weights](packed-weights.md)."""
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
     """Order of `engine.train_batch`, and of `InfinityTrainer`: `"vertical"` takes all micro-batches through a unit before
     the next, `"ordinary"` one micro-batch after the other; `"auto"` takes the one that moves fewer bytes, beside a GPU the
@@ -168,7 +168,7 @@ class InfinityBlock(Block):
     """Go past the page cache (O_DIRECT) where the file system can."""
     io_backend: Annotated[BackendName, BeforeValidator(parse_choice)] = "auto"
     """What moves the bytes; `"auto"` takes the fastest that proves to work, see [the engine for
-    I/O](../swapper/README.md#backends). Where neither this key nor `aio` has a setting, engines use those that `infinity
+    I/O](swapper.md#backends). Where neither this key nor `aio` has a setting, engines use those that `infinity
     profile` found best on these drives."""
     verify_checksums: Flag = False
     """Keep a crc32c of what is written to drives and compare it with what is read; a difference is an error that names
@@ -176,7 +176,7 @@ class InfinityBlock(Block):
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
     """A file for a trace of who was busy when, which ui.perfetto.dev opens; written when the engine is closed."""
     run_log: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A directory for the [log of the run](../infinity/metrics/README.md): config, plan, every step and what happened, a line
+    """A directory for the [log of the run](run-log.md): config, plan, every step and what happened, a line
     of JSON each. A run that is resumed goes on behind what is there."""
 
 
