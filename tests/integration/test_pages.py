@@ -72,7 +72,6 @@ def test_the_first_page_is_short() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(600)  # the first waits for the imports
 @pytest.mark.parametrize("page", [page for page in [*_PAGES, *_NOTEBOOKS] if _code(page)], ids=_id)
 def test_the_code_runs(page: Path, tmp_path: Path) -> None:
     """All blocks of a page, or cells of a notebook, one after the other, as one script."""
