@@ -134,7 +134,7 @@ class _RoutingHook:
         self._pager.route(self._group, [unit.index for unit in order])
         if not self._pager.is_shared:  # else each expert waits until its own moment
             for tiles, units in zip(self._experts, self._units, strict=True):
-                tiles.together = functools.partial(self._together, units)
+                tiles.bring_together(functools.partial(self._together, units))
 
     def _together(
         self, units: list[Unit], experts: Sequence[int]

@@ -192,6 +192,10 @@ class ExpertTiles(Tiles):
         """A call of the module begins, or is over."""
         self.routed, self.together, self._gives_zeros = routed, None, True
 
+    def bring_together(self, together: Together) -> None:
+        """Experts come into memory several at a time in the call that has begun."""
+        self.together = together
+
     def others(self, used: Iterable[int]) -> list[int]:
         """The experts besides these."""
         known = set(used)

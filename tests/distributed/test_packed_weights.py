@@ -14,7 +14,6 @@ from tests.exactness.lockstep import everything_on_nvme
 from tests.integration import test_packed_weights as one_process
 from tests.ranks import require_ranks
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of PEFT
 
 
