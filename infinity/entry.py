@@ -29,14 +29,13 @@ from infinity.engine.assembly import build
 from infinity.engine.engine import Engine, engine_behind
 from infinity.engine.run_notes import RunNotes
 from infinity.errors import BudgetTooSmallError, ConfigError, ModelError
-from infinity.loop.scheduler_steps import needs_samples
-from infinity.machine.autotune import tune_io
+from infinity.machine.measured_io import with_measured_io
 from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer, begin_anew
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
-from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept
+from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept, needs_samples
 from infinity.optim.template import Template, absent_template, build_template
 from infinity.plan.inputs import experts_of_config
 from infinity.plan.placement import DEVICE_KEY
@@ -124,7 +123,7 @@ def initialize(
         template = _template(optimizer, resolved, named, members, compute_device.torch_device, tiling.groups)
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
         notes, monitors = _outputs(resolved, undo, trains=bool(template.param_groups))
-        resolved = tune_io(resolved)
+        resolved = with_measured_io(resolved)
         undo.callback(template.give_back_untouched)
         make_parts = functools.partial(build, engine_class, model, resolved, template, compute_device, mesh)
         with _out_of_memory_in_words(resolved, compute_device, model):
@@ -142,8 +141,6 @@ def initialize(
         restore = functools.partial(_restore, tiling, parts, template.optimizer if is_passed else None)
         engine.begin_run(make_parts, restore, notes, monitors)
         undo.pop_all()
-    if resolved.flops_profiler is not None and engine_class is Engine:
-        logger.warning('"flops_profiler" counts nothing here: call infinity.deepspeed.initialize, whose engine does')
     if resolved.notices:
         logger.info("config keys accepted without effect:\n  %s", "\n  ".join(resolved.notices))
     logger.info("config:\n%s", resolved.describe())

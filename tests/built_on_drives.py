@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,12 @@ import transformers
 
 import infinity
 from tests.internals import MemoryGroup, has_drive_tensors
-from tests.little_memory import anonymous_bytes, config_on, load_libraries, settled_bytes
+from tests.little_memory import Peak, config_on, load_libraries, settled_bytes
 
 BUDGET_BYTES = 190_000_000
 SLACK_BYTES = 150_000_000
 """Activations, the largest parameter while it moves, what is on its way to the drive, and the heap."""
 NUM_STEPS = 2
-
-
-class _Peak(threading.Thread):
-    """The most anonymous memory that this process has had."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._ends = threading.Event()
-        self.num_bytes = 0
-
-    def run(self) -> None:
-        while not self._ends.wait(0.01):
-            self.num_bytes = max(self.num_bytes, anonymous_bytes())
-
-    def end(self) -> int:
-        self._ends.set()
-        self.join()
-        return self.num_bytes
 
 
 def _sums(model: torch.nn.Module) -> list[int]:
@@ -71,13 +52,13 @@ def run(group: str | None, directory: str, num_layers: int) -> None:
         memory = MemoryGroup(Path(group))
         memory.limit(before + BUDGET_BYTES + SLACK_BYTES)
         memory.reset_peak()
-    peak = _Peak()
+    peak = Peak()
     peak.start()
     torch.manual_seed(0)
     with bound:
         model = transformers.LlamaForCausalLM(shape)
     answer: dict[str, Any] = {"parameters_bytes": num_bytes, "built_bytes": peak.end() - before, "sums": _sums(model)}
-    peak = _Peak()
+    peak = Peak()
     peak.start()
     engine, *_ = infinity.initialize(model=model, config=config)
     answer["initialized_bytes"] = peak.end() - before

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from infinity.checkpoint import arrays, checkpoint_loading, foreign_arrays, manifest, saved, training_checkpoint
 from infinity.checkpoint.saved import Checkpoint, seal, tags, writing
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving
-from infinity.config.schema.reference import keys
 from infinity.device import drive_tensors, host_memory
 from infinity.device.compute import (
     ComputeDevice,
@@ -67,5 +66,12 @@ def main(words: Sequence[str]) -> int:
 def compile_kernels() -> None:
     """Compile or load the kernels now: numba takes memory and time, which tests of memory measure."""
     from infinity.numerics.kernels import kernels
+
+    kernels()
+
+
+def compile_packed_kernels() -> None:
+    """The same for those that pack and unpack."""
+    from infinity.packed.kernels import kernels
 
     kernels()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,24 @@ def settled_bytes() -> int:
     gc.collect()
     give_back_freed_memory()
     return anonymous_bytes()
+
+
+class Peak(threading.Thread):
+    """The most anonymous memory that this process has had."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._ends = threading.Event()
+        self.num_bytes = 0
+
+    def run(self) -> None:
+        while not self._ends.wait(0.01):
+            self.num_bytes = max(self.num_bytes, anonymous_bytes())
+
+    def end(self) -> int:
+        self._ends.set()
+        self.join()
+        return self.num_bytes
 
 
 def load_libraries() -> None:

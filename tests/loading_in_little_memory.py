@@ -1,4 +1,4 @@
-"""Loads, trains and exports a model in less memory than its weights need. Run in a process of its own."""
+"""Loads, packs, trains and exports a model in less memory than its weights need. Run in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import torch
 import transformers
 
 import infinity
-from tests.internals import MemoryGroup, main
-from tests.little_memory import config_on, load_libraries, settled_bytes
+from tests.internals import MemoryGroup, compile_packed_kernels, main
+from tests.little_memory import Peak, config_on, load_libraries, settled_bytes
 
 _BUDGET_BYTES = 160 << 20
 _SLACK_BYTES = 88 << 20
 """Beyond the budget, where there is an engine; in all, where there is none."""
+OBJECTS_BYTES = 8 << 20
+"""Of Python, beside the budget: modules, the engine's own objects, stacks of its threads."""
+_UNSEEN_BYTES = 16 << 20
+"""What the kernel counts to the group besides memory of the process: page tables, and pages of files that it is reading."""
 
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
 
@@ -74,3 +78,38 @@ def run(group: str, directory: str, what: str) -> None:
 def _engine(weights: Path, config: dict[str, Any]) -> Any:
     model = infinity.load_pretrained(transformers.MixtralForCausalLM, weights, config=config, dtype=torch.bfloat16)
     return infinity.initialize(model=model.train(), config=config)[0]
+
+
+def pack(group: str, directory: str, budget_bytes: int) -> None:
+    """Print a line of JSON: what a frozen base takes, and the most memory while it was loaded, packed and got adapters.
+
+    Args:
+        group: directory of the memory control group that this process is in.
+        directory: on a drive, with a base in it.
+        budget_bytes: of the engine.
+    """
+    torch.set_num_threads(1)
+    load_libraries()
+    compile_packed_kernels()
+    config = config_on(directory, host_memory_budget=budget_bytes, frozen_dtype="nf4")
+    small = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+    transformers.LlamaForCausalLM(small).save_pretrained(Path(directory) / "small")
+    _with_adapters(Path(directory) / "small", config)[0].close()  # imports all that is imported late
+    before = settled_bytes()
+    MemoryGroup(Path(group)).limit(before + budget_bytes + OBJECTS_BYTES + _UNSEEN_BYTES)
+    peak = Peak()
+    peak.start()
+    engine, base_bytes = _with_adapters(Path(directory) / "base", config)
+    peak_bytes = peak.end() - before
+    engine.close()
+    print(json.dumps({"base_bytes": base_bytes, "peak_bytes": peak_bytes}))
+
+
+def _with_adapters(base: Path, config: dict[str, Any]) -> tuple[Any, int]:
+    """An engine, and bytes of the base in its files' dtype."""
+    import peft
+
+    model = infinity.load_pretrained(transformers.LlamaForCausalLM, base, config=config)
+    base_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    return infinity.initialize(model=adapted, config=config)[0], base_bytes

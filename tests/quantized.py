@@ -57,7 +57,7 @@ FORMATS = {"nf4": nf4, "int8": int8, "fp8_e4m3": fp8_e4m3, "bf16": bf16}
 
 
 def quantize(model: nn.Module, name: str = "nf4", dtype: torch.dtype = torch.float32) -> Any:
-    """Round the frozen weights of a model's linear layers as the engine does, in place; all else is cast to ``dtype`` and back.
+    """Round the frozen weights of a model's linear layers and experts as the engine does, in place, after a cast to ``dtype``.
 
     Layers of adapters stay: PEFT calls them ``lora_...``.
     """
@@ -70,4 +70,7 @@ def quantize(model: nn.Module, name: str = "nf4", dtype: torch.dtype = torch.flo
         if is_linear and "lora_" not in fqn and not module.weight.requires_grad and seen[id(module.weight)] == 1:
             before = module.weight.data
             module.weight.data = FORMATS[name](before.to(dtype)).to(before.dtype)
+        if "Experts" in type(module).__name__:
+            for weight in (each for each in module.parameters(recurse=False) if each.dim() == 3):
+                weight.data = FORMATS[name](weight.data.to(dtype)).to(weight.dtype)
     return model

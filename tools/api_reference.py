@@ -1,7 +1,7 @@
-"""Prints every public name with its signature and what it is: infinity/API.md.
+"""Prints every public name with its signature and what it is: docs/reference/api.md.
 
     python tools/api_reference.py            # prints it
-    python tools/api_reference.py --write    # puts it into infinity/API.md
+    python tools/api_reference.py --write    # puts it into docs/reference/api.md
 
 Public are the names in `__all__` of infinity and swapper, the engine of infinity.deepspeed, and the classes of the
 integrations. What is said of each is the first paragraph of its docstring, of a record's field or a constant the text that
@@ -34,7 +34,7 @@ from infinity.config.schema.reference import texts_of
 from infinity.engine.engine import Engine
 
 _ROOT = Path(__file__).resolve().parent.parent
-PAGE = _ROOT / "infinity" / "API.md"
+PAGE = _ROOT / "docs" / "reference" / "api.md"
 DEEPSPEED = ["DeepSpeedEngine", "initialize"]
 INTEGRATIONS = {
     "transformers": ["InfinityTrainer", "InfinityTrainerMixin"],
@@ -45,38 +45,27 @@ PARTS_OF_THE_ENGINE = frozenset(
     """
     backward_together begin_run count_on counters forget_step loose make_room note_arguments num_not_held
     note_ordinary note_passed optimizer_step optimizer_lock optimizer_zero_grad relay rest
-    workload
     """.split()  # noqa: SIM905 - read as a text
 )
 """What other parts of an engine, and the integrations, call on it: no part of what users call, although Python lets them."""
 _BEGINNING = """\
-# Every public name
+# Python API
 
 <!-- printed by tools/api_reference.py: change the docstrings, not this -->
 
-What stands here is the first paragraph of each docstring; `help(infinity.initialize)` shows all of it: arguments,
-shapes, errors. Keys of the config: [configs](../configs/README.md). Errors: [what to do](TROUBLESHOOTING.md).
-Guides: [tools/examples](../tools/examples/README.md).
+This page lists every public name with its signature and the first paragraph of its docstring.
+`help(infinity.initialize)` prints the whole docstring: arguments, shapes, errors. See also the
+[keys of the config](keys.md) and the [errors](errors.md).
 """
 
 
-class _Written(str):
-    """A text that stands for itself in a signature, without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _default(value: Any) -> Any:
-    if value is inspect.Parameter.empty:
-        return value
-    if isinstance(value, enum.Enum):
-        return _Written(f"{type(value).__name__}.{value.name}")
-    return _Written(value.__name__) if inspect.isclass(value) or inspect.isfunction(value) else value
-
-
-def _annotation(value: Any) -> Any:
-    return _Written(value) if isinstance(value, str) else value
+_AS_WRITTEN = {
+    r"(: |-> )(['\"])(.*?)\2": r"\1\3",  # annotations are texts
+    r"<(\w+\.\w+): [^>]*>": r"\1",  # members of enums
+    r"<class '(?:\w+\.)*(\w+)'>": r"\1",
+    r"<function (?:\w+\.)*(\w+) at [^>]*>": r"\1",
+}
+"""What `inspect` prints of a signature -> as one would write it."""
 
 
 def signature(name: str, value: Any) -> str:
@@ -85,13 +74,12 @@ def signature(name: str, value: Any) -> str:
         found = inspect.signature(value)
     except (TypeError, ValueError):
         return name
-    parameters = [
-        each.replace(annotation=_annotation(each.annotation), default=_default(each.default))
-        for each in found.parameters.values()
-        if each.name != "self"
-    ]
-    gives = found.empty if inspect.isclass(value) else _annotation(found.return_annotation)
-    return f"{name}{found.replace(parameters=parameters, return_annotation=gives)}"
+    parameters = [each for each in found.parameters.values() if each.name != "self"]
+    gives = found.empty if inspect.isclass(value) else found.return_annotation
+    text = f"{name}{found.replace(parameters=parameters, return_annotation=gives)}"
+    for printed, written in _AS_WRITTEN.items():
+        text = re.sub(printed, written, text)
+    return text
 
 
 def text_of(value: Any) -> str:

@@ -54,6 +54,8 @@ class Figures:
     needed_bytes: int
     """Routed experts and all else, once forward and once backward."""
     seconds: float
+    cpu_seconds: float
+    """Of all threads: what is left of a step where the drive takes no time."""
     bound_seconds: float | None
     """What the drive takes for the bytes that were read; None where it is not limited."""
 
@@ -119,17 +121,18 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
     dense = sum(p.numel() * 2 for name, p in model.named_parameters() if ".experts." not in name)
     routing = Routing(model)
     generator = torch.Generator().manual_seed(1)
-    seconds, read = [], []
+    seconds, cpu_seconds, read = [], [], []
     with infinity.initialize(model=model, config=config)[0] as engine:
         for step in range(options.warm_up + options.steps):
             if step == options.warm_up:
                 routing.num_bytes = routing.num_experts = routing.num_calls = 0
             batch = torch.randint(_SHAPE["vocab_size"], (1, tokens), generator=generator)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             engine.backward(engine(input_ids=batch).logits.float().logsumexp(-1).mean())
             engine.step()
             if step >= options.warm_up:
                 seconds.append(time.perf_counter() - began)
+                cpu_seconds.append(time.process_time() - cpu_began)
                 read.append(engine.report.read_bytes)
     mean = round(statistics.mean(read))
     return Figures(
@@ -139,6 +142,7 @@ def measure(way: str, tokens: int, directory: Path, options: argparse.Namespace)
         mean,
         2 * (dense + routing.num_bytes // options.steps),
         statistics.median(seconds),
+        statistics.median(cpu_seconds),
         None if options.throttle is None else mean / options.throttle,
     )
 
@@ -158,7 +162,17 @@ def limited(directory: Path, bytes_per_second: int | None) -> Iterator[None]:
 def show(found: list[Figures]) -> None:
     """Print the table."""
     table = Table(title="a step")
-    for column in ("tokens", "experts", "routed", "read MB", "needed MB", "read / needed", "seconds", "drive's bound"):
+    for column in (
+        "tokens",
+        "experts",
+        "routed",
+        "read MB",
+        "needed MB",
+        "read / needed",
+        "seconds",
+        "CPU",
+        "drive's bound",
+    ):
         table.add_column(column, justify="right")
     for each in found:
         bound = (
@@ -172,6 +186,7 @@ def show(found: list[Figures]) -> None:
             f"{each.needed_bytes / 1e6:.1f}",
             f"{each.read_bytes / each.needed_bytes:.3f}",
             f"{each.seconds:.3f}",
+            f"{each.cpu_seconds:.3f}",
             bound,
         )
     Console().print(table)

@@ -24,12 +24,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.case import Case, CaseResult, Schedule, available_controllers, peers, run_case
+from bench.case import Case, CaseResult, Schedule, available_controllers, has_fio, peers, run_case
 from bench.measured.models import MODEL_SIZES, Workload
 from bench.options import add_common, at_least_one, describe_machine, problem_of, several, size, version_in
 from bench.participant import ParticipantSpec
 from bench.summary import IN_MEMORY, RECOMPUTING, bound_seconds, case_table, find_alone, machine_table, remarks
-from fio import is_available
 
 from infinity.cli.output import STDOUT, write_json
 from infinity.config.schema.quantities import parse_bytes
@@ -188,7 +187,7 @@ def _run_cases(asked: argparse.Namespace, directory: Path, results: list[CaseRes
             result = CaseResult(case)
             results.append(result)
             is_offloading = any(spec.kind != "in_memory" for spec in case.specs)
-            run_case(result, directory, schedule, console.print, measure_drive=is_offloading and is_available())
+            run_case(result, directory, schedule, console.print, measure_drive=is_offloading and has_fio)
             if is_offloading:
                 _report(result, results, console)
             code = max(code, int(any(outcome.error for outcome in result.outcomes)))

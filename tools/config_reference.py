@@ -1,7 +1,7 @@
-"""Prints every key of the config, with its default and what it does here: the reference in configs/README.md.
+"""Prints every key of the config, with its default and what it does here: the reference in docs/reference/keys.md.
 
     python tools/config_reference.py            # prints it
-    python tools/config_reference.py --write    # puts it into configs/README.md, between its two marks
+    python tools/config_reference.py --write    # puts it into docs/reference/keys.md, between its two marks
 
 What is printed comes from the models in infinity/config/schema, which also read the JSON: names, types, bounds, defaults, the
 text under each field, and the rules of keys that have no effect or are refused.
@@ -9,27 +9,49 @@ text under each field, and the rules of keys that have no effect or are refused.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
 from pages import WIDTH, between, item, print_or_write
+from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
+from infinity.config.schema import directories, quantities
 from infinity.config.schema.block import Block, NoEffect, Refused
-from infinity.config.schema.reference import default_of, has_effect, kind_of, texts_of
+from infinity.config.schema.reference import choices_of, has_effect, leaves, texts_of
 from infinity.config.schema.vocabulary import blocks, child_block
 from infinity.optim.lr_schedules import SCHEDULES, schedule_parameters
 from infinity.optim.registry import BY_NAME
 
-README = Path(__file__).resolve().parent.parent / "configs" / "README.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "keys.md"
 MARKS = (
     "<!-- printed by tools/config_reference.py: change the schema, not this -->",
     "<!-- end of what is printed -->",
 )
+
+
+_KINDS = {
+    quantities.parse_bytes: "a size",
+    quantities.parse_count: "a whole number",
+    quantities.parse_rounded: "a whole number",
+    quantities.parse_number: "a number",
+    quantities.parse_names: "a text or a list of texts",
+    quantities.parse_path: "a path",
+    quantities.parse_frozen_dtype: "one of "
+    + ", ".join(f'`"{name}"`' for name in quantities.FROZEN_DTYPES)
+    + ", or an object",
+    directories.parse_directories: "a path, an object, or a list of those",
+}
+_TYPES = {bool: "`true` or `false`", dict: "an object", str: "a text", int: "a whole number", float: "a number"}
+_LEAST, _MOST = {"gt": "more than", "ge": "at least"}, {"lt": "less than", "le": "at most"}
 
 
 def _effective(path: str, block: type[Block]) -> list[str]:
@@ -57,6 +79,40 @@ def _grouped(rule: type[NoEffect] | type[Refused]) -> list[str]:
         text = re.sub("^no effect: ", "", reason)
         items.append(item(f"{', '.join(keys)}: {text}."))
     return items
+
+
+def kind_of(field: FieldInfo) -> str:
+    """What a key takes, in words, with bounds."""
+    parts = [*field.metadata, *leaves(field.annotation)]
+    if choices := choices_of(field):
+        return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
+    readers = [part.func for part in parts if isinstance(part, BeforeValidator)]
+    kind = next((_KINDS[reader] for reader in readers if reader in _KINDS), None)
+    kind = kind or next((_TYPES[part] for part in parts if part in _TYPES), "a value")
+    items = [item for part in parts for item in getattr(part, "metadata", None) or [part]]
+    bounds = [*_limits(items, _LEAST)[-1:], *_limits(items, _MOST)[:1]]
+    return f"{kind}{', ' if bounds else ''}{' and '.join(bounds)}"
+
+
+def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
+    """In words, the smallest first; of two at one number "more than" is the larger, and "less than" the smaller."""
+    found = [
+        (getattr(item, sign, None), sign in ("gt", "le"), words) for item in items for sign, words in signs.items()
+    ]
+    given = sorted(each for each in found if isinstance(each[0], int | float))
+    return [f"{words} {limit:g}" for limit, _, words in given]
+
+
+def default_of(field: FieldInfo, text: str) -> str:
+    """A key's default, in words; ``text``: what stands under its field."""
+    value = field.default
+    if value is PydanticUndefined:
+        return "required"
+    if value is None:
+        return 'default `"auto"`' if '`"auto"`:' in text else "not set by default"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return f"default `{json.dumps(value if value != () else [])}`"
 
 
 def reference() -> str:
@@ -95,9 +151,9 @@ def reference() -> str:
 
 
 def page() -> str:
-    """The README, with the reference as it is now."""
-    return between(MARKS, reference(), README)
+    """The page, with the reference as it is now."""
+    return between(MARKS, reference(), PAGE)
 
 
 if __name__ == "__main__":
-    print_or_write(__doc__, README, reference, page)
+    print_or_write(__doc__, PAGE, reference, page)

@@ -1,7 +1,7 @@
-"""Says of each public name of DeepSpeed what it is here: the table in infinity/deepspeed/README.md.
+"""Says of each public name of DeepSpeed what it is here: the table in docs/reference/deepspeed-names.md.
 
     python tools/deepspeed_names.py            # prints the table
-    python tools/deepspeed_names.py --write    # puts it into infinity/deepspeed/README.md, between its two marks
+    python tools/deepspeed_names.py --write    # puts it into docs/reference/deepspeed-names.md, between its two marks
 
 The names in deepspeed_names.txt are those of DeepSpeed 0.19.8: functions and classes that a module defines, or that a package
 hands on.
@@ -20,7 +20,7 @@ from pages import between, print_or_write
 
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(_ROOT))
-README = _ROOT / "infinity" / "deepspeed" / "README.md"
+PAGE = _ROOT / "docs" / "reference" / "deepspeed-names.md"
 LIST = Path(__file__).with_suffix(".txt")
 MARKS = (
     "<!-- printed by tools/deepspeed_names.py: change infinity/deepspeed/contents/refused.toml, not this -->",
@@ -69,9 +69,9 @@ def table() -> str:
 
 
 def page() -> str:
-    """The README, with the table as it is now."""
-    return between(MARKS, f"{table()}\n", README)
+    """The page, with the table as it is now."""
+    return between(MARKS, f"{table()}\n", PAGE)
 
 
 if __name__ == "__main__":
-    print_or_write(__doc__, README, table, page)
+    print_or_write(__doc__, PAGE, table, page)

@@ -1,4 +1,4 @@
-"""Draws tools/deepspeed.svg: bytes, step time and memory beside DeepSpeed's, from the table that tools/README.md records."""
+"""Draws tools/deepspeed.svg: bytes, step time and memory beside DeepSpeed's, from the table in docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from bars import draw
 
 HERE = Path(__file__).resolve().parent
 PICTURE = HERE / "deepspeed.svg"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 _TITLE = """\
 One optimizer step of a 374M-parameter Llama (bf16, AdamW), offloaded to a disk held to 600 MB/s each way
-2 cores of an AMD EPYC, no GPU, DeepSpeed 0.19.8. Behind Infinity stands its host_memory_budget. More: tools/README.md"""
+2 cores of an AMD EPYC, no GPU, DeepSpeed 0.19.8. Behind Infinity stands its host_memory_budget. More: docs/benchmarks.md"""
 _PANELS = ("step, seconds", "read + written per parameter, bytes", "peak host memory, GB")
 
 
-def rows(readme: str) -> list[list[str]]:
+def rows(page: str) -> list[list[str]]:
     """The cells of the table of the section "Against DeepSpeed", without units."""
-    section = readme.split("### Against DeepSpeed")[1].split("\n### ")[0]
+    section = page.split("### Against DeepSpeed")[1].split("\n### ")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()]
     return [
         [cells[0], cells[1], *(cell.rpartition(" ")[0] for cell in cells[2:5])]
@@ -27,8 +28,8 @@ def rows(readme: str) -> list[list[str]]:
 
 
 def main() -> None:
-    """Draw the table of the README."""
-    found = rows((HERE / "README.md").read_text())
+    """Draw the table of the page."""
+    found = rows(PAGE.read_text())
     names = [f"{who}; micro-batches: {case.removesuffix(' *')}" for case, who, *_ in found]
     colours = ["#1f6feb" if who.startswith("Infinity") else "#9aa4b2" for _, who, *_ in found]
     columns = zip(*(cells for _, _, *cells in found), strict=True)

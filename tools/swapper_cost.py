@@ -1,4 +1,4 @@
-"""Measures what the swapper adds to its backend: CPU time per request, side by side, and Python calls per operation.
+"""Measures what the swapper adds to its backend: CPU time per request, side by side.
 
     python tools/swapper_cost.py --directory /dev/shm
     python tools/swapper_cost.py --directory /dev/shm --backend uring --bytes 4096
@@ -17,11 +17,9 @@ import queue
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,31 +95,6 @@ def measure(
         forget()
 
 
-def count_calls(directory: str, backend: Any) -> None:
-    """Prints how many calls of the package an operation of one transfer takes, in all threads."""
-    folder, num_calls, is_on = f"{ROOT / 'swapper'}/", 0, False
-
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal num_calls
-        num_calls += event == "call" and is_on and frame.f_code.co_filename.startswith(folder)
-
-    threading.setprofile(profile)  # for the threads that are started from now on
-    with Swapper.open(directory, 4096, SwapperConfig(backend=backend)) as opened:
-        buffer, extent = AlignedRegion(4096).array(), opened.allocate(4096, "x")
-        for move in (opened.write, opened.read):
-            found = []
-            for _ in range(5):
-                num_calls, is_on = 0, True
-                sys.setprofile(profile)
-                move(extent, buffer).wait()
-                sys.setprofile(None)
-                time.sleep(0.01)  # a worker goes on for a moment after it has woken who waits
-                is_on = False
-                found.append(num_calls)
-            print(f"{backend:8} {move.__name__:5} {min(found)} calls of Python for an operation of one transfer")
-    threading.setprofile(None)  # type: ignore[arg-type]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--directory", default=tempfile.gettempdir())
@@ -131,7 +104,6 @@ def main() -> None:
     parser.add_argument("--inflight", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    count_calls(options.directory, options.backend)
     for num_bytes in options.bytes:
         num_requests = 4000 if num_bytes < 1 << 16 else 400
         shape = (num_bytes, options.together, options.inflight, num_requests)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from infinity.activations.refusal import Refusal
-from infinity.activations.spill_space import SpillSpace
-from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling
+from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling, SpillSpace
 from infinity.device.drive_tensors import is_dense
 from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import top_hooks

@@ -25,8 +25,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.activations.refusal import Refusal
-from infinity.activations.spill_space import SpillSpace
-from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling
+from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling, SpillSpace
 from infinity.errors import BudgetTooSmallError, EngineClosedError, format_bytes
 from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import modified

@@ -1,6 +1,6 @@
 """One tensor of a checkpoint as one zarr v3 array in one file, written and read from front to end.
 
-Knows the layout of the file (see README.md beside this module); must not know what the tensor means.
+Knows the layout of the file (see docs/reference/checkpoint-format.md); must not know what the tensor means.
 """
 
 from __future__ import annotations

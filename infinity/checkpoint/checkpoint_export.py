@@ -56,7 +56,7 @@ class CheckpointExport:
         nothing: tuple[Any, Any] = (None, None)
         self._model, self._generation = _model_of(config_from) if config_from is not None else nothing
         parameters = checkpoint.of("parameters")
-        if left_out := checkpoint.excluded:
+        if left_out := checkpoint.beside.excluded:
             raise CheckpointError(
                 checkpoint.folder,
                 "it was saved with exclude_frozen_parameters=True or infinity.frozen_dtype, "
@@ -68,7 +68,9 @@ class CheckpointExport:
         if self._model is not None:
             names |= {fqn: [name] for fqn, name in _checked(checkpoint, self._model, parameters).items()}
         else:  # nobody knows what is tied: a strict load_state_dict is to find all
-            further = {fqn: first for fqn, first in checkpoint.tied.items() if first in names and fqn not in names}
+            further = {
+                fqn: first for fqn, first in checkpoint.beside.tied.items() if first in names and fqn not in names
+            }
             for fqn, first in further.items():
                 names[first].append(fqn)
         entries = [self._entry(names[fqn], saved, is_cast=True) for fqn, saved in parameters.items()]
@@ -100,12 +102,13 @@ class CheckpointExport:
         def parts() -> Iterator[torch.Tensor]:
             return (part for _, part in saved.parts())
 
-        def value(given: Any) -> torch.Tensor:
-            return saved.read(into=DriveTensors([self._directory]).empty(saved.shape, saved.dtype))
+        def value() -> contextlib.nullcontext[torch.Tensor]:
+            into = DriveTensors([self._directory]).empty(saved.shape, saved.dtype)
+            return contextlib.nullcontext(saved.read(into=into))
 
         is_cast = is_cast and saved.dtype.is_floating_point and not is_float8(saved.dtype)
         dtype = self._dtype if self._dtype is not None and is_cast else saved.dtype
-        return Entry(names, saved.shape, dtype, contextlib.nullcontext, value, parts)
+        return Entry(names, saved.shape, dtype, value, parts)
 
 
 def _model_of(directory: Path) -> tuple[Any, Any]:

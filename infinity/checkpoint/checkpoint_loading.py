@@ -15,7 +15,6 @@ from torch import nn
 from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.rest_checks import check_groups
 from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
-from infinity.checkpoint.stored_weights import in_memory_order
 from infinity.checkpoint.training_checkpoint import Training, checksums_of, packed_in
 from infinity.errors import CheckpointError, InfinityError, ModelError, listed
 from infinity.metrics.progress import Note, progress
@@ -26,7 +25,7 @@ from infinity.optim.scheduler_state import scheduler_with
 from infinity.threads.openmp import one_thread
 from infinity.units.buffers import persistent_buffers, write_buffer
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states, takers
-from infinity.units.layout import Slot
+from infinity.units.layout import Slot, in_memory_order
 from infinity.units.tiles import parameters_with_states, whole_parameters
 from infinity.units.unit import Unit
 from swapper.volumes.block_files import BlockThreads
@@ -140,7 +139,9 @@ class Loading:
             ModelError: says which do not fit.
         """
         shapes = {fqn: tuple((self._tiled.of(each) or each).shape) for fqn, each in self._parameters.items()}
-        left_out = {fqn for fqn in self._saved.excluded if fqn in shapes and not self._parameters[fqn].requires_grad}
+        left_out = {
+            fqn for fqn in self._saved.beside.excluded if fqn in shapes and not self._parameters[fqn].requires_grad
+        }
         self._check_shapes("parameters", shapes, left_out)
         self._check_shapes("buffers", {fqn: tuple(each.shape) for fqn, each in self._buffers.items()})
         if extra_states is not None:
@@ -174,7 +175,7 @@ class Loading:
 
     def _check_formats(self, fqns: Collection[str]) -> None:
         """See that the frozen weights of these names were stored as they are now."""
-        (base, formats), now = self._saved.base, packed_in(self._training)
+        base, formats, now = self._saved.beside.base, self._saved.beside.formats, packed_in(self._training)
         differing = [fqn for fqn in sorted(fqns) if formats.get(fqn) != now.get(fqn)]
         if differing:
             fqn = differing[0]
@@ -192,7 +193,7 @@ class Loading:
         What it does not know, or has another dtype now, cannot be compared.
         """
         others, casts = [], []
-        saved = self._saved.excluded_checksums
+        saved = self._saved.beside.checksums
         for fqn, (dtype, checksum) in checksums_of(self._training, saved.keys() & fqns).items():
             if dtype != saved[fqn][0]:
                 casts.append(fqn)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.safetensors_file import Entry, OpenSource
+from infinity.checkpoint.safetensors_file import Entry
 from infinity.device.drive_tensors import large_results_on
 from infinity.errors import ModelError
 
@@ -88,7 +88,7 @@ def _split(
         if fits([name]):
             yield [name]
         else:
-            rest.setdefault(id(sources[name].source), []).append(name)
+            rest.setdefault(id(sources[name].origin), []).append(name)
     for group in rest.values():
         if not fits(group):
             raise _cannot(model, group[0])
@@ -106,21 +106,22 @@ def _cannot(model: Any, name: str) -> ModelError:
 def _converted(
     model: Any, sources: Sequence[Entry], results: Mapping[str, torch.Tensor], directories: Sequence[Path]
 ) -> list[Entry]:
-    """What comes out of tensors that are converted together."""
+    """What comes out of tensors that are converted together: all of it when the first one is written."""
+    made: _Dict = {}
 
     @contextlib.contextmanager
-    def opened() -> Iterator[_Dict]:
-        with contextlib.ExitStack() as stack:
-            state = {entry.names[0]: stack.enter_context(OpenSource()).value(entry).detach() for entry in sources}
-            with large_results_on(directories):
-                state = {
-                    name: value.to(entry.dtype) for (name, value), entry in zip(state.items(), sources, strict=True)
-                }
-                state = _reverted(model, state)
-            yield state
-            state.clear()
+    def opened(name: str) -> Iterator[torch.Tensor]:
+        if name not in made:
+            made.update(_convert(model, sources, directories))
+        yield made.pop(name)
 
     return [
-        Entry((name,), tensor.shape, tensor.dtype, opened, operator.itemgetter(name))
-        for name, tensor in results.items()
+        Entry((name,), tensor.shape, tensor.dtype, functools.partial(opened, name)) for name, tensor in results.items()
     ]
+
+
+def _convert(model: Any, sources: Sequence[Entry], directories: Sequence[Path]) -> _Dict:
+    with contextlib.ExitStack() as stack:
+        values = [(entry, stack.enter_context(entry.value()).detach()) for entry in sources]
+        with large_results_on(directories):
+            return _reverted(model, {entry.names[0]: value.to(entry.dtype) for entry, value in values})

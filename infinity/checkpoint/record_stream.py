@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -51,20 +52,17 @@ class _Opened(NamedTuple):
     weights: Handle | LandedRead | None
 
 
+@dataclass(eq=False)
 class RecordStream:
     """Reads and writes whole units, chunk by chunk."""
 
-    def __init__(
-        self,
-        records: StateStore,
-        weights: WeightStore | None,
-        states: Mapping[tuple[int, int], ParameterState],
-        chunks: Sequence[Sequence[Chunk]],
-    ) -> None:
-        self._records = records
-        self._weights = weights
-        self._states = states
-        self._chunks = chunks
+    _records: StateStore
+    _weights: WeightStore | None
+    """Where model weights rest; None if they rest in flat buffers alone."""
+    _states: Mapping[tuple[int, int], ParameterState]
+    """(unit index, slot index) -> what a parameter's records hold."""
+    _chunks: Sequence[Sequence[Chunk]]
+    """Of each unit, those whose records this process keeps."""
 
     def names_of(self, unit: Unit, slot: Slot) -> Sequence[str]:
         """The element-wise states that a parameter has now; none before its first update."""
@@ -273,6 +271,7 @@ def _spans(piece: Piece) -> Iterator[slice]:
         yield slice(piece.offset + start, piece.offset + min(start + _PART_NUMEL, piece.numel))
 
 
+@dataclass(eq=False)
 class SharedStream:
     """`RecordStream.parts` of what all ranks keep, for the first one inside `leading`, while the others are in `follow`.
 
@@ -280,15 +279,15 @@ class SharedStream:
     hear that the first rank is still there: it may write for longer than the process group's timeout.
     """
 
-    def __init__(self, own: RecordStream, shares: Shares, ranks: Ranks, units: Sequence[Unit]) -> None:
-        self._own = own
-        self._shares = shares
-        self._ranks = ranks
-        self._units = units
-        self._turn = threading.Lock()
-        """Of the first rank's threads: who talks to the others."""
-        self._failed: int | None = None
-        """A rank that could not read its share."""
+    _own: RecordStream
+    _shares: Shares
+    _ranks: Ranks
+    _units: Sequence[Unit]
+    """All units, by index."""
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+    """Of the first rank's threads: who talks to the others."""
+    _failed: int | None = None
+    """A rank that could not read its share."""
 
     def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
         """See `RecordStream.parts`. The generator must be closed before anything else is exchanged.

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.original_names import original_entries
-from infinity.checkpoint.safetensors_file import Entry, OpenSource, Source, check_entries, refuse, write_file
+from infinity.checkpoint.safetensors_file import Entry, check_entries, refuse, write_file
 from infinity.errors import ModelError, StorageError, format_bytes
 from infinity.loop.pager import Pager
 from infinity.metrics.progress import progress
@@ -166,12 +166,12 @@ def write_shards(
     """
     check_entries(entries)
     shards = cut(entries, max_shard_bytes, lambda entry: entry.file_bytes)
-    with Staging(directory, stem) as staging, OpenSource() as opened:
+    with Staging(directory, stem) as staging:
         if shutil.disk_usage(staging.path).free < sum(entry.file_bytes for entry in entries):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for number, shard in enumerate(shards, start=1):
             with staging.file(f"shard-{number}") as file:
-                write_file(file, shard, opened, note)
+                write_file(file, shard, note)
         _publish(staging, configs(staging), directory, stem, shards)
 
 
@@ -248,16 +248,16 @@ def _entries(weights: Weights, *, trained_only: bool = False, dtype: torch.dtype
             names[key] = [untiled_name(fqn) for fqn in names[key]]
     for key, fqns in names.items():
         names[key] = [fqn for fqn in fqns if tied.get(fqn) not in fqns] or fqns
-    found = [entry for unit in parameter_map.units for entry in _entries_of(unit, names, weights, dtype, tiles)]
-    rest: Source = contextlib.nullcontext
+    mains = None if dtype is None else _MainWeights(weights)
+    found = [entry for unit in parameter_map.units for entry in _entries_of(unit, names, weights, dtype, mains, tiles)]
     for key, parameter in others.items():
-        found.append(Entry(names[key], parameter.shape, _cast(parameter, dtype), rest, _always(parameter.detach)))
+        found.append(Entry(names[key], parameter.shape, _cast(parameter, dtype), _always(parameter)))
     if not trained_only:
         for fqn, buffer in persistent_buffers(parameter_map.model, remove_duplicate=False):
             if buffer.layout is not torch.strided or buffer.is_meta or buffer.is_quantized:
                 refuse(fqn, f"it is {'on the meta device' if buffer.is_meta else 'sparse or quantized'}")
             kept = dtype if dtype is not None and buffer.dtype == _dtype_of(parameter_map.model) else buffer.dtype
-            found.append(Entry((fqn,), buffer.shape, kept, rest, _always(buffer.detach)))
+            found.append(Entry((fqn,), buffer.shape, kept, _always(buffer)))
     return found
 
 
@@ -266,41 +266,43 @@ def _entries_of(
     names: Mapping[int, list[str]],
     weights: Weights,
     dtype: torch.dtype | None,
+    mains: _MainWeights | None,
     tiles: Mapping[int, tuple[TiledParameter, int]],
 ) -> Iterator[Entry]:
-    source: Source = functools.partial(weights.pager.opened, unit)
-    if dtype is not None:
-        source = functools.partial(_main_weights_of, weights, unit)
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
         if id(parameter) in names and id(parameter) in tiles:
             yield _entry_of_tiles(tiles[id(parameter)][0], names[id(parameter)], weights, dtype)
         elif id(parameter) in names:
-            value = _always(functools.partial(unit.weight, slot))
-            if dtype is not None:
-                value = functools.partial(_MainWeights.of, slot=slot)
-            yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), source, value)
+            opened = functools.partial(_model_weight, weights.pager) if mains is None else mains.of
+            value = functools.partial(opened, unit, slot)
+            yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), value, origin=unit)
+
+
+@contextlib.contextmanager
+def _model_weight(pager: Pager, unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
+    with pager.opened(unit):
+        yield unit.weight(slot)
 
 
 class _MainWeights:
-    """Of one unit: small ones are read together, as they share chunks of records with each other."""
+    """Main weights, unit by unit: the small ones of a unit are read together, as they share chunks of records."""
 
-    def __init__(self, weights: Weights, unit: Unit) -> None:
+    def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._unit = unit
+        self._unit: Unit | None = None
         self._small: Mapping[int, torch.Tensor] = {}
+        """Slot index -> those of `_unit`."""
 
-    def of(self, slot: Slot) -> torch.Tensor:
+    @contextlib.contextmanager
+    def of(self, unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
         """A parameter's."""
         if slot.numel > _SMALL_NUMEL:
-            return self._weights.main_weights(self._unit, [slot])[slot.index]
-        if not self._small:
-            slots = [each for each in self._unit.layout.slots if each.numel <= _SMALL_NUMEL]
-            self._small = self._weights.main_weights(self._unit, slots)
-        return self._small[slot.index]
-
-
-def _main_weights_of(weights: Weights, unit: Unit) -> contextlib.AbstractContextManager[_MainWeights]:
-    return contextlib.nullcontext(_MainWeights(weights, unit))
+            yield self._weights.main_weights(unit, [slot])[slot.index]
+            return
+        if self._unit is not unit:
+            self._unit, small = unit, [each for each in unit.layout.slots if each.numel <= _SMALL_NUMEL]
+            self._small = self._weights.main_weights(unit, small)
+        yield self._small[slot.index]
 
 
 def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weights, dtype: torch.dtype | None) -> Entry:
@@ -315,17 +317,15 @@ def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weight
             with weights.pager.opened(unit):
                 yield unit.weight(slot).detach().cpu().reshape(-1)
 
-    def value(given: Any) -> torch.Tensor:
+    def value() -> contextlib.nullcontext[torch.Tensor]:
         values = (part.reshape(tile.shape).clone() for part, tile in zip(parts(), tiled.tiles, strict=True))
-        joined: torch.Tensor = tiled.join(list(values))
-        return joined
+        return contextlib.nullcontext(tiled.join(list(values)))
 
-    kept = _cast(tiled.tiles[0], dtype)
-    return Entry(names, tiled.shape, kept, functools.partial(contextlib.nullcontext), value, parts)
+    return Entry(names, tiled.shape, _cast(tiled.tiles[0], dtype), value, parts, origin=tiled)
 
 
-def _always(value: Callable[[], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    return lambda given: value()
+def _always(value: torch.Tensor) -> Callable[[], contextlib.nullcontext[torch.Tensor]]:
+    return lambda: contextlib.nullcontext(value)
 
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:

@@ -7,7 +7,6 @@ part of https://github.com/huggingface/safetensors): that needs no copy of what 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +18,10 @@ import torch
 from safetensors.torch import save
 
 from infinity.errors import ModelError
-from infinity.numerics.raw_bytes import raw_bytes
+from infinity.numerics.raw_bytes import raw_bytes, rows_of
 
 _ALIGNMENT_BYTES = 8
 _PIECE_BYTES = 16 << 20
-Source = Callable[[], AbstractContextManager[Any]]
-"""Opened while tensors that come from it are written, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +32,17 @@ class Entry:
         names: it is written under each of them.
         shape: of the tensor.
         dtype: in the file; values of another one are cast piece by piece.
-        source: what has to be open.
-        value: called when it is written, with what the source gave.
+        value: opens it, whole, while it is written.
         parts: where it is not to be whole at any time: 1-D pieces in the order of elements, used instead.
+        origin: what it lies in, a unit say. Tensors of one origin can be converted together.
     """
 
     names: Sequence[str]
     shape: Sequence[int]
     dtype: torch.dtype
-    source: Source
-    value: Callable[[Any], torch.Tensor]
+    value: Callable[[], AbstractContextManager[torch.Tensor]]
     parts: Callable[[], Iterator[torch.Tensor]] | None = None
+    origin: object = None
 
     @property
     def num_bytes(self) -> int:
@@ -58,31 +55,7 @@ class Entry:
         return self.num_bytes * len(self.names)
 
 
-class OpenSource:
-    """The source of the tensor that is being written; it stays open for those of the next that come from it as well."""
-
-    def __init__(self) -> None:
-        self._source: Source | None = None
-        self._given: Any = None
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> OpenSource:
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        self._stack.close()
-
-    def value(self, entry: Entry) -> torch.Tensor:
-        """An entry's tensor, valid until the next call."""
-        if self._source is not entry.source:
-            self._source, self._given = None, None
-            self._stack.close()
-            self._given = self._stack.enter_context(entry.source())
-            self._source = entry.source
-        return entry.value(self._given)
-
-
-def write_file(file: IO[bytes], entries: Sequence[Entry], opened: OpenSource, note: Callable[[int], None]) -> None:
+def write_file(file: IO[bytes], entries: Sequence[Entry], note: Callable[[int], None]) -> None:
     """Write all tensors. See [Note: streaming safetensors]. ``note`` is told of bytes that were written."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -96,12 +69,12 @@ def write_file(file: IO[bytes], entries: Sequence[Entry], opened: OpenSource, no
     file.write(len(header).to_bytes(8, "little"))
     file.write(header)
     for entry in entries:
-        for piece in _pieces(entry, opened):
+        for piece in _pieces(entry):
             file.write(piece.numpy().data)
             note(piece.numel())
 
 
-def _pieces(entry: Entry, opened: OpenSource) -> Iterator[torch.Tensor]:
+def _pieces(entry: Entry) -> Iterator[torch.Tensor]:
     if not entry.num_bytes:
         return
     if entry.parts is not None:
@@ -109,14 +82,12 @@ def _pieces(entry: Entry, opened: OpenSource) -> Iterator[torch.Tensor]:
             for part in entry.parts():
                 yield raw_bytes(part.to(entry.dtype))
         return
-    value = opened.value(entry).detach()
-    if tuple(value.shape) != tuple(entry.shape):
-        raise RuntimeError(f"'{entry.names[0]}' has shape {tuple(value.shape)}, and not {tuple(entry.shape)}")
-    flat = value.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
-    step = _PIECE_BYTES // entry.dtype.itemsize
-    for _ in entry.names:
-        for start in range(0, flat.numel(), step):
-            yield raw_bytes(flat[start : start + step].to(entry.dtype))
+    with entry.value() as value:
+        if tuple(value.shape) != tuple(entry.shape):
+            raise RuntimeError(f"'{entry.names[0]}' has shape {tuple(value.shape)}, and not {tuple(entry.shape)}")
+        for _ in entry.names:
+            for rows in rows_of(value, _PIECE_BYTES):
+                yield raw_bytes(rows.to(entry.dtype))
 
 
 def check_entries(entries: Sequence[Entry]) -> None:

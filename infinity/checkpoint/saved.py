@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,7 +66,26 @@ _MOST_TAG_BYTES = 255 - 26
 """Of the longest name that file systems have; while it is written, it has more letters."""
 
 EXCLUDED, EXCLUDED_CHECKSUMS, TIED, BASE = "excluded", "excluded_checksums", "tied", "base"
-"""What `Checkpoint.excluded`, `Checkpoint.excluded_checksums`, `Checkpoint.tied` and `Checkpoint.base` are called in the file."""
+"""What the fields of `Beside` are called in the file; the base with its formats is one entry."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a checkpoint says of tensors that it does not have under these names.
+
+    Attributes:
+        excluded: FQNs of the frozen parameters that were left out.
+        checksums: FQN of each -> its dtype, and the crc32c of its elements; empty if an earlier version wrote it.
+        base: what they were loaded from, as the model's config says.
+        formats: FQN -> `frozen_dtype` of those that were stored packed.
+        tied: further FQNs of parameters and buffers -> that under which they are saved.
+    """
+
+    excluded: list[str]
+    checksums: dict[str, tuple[str, int]]
+    base: str
+    formats: dict[str, str]
+    tied: dict[str, str]
 
 
 class Checkpoint:
@@ -119,55 +140,23 @@ class Checkpoint:
         """Bytes of the largest chunk."""
         return max([CHUNK_BYTES + 4096, *(each.block_bytes for each in self.tensors if each.shape)])
 
-    @property
-    def excluded(self) -> list[str]:
-        """FQNs of the frozen parameters that were left out.
+    @functools.cached_property
+    def beside(self) -> Beside:
+        """What it says of tensors beside those that it has.
 
         Raises:
             CheckpointError: it is damaged.
         """
-        return self._names(EXCLUDED, lambda found: [str(fqn) for fqn in found or []])
-
-    @property
-    def base(self) -> tuple[str, dict[str, str]]:
-        """What the frozen weights that were left out were loaded from, as the model's config says, and FQN -> `frozen_dtype`
-        of those that were stored packed.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        return self._names(
-            BASE,
-            lambda found: (
-                str((found or {}).get("name", "")),
-                {str(fqn): str(name) for fqn, name in (found or {}).get("formats", {}).items()},
-            ),
-        )
-
-    @property
-    def excluded_checksums(self) -> dict[str, tuple[str, int]]:
-        """FQN of what was left out -> its dtype, and the crc32c of its elements; empty if an earlier version wrote it.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        return self._names(
-            EXCLUDED_CHECKSUMS,
-            lambda found: {str(fqn): (str(dtype), int(checksum)) for fqn, (dtype, checksum) in (found or {}).items()},
-        )
-
-    @property
-    def tied(self) -> dict[str, str]:
-        """Further FQNs of parameters and buffers -> that under which they are saved.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
-        return self._names(TIED, lambda found: {str(fqn): str(first) for fqn, first in (found or {}).items()})
-
-    def _names(self, key: str, read: Callable[[Any], T]) -> T:
         try:
-            return read(json.loads(read_checked(self.folder, self._files, REST)).get(key))
+            found = json.loads(read_checked(self.folder, self._files, REST))
+            base, checksums = found.get(BASE) or {}, found.get(EXCLUDED_CHECKSUMS) or {}
+            return Beside(
+                [str(fqn) for fqn in found.get(EXCLUDED) or []],
+                {str(fqn): (str(dtype), int(checksum)) for fqn, (dtype, checksum) in checksums.items()},
+                str(base.get("name", "")),
+                {str(fqn): str(name) for fqn, name in base.get("formats", {}).items()},
+                {str(fqn): str(first) for fqn, first in (found.get(TIED) or {}).items()},
+            )
         except UNREADABLE as error:
             raise CheckpointError(self.folder / REST, "it is not what a checkpoint has") from error
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.arrays import ElementsInOrder
 from infinity.checkpoint.record_stream import RecordStream, SharedStream
 from infinity.checkpoint.stored_weights import (
     PART_NUMEL,
     Gathered,
     StoredWeights,
-    flattened,
-    in_memory_order,
     span_of,
 )
 from infinity.loop.pager import Pager
@@ -28,7 +27,7 @@ from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
 from infinity.paging.parameter_map import ParameterMap
 from infinity.tiers.state_store import StateStore
-from infinity.units.layout import Slot
+from infinity.units.layout import Slot, in_memory_order
 from infinity.units.parameter import let_go
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
@@ -91,7 +90,7 @@ class StateAccess:
 
     def _model_weight(self, unit: Unit, slot: Slot) -> torch.Tensor:
         with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as made, self._pager.opened(unit):
-            weight = flattened(unit.weight(slot))
+            weight = in_memory_order(unit.weight(slot), slot)
             for start in range(0, slot.numel, PART_NUMEL):
                 made.write(start, weight[start : start + PART_NUMEL].to("cpu", torch.float32))
             return made.finish()
@@ -125,7 +124,7 @@ class StateAccess:
         if shares.is_divided:
             parts = shares.parts_of_parameter(unit, slot)
             ranks.meet(what, [number for part in parts for number in part])
-            ranks.gather_in_memory(what, flattened(values), parts, kind="states")
+            ranks.gather_in_memory(what, in_memory_order(values, slot), parts, kind="states")
 
     def has_place(self, parameter: torch.Tensor) -> bool:
         """Whether there is room for optimizer state of the parameter."""
@@ -193,11 +192,7 @@ class StateAccess:
         state.load(scalars, tuple(tensors) if values else None, num_updates)
         if self._elements_follow:
             return
-        flats = {name: in_memory_order(tensor, slot) for name, tensor in tensors.items()}
-        for chunk, (piece,) in self._stored.pieces(unit, [slot.index]):
-            with self._stored.changing(unit, chunk) as workspace:
-                for name, flat in flats.items():
-                    workspace.write_state(name, span_of(piece), flat[piece.start : piece.stop])
+        self.stream.fill(unit, {(slot.index, name): _elements(tensor, slot) for name, tensor in tensors.items()})
 
     @contextlib.contextmanager
     def elements_following(self) -> Iterator[None]:
@@ -243,18 +238,8 @@ class StateAccess:
                 self._stored.store_modified(unit, [slot])
                 return
             unit.outdate()
-            main = in_memory_order(values, slot)
             self._exchange.before(unit)
-            for chunk, (piece,) in self._stored.pieces(unit, [slot.index]):
-                weights, span = unit.weights_of(chunk), span_of(piece)
-                with self._stored.changing(unit, chunk) as workspace:
-                    workspace.weight.copy_(weights)
-                    workspace.write_main(span, main[piece.start : piece.stop])
-                    workspace.cast_main()
-                    weights[span].copy_(workspace.weight[span])
-                written = self.stream.write_weights(unit, chunk, weights)
-                if written is not None:
-                    written.wait()
+            self.stream.fill(unit, {(slot.index, WEIGHT): _elements(values, slot)})
             self._exchange.gather([unit])
 
     def resume_main_weight(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -331,3 +316,7 @@ class StateAccess:
                 gathered.unit.let_go_of(gathered)
             raise
         return gathering
+
+
+def _elements(values: torch.Tensor, slot: Slot) -> ElementsInOrder:
+    return ElementsInOrder(iter([(0, in_memory_order(values, slot).cpu())]))

@@ -20,7 +20,7 @@ from infinity.numerics.remainder import split_bits
 from infinity.tiers.state_store import StateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
-from infinity.units.layout import Chunk, Piece, Slot, round_up
+from infinity.units.layout import Chunk, Piece, Slot, in_memory_order, round_up
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import Saver
@@ -29,15 +29,13 @@ PART_NUMEL = 1 << 20
 """Elements that are converted at a time."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Gathered:
-    """A unit that is held open for the user, who may write to it, and what is needed to see what he changed."""
+    """A unit that is held open for the user, who may write to it."""
 
     unit: Unit
     checksums: dict[int, int] | None
-    """Of each slot's weights before, where contents are compared; None: what torch has counted was changed."""
-    kept: torch.Tensor | None
-    """A copy of the trainable segment before, where it is needed."""
+    """Of each slot's weights as they were last stored, where contents are compared; None: torch counts what is changed."""
 
 
 class StoredWeights:
@@ -157,9 +155,7 @@ class StoredWeights:
         if read is not None:
             read.wait()
 
-    def store_modified(
-        self, unit: Unit, changed: Sequence[Slot], before: torch.Tensor | None = None, *, is_outdating: bool = True
-    ) -> None:
+    def store_modified(self, unit: Unit, changed: Sequence[Slot], *, is_outdating: bool = True) -> None:
         """The weights of ``changed`` were changed in the open flat buffer: store them, and their main weights.
 
         A main weight whose model weight was not changed keeps its low bits; another becomes the new weight.
@@ -167,7 +163,6 @@ class StoredWeights:
         Args:
             unit: whose.
             changed: which of its parameters.
-            before: the trainable segment before the change, where it was kept.
             is_outdating: a graph over the weights as they were is not to be used any more.
         """
         if unit.flat is None:
@@ -184,19 +179,22 @@ class StoredWeights:
         with self.exchange.changing(unit):
             if self.has_main_weights:
                 for chunk, pieces in self.pieces(unit, {slot.index for slot in changed}):
-                    self._store_changed(unit, chunk, pieces, before)
+                    self._store_changed(unit, chunk, pieces)
             self._write_weights(unit, base, changed)
         if refusal is not None:
             unit.forget_written(slot.index for slot in changed)
             del base  # or the error's frames would keep the unit in memory
             raise refusal
 
-    def _store_changed(self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece], before: torch.Tensor | None) -> None:
+    def _store_changed(self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece]) -> None:
         with self.changing(unit, chunk) as workspace:
+            # What the model weights were, without which half of the main weights is missing.
             if not self.has_halves:
                 workspace.cast_main()
-            elif before is not None:
-                workspace.weight.copy_(before[chunk.start : chunk.stop])
+            elif unit.stays_resident:
+                for piece in pieces:
+                    before = in_memory_order(unit.before[piece.slot.index], piece.slot)
+                    workspace.weight[span_of(piece)].copy_(before[piece.start : piece.stop])
             else:
                 self.bring_weights(unit, chunk, workspace)
             for piece in pieces:
@@ -255,13 +253,7 @@ class StoredWeights:
                 fqn=unknown[0].spec.fqn,
             )
         self.before_writes()
-        before = None
-        if unit.before and unit.flat is not None and unit.layout.trainable is not None:
-            copy = unit.flat.tensor().clone()
-            for index, values in unit.before.items():
-                unit.view(copy, unit.layout.slots[index]).copy_(values)
-            before = unit.trainable_view(copy)
-        self.store_modified(unit, changed, before, is_outdating=False)
+        self.store_modified(unit, changed, is_outdating=bool(unit.gathered))
         unit.forget_changes()
 
     # --------------------------------------------------------------------------------------- held open for the user
@@ -269,62 +261,42 @@ class StoredWeights:
     def begin_gathering(self, unit: Unit, *, compares: bool) -> Gathered:
         """The unit is in memory, and is going to be held; see `StateAccess.gather`."""
         self.store_gathered(unit)  # by a block around this one: what it wrote so far is its own
-        self._keep_packed(unit)
-        return Gathered(unit, _checksums(unit) if compares else None, self._kept(unit))
+        self._keep_before(unit)
+        return Gathered(unit, _checksums(unit) if compares else None)
 
     def store_gathered(self, unit: Unit) -> None:
-        """Store what was written to a gathered unit so far, and let main weights follow: it is about to be updated."""
-        held = [gathered for gathered in unit.gathered if isinstance(gathered, Gathered)]
-        if held:
-            self._store_since(held[0])
-            self.note_updated(unit)
+        """Store what was written to a gathered unit so far, and let main weights follow."""
+        if not unit.gathered:
+            return
+        unit.note_changes()
+        for gathered in (each for each in unit.gathered if isinstance(each, Gathered)):
+            if gathered.checksums is not None:
+                now = _checksums(unit)
+                unit.note_written(index for index, checksum in now.items() if checksum != gathered.checksums[index])
+                gathered.checksums = now
+        if unit.dirty:
+            self.store_written(unit)
+            self._keep_before(unit)
 
-    def note_updated(self, unit: Unit) -> None:
-        """A gathered unit holds other weights than when it was gathered, and those are stored."""
-        for gathered in unit.gathered:
-            if isinstance(gathered, Gathered):
-                gathered.kept = self._kept(unit)
-                if gathered.checksums is not None:
-                    gathered.checksums = _checksums(unit)
-        unit.accept_changes()
-        if unit.gathered:
-            self._keep_packed(unit)
-
-    def _keep_packed(self, unit: Unit) -> None:
-        """Packed weights of a unit that rests nowhere else: what is written to them may have to be put back."""
+    def _keep_before(self, unit: Unit) -> None:
+        """Keep weights of which nobody could tell afterwards what they were: see `needs_before`."""
         for slot in unit.layout.slots:
-            if slot.spec.packed is not None and self.needs_before(unit, slot) and slot.index not in unit.before:
+            if self.needs_before(unit, slot) and slot.index not in unit.before:
                 unit.keep_before(slot)
-
-    def _kept(self, unit: Unit) -> torch.Tensor | None:
-        """A copy of what else nobody would know any more: half of the main weights, if it rests nowhere but here."""
-        is_needed = self.has_halves and unit.stays_resident and unit.layout.trainable_numel
-        return unit.trainable_view(unit.flat.tensor()).clone() if is_needed and unit.flat is not None else None
 
     def scatter(self, gathering: Sequence[Gathered]) -> None:
         """The counterpart of `StateAccess.gather`: store what was changed."""
         with contextlib.ExitStack() as rest:
             for gathered in gathering:
-                rest.callback(gathered.unit.let_go_of, gathered)
+                rest.callback(self._let_go, gathered)
             for gathered in gathering:
-                if gathered.unit.flat is None:
-                    continue  # it went with the engine
-                if self._store_since(gathered):
-                    self.note_updated(gathered.unit)  # whoever else has gathered it
-                gathered.unit.accept_changes()
+                if gathered.unit.flat is not None:  # else it went with the engine
+                    self.store_gathered(gathered.unit)
 
-    def _store_since(self, gathered: Gathered) -> bool:
-        """Store what was written to a unit since its weights were noted; returns whether anything was."""
-        unit = gathered.unit
-        unit.note_changes()
-        changed = set(unit.dirty)
-        blocks = [gathered, *(each for each in unit.gathered if isinstance(each, Gathered))]
-        before = next((each.checksums for each in blocks if each.checksums is not None), None)
-        if before is not None:
-            changed |= {index for index, now in _checksums(unit).items() if now != before[index]}
-        if changed:
-            self.store_modified(unit, [unit.layout.slots[index] for index in sorted(changed)], gathered.kept)
-        return bool(changed)
+    def _let_go(self, gathered: Gathered) -> None:
+        gathered.unit.let_go_of(gathered)
+        if not gathered.unit.gathered:
+            gathered.unit.forget_changes()
 
 
 def _checksums(unit: Unit) -> dict[int, int]:
@@ -334,16 +306,3 @@ def _checksums(unit: Unit) -> dict[int, int]:
 def span_of(piece: Piece) -> slice:
     """Where a piece lies in its chunk."""
     return slice(piece.offset, piece.offset + piece.numel)
-
-
-def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """1-D, over the same memory, for a tensor without gaps."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """1-D, the elements in the order in which the slot stores them."""
-    if tuple(tensor.stride()) == slot.spec.stride and tuple(tensor.shape) == slot.spec.shape:
-        return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=tensor.dtype, device=tensor.device)
-    return flattened(ordered.copy_(tensor.detach().reshape(slot.spec.shape)))

@@ -1,7 +1,7 @@
 """Checkpoints: all that a training goes on from, streamed to a directory in bounded memory.
 
 A checkpoint appears under its tag when it is whole and on the drive, and only then does ``latest`` name it. It knows
-nothing of units, tiers or budgets: any setting of those loads it. What lies in the directory: README.md beside this module.
+nothing of units, tiers or budgets: any setting of those loads it. Format: docs/reference/checkpoint-format.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infinity.errors import CheckpointError, EngineClosedError, ModelError
 from infinity.loop.pager import Pager
 from infinity.metrics.progress import progress
 from infinity.numerics.chunk_format import WEIGHT
-from infinity.numerics.raw_bytes import checksum, raw_bytes
+from infinity.numerics.raw_bytes import checksum, raw_bytes, rows_of
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.groups import TiledGroups
 from infinity.optim.main_weights import without_main_weight
@@ -193,20 +193,11 @@ def checksums_of(training: Training, fqns: Collection[str]) -> dict[str, tuple[s
 
 def _rows_of(training: Training, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     if not training.parameter_map.holds(parameter):
-        yield from _rows(parameter, _CHECKED_BYTES)
+        yield from rows_of(parameter, _CHECKED_BYTES)
         return
     unit, slot = training.parameter_map.locate(parameter)
     with training.pager.opened(unit):
-        yield from _rows(unit.weight(slot), _CHECKED_BYTES)
-
-
-def _rows(value: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:
-    """The elements in C order, 1-D and on the CPU, a few rows at a time."""
-    whole = value.detach().resolve_conj().resolve_neg()
-    whole = whole if whole.dim() else whole.reshape(1)
-    num = max(num_bytes // max(whole[:1].nbytes, 1), 1)
-    for start in range(0, whole.shape[0] if whole.numel() else 0, num):
-        yield whole[start : start + num].cpu().contiguous().reshape(-1)
+        yield from rows_of(unit.weight(slot), _CHECKED_BYTES)
 
 
 def _whole(group: str, fqn: str, kind: str, value: torch.Tensor) -> _Planned:
@@ -457,5 +448,5 @@ class _Sink:
 
 
 def _write_whole(writer: ArrayWriter, value: torch.Tensor) -> None:
-    for rows in _rows(value, _PART_BYTES):
+    for rows in rows_of(value, _PART_BYTES):
         writer.write(rows)

@@ -125,8 +125,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         "num_bytes": sum(each.num_bytes for each in found.tensors),
         "kinds": dict(kinds),
         "client_state": client_state,
-        "excluded": found.excluded,
-        "tied": found.tied,
+        "excluded": found.beside.excluded,
+        "tied": found.beside.tied,
         "other_tags": sorted(others),
         "problem": problem,
     }

@@ -82,24 +82,17 @@ def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
 
 
 @config.command()
-@click.argument("file", type=PathType(), required=False)
-@click.option("--key", metavar="TEXT", help="What the keys with this in their name take and do. FILE is not needed.")
+@_FILE
 @_WORLD
 @json_option
-def show(file: Path | None, key: str | None, processes: int, as_json: bool) -> None:
-    """Show every value that FILE comes to, and who decided it. Or, with --key, what keys do here.
+def show(file: Path, processes: int, as_json: bool) -> None:
+    """Show every value that FILE comes to, and who decided it.
 
     \b
     Examples:
       infinity config show ds_config.json
       infinity config show ds_config.json --json | jq '.decisions[] | select(.key | test("infinity"))'
-      infinity config show --key host_memory_budget
     """
-    if key is not None:
-        _show_keys(key, as_json)
-        return
-    if file is None:
-        raise click.UsageError("a FILE is missing, or --key.")
     loaded = _loaded(file, processes, check_storage=False)
     if as_json:
         decisions = [
@@ -126,24 +119,6 @@ def schema() -> None:
     from infinity.config.schema.json_schema import json_schema
 
     print_json(json_schema())
-
-
-def _show_keys(wanted: str, as_json: bool) -> None:
-    from infinity.config.schema.reference import keys
-    from infinity.config.schema.vocabulary import known_keys, nearest
-
-    found = [each for each in keys() if wanted.lower() in each.name.lower()]
-    if not found:
-        near = nearest(wanted, known_keys())
-        hint = f"did you mean '{near}'?" if near else "`infinity config schema` has them all."
-        raise click.UsageError(f"no key has {wanted!r} in its name; {hint}")
-    if as_json:
-        print_json({"keys": [each._asdict() for each in found]})
-        return
-    for each in found:
-        told = f"{each.kind}; {each.default}. " if each.has_effect else ""
-        display(each.name, style="bold")
-        display(f"  {told}{each.text}".replace("`", ""))
 
 
 def _print_notices(loaded: InfinityConfig, *, soft_wrap: bool = False) -> None:

@@ -57,7 +57,7 @@ def doctor(directories: tuple[Path, ...], file: Path | None, no_measure: bool, a
         findings += storage_findings(list(dict.fromkeys(wanted or [Path.cwd()])), measures=not no_measure)
     is_ready = all(finding.verdict is not Verdict.BAD for finding in findings)
     if as_json:
-        print_json({"is_ready": is_ready, "findings": [finding.as_json() for finding in findings]})
+        print_json({"is_ready": is_ready, "findings": [vars(finding) for finding in findings]})
     else:
         _print(findings, is_ready=is_ready)
     return 0 if is_ready else 1

@@ -21,7 +21,7 @@ import click
 
 from infinity.cli import rank_script
 from infinity.cli.hosts import Hosts, chosen, largest_slot, read_hostfile
-from infinity.cli.output import PathType, print_json
+from infinity.cli.output import PathType
 from infinity.errors import ConfigError, InfinityError
 from infinity.secret_names import is_secret
 
@@ -31,7 +31,6 @@ _PASSED_ON = ("PYTHONPATH", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "HF_")
 """Environment variables that other hosts get: these, or all that begin so. Secrets are not passed on: every user of a host
 can read the command lines there."""
 _POLL_SECONDS = 0.2
-_STDERR = 2
 _LOCALHOST = "localhost"
 _LOCAL_NAMES = (_LOCALHOST, "127.0.0.1", socket.gethostname())
 """Of this host, which needs no ssh."""
@@ -49,7 +48,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @click.option("--master_addr", help="Where the processes meet; by default the first host.")
 @click.option("--master_port", type=int, default=29500, show_default=True)
 @click.option("--ssh_port", type=int, help="By default ssh's own.")
-@click.option("--json", is_flag=True, help="Print one JSON object at the end; what processes print goes to stderr.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(**options: Any) -> None:
@@ -66,15 +64,7 @@ def launch(**options: Any) -> None:
       infinity launch --hostfile hosts --include worker-1@worker-2:0,2 train.py
     """
     arguments = SimpleNamespace(**options)
-    hosts = _hosts(arguments)
-    commands = commands_of(hosts, arguments, os.environ)
-    statuses: dict[str, int | None] = dict.fromkeys(hosts)
-    try:
-        run_all(commands, statuses, output=_STDERR if arguments.json else None)
-    finally:
-        if arguments.json:
-            each = [{"host": host, "slots": hosts[host], "status": status} for host, status in statuses.items()]
-            print_json({"has_succeeded": all(status == 0 for status in statuses.values()), "hosts": each})
+    run_all(commands_of(_hosts(arguments), arguments, os.environ))
 
 
 def _hosts(arguments: SimpleNamespace) -> Hosts:
@@ -156,7 +146,7 @@ def commands_of(hosts: Hosts, arguments: SimpleNamespace, environment: Mapping[s
     return found
 
 
-def run_all(commands: Mapping[str, Sequence[str]], statuses: dict[str, int | None], *, output: int | None) -> None:
+def run_all(commands: Mapping[str, Sequence[str]]) -> None:
     """Run one command per host until all have ended; the first that fails ends the others, and so does a signal to this process.
 
     A command gets SIGTERM, which torchrun and ssh hand on, and half a minute later, or at a second signal, SIGKILL; each
@@ -164,8 +154,6 @@ def run_all(commands: Mapping[str, Sequence[str]], statuses: dict[str, int | Non
 
     Args:
         commands: by host.
-        statuses: takes the exit status of each; below 0: the signal that ended it.
-        output: the descriptor that is stdout of all; None: that of this process.
 
     Raises:
         InfinityError: one has failed; which, and its exit status.
@@ -175,9 +163,7 @@ def run_all(commands: Mapping[str, Sequence[str]], statuses: dict[str, int | Non
     with _signals() as received:
         try:
             for host, command in commands.items():
-                started[host] = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True
-                )
+                started[host] = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
             while not received and None in [process.returncode for process in started.values()]:
                 for host, process in started.items():
                     if status := process.poll():
@@ -186,7 +172,6 @@ def run_all(commands: Mapping[str, Sequence[str]], statuses: dict[str, int | Non
                 time.sleep(_POLL_SECONDS)
         finally:
             _end([*started.values()], received)
-            statuses.update({host: process.returncode for host, process in started.items()})
     if received:
         raise SystemExit(128 + received[0])
 

@@ -37,8 +37,8 @@ def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, a
     """Measure how fast drives are under the engine's requests, and say which settings suit them.
 
     DIR is one directory on each drive. Ctrl-C ends it at any time, with a report of what was measured by then. The test
-    files have no names, so that nothing is left in the directories, whatever ends the program. Plans know the speed of the
-    drives afterwards, and a config with "infinity": {"autotune_io": "auto"} takes the settings.
+    files have no names, so that nothing is left in the directories, whatever ends the program. The result is kept: from then
+    on plans know the speed of these drives, and engines use the settings, unless a config has its own.
 
     \b
     Examples:
@@ -48,16 +48,16 @@ def profile(directories: tuple[Path, ...], quick: bool, minutes: float | None, a
       infinity profile /mnt/nvme --quick --json                    # results on stdout, all else on stderr
     """
     from infinity.console import Console
-    from infinity.machine import autotune
+    from infinity.machine.bandwidth_cache import store
     from infinity.machine.description import describe_machine
-    from infinity.machine.drive_profile import QUICK, Effort, default_io
+    from infinity.machine.drive_profile import QUICK, Effort
 
     console = Console(highlight=False, stderr=as_json)
     found, effort = _checked(directories, console), QUICK if quick else Effort()
     status = _measure(found, effort, minutes, console)
     advice = found.advice()
     if advice is not None:
-        autotune.keep(advice, found.directories, default_io())
+        store([each.path for each in found.directories], advice)
     _print(console, found, advice)
     if as_json:
         print_json({"machine": describe_machine(found.directories[0].path), **_as_json(found, effort, advice)})
@@ -88,11 +88,11 @@ def _measure(found: DriveProfile, effort: Effort, minutes: float | None, console
     Returns:
         The exit status: 0, 1 if a drive failed, 2 if a directory is useless, 130 after Ctrl-C.
     """
-    from infinity.machine.drive_profile import default_io, drive_test, hold_for, settings_for, sweep
+    from infinity.machine.drive_profile import drive_test, hold_for, settings_for, sweep
     from swapper.errors import SwapperError, VolumeError
 
     try:
-        with _progress(console) as progress, drive_test(found, effort, default_io()) as test:
+        with _progress(console) as progress, drive_test(found, effort) as test:
             sweep(test, found, effort, settings_for(found.directories), progress)
             if minutes:
                 hold_for(test, found, 60 * minutes, progress)

@@ -13,7 +13,6 @@ from infinity.config.batch import resolve_batch_sizes
 from infinity.config.precision import DTYPES, resolve_autocast, resolve_precision, scales_loss
 from infinity.config.ranks import check_ranks
 from infinity.config.resolved import (
-    AutotuneMode,
     Decision,
     DurableSection,
     GradientDtype,
@@ -28,7 +27,7 @@ from infinity.config.resolved import (
     UpdateMode,
 )
 from infinity.config.schema.block import Block, Findings
-from infinity.config.schema.blocks import CsvMonitorBlock, FlopsProfilerBlock, RootBlock, TensorBoardBlock
+from infinity.config.schema.blocks import CsvMonitorBlock, RootBlock, TensorBoardBlock
 from infinity.config.schema.directories import (
     check_capacities,
     check_directories,
@@ -86,9 +85,7 @@ def resolve(
             max(accumulation, 1 if root.managed_gradient_accumulation else 2),
             _resolve_durable(book, tiers, check_storage),
         ),
-        "wall_clock_breakdown": root.wall_clock_breakdown or root.flops_profiler.enabled,
         "monitors": _resolve_monitors(root),
-        "flops_profiler": _resolve_flops_profiler(root.flops_profiler),
         "zero_stage": zero_stage(root),
         "autocast_dtype": resolve_autocast(root),
         "communication_dtype": DTYPES[root.communication_data_type],
@@ -261,9 +258,6 @@ def _resolve_io(book: _Book) -> IOSection:
     # idle. A file that says 1 repeats DeepSpeed's default.
     num_threads = max(_NUM_THREADS, aio.intra_op_parallelism or 0)
     max_inflight = (aio.queue_depth or _QUEUE_DEPTH) * num_threads
-    # "auto" is dropped before the types are checked, so that a switch that knows it looks for it here.
-    measures_once = "infinity.autotune_io" in book.findings.auto
-    autotune: AutotuneMode = "once" if measures_once else "always" if infinity.autotune_io else "off"
     rounded = "" if wanted_bytes == request_bytes else f" ({wanted_bytes} rounded up to a multiple of {_ALIGNMENT})"
     book.note("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
     wanted_threads = aio.intra_op_parallelism or num_threads
@@ -272,14 +266,7 @@ def _resolve_io(book: _Book) -> IOSection:
     book.note("aio.queue_depth", f"{max_inflight} requests in flight")
     book.note("infinity.io_backend", infinity.io_backend)
     book.note("infinity.verify_checksums", infinity.verify_checksums)
-    who = "config" if measures_once or "autotune_io" in infinity.model_fields_set else "default"
-    book.decisions.append(Decision("infinity.autotune_io", autotune, who))
-    written = {
-        "request_bytes": aio.block_size is not None,
-        "num_threads": aio.intra_op_parallelism is not None,
-        "max_inflight": aio.queue_depth is not None,
-        "backend": infinity.io_backend != "auto",
-    }
+    sizes = (aio.block_size, aio.intra_op_parallelism, aio.queue_depth)
     return IOSection(
         request_bytes,
         num_threads,
@@ -287,8 +274,7 @@ def _resolve_io(book: _Book) -> IOSection:
         infinity.io_deadline_seconds,
         infinity.direct_io,
         backend=infinity.io_backend,
-        autotune=autotune,
-        given=frozenset(name for name, is_given in written.items() if is_given),
+        is_from_config=infinity.io_backend != "auto" or any(size is not None for size in sizes),
         verify_checksums=infinity.verify_checksums,
     )
 
@@ -332,21 +318,11 @@ def _resolve_monitors(root: RootBlock) -> MonitorsSection:
             return None
         return resolve_file(block.output_path or ".", key=f"{key}.output_path") / block.job_name
 
-    if root.comet.enabled:
-        cure = "Set it to false, and one of tensorboard, wandb and csv_monitor to true"
-        raise ConfigError.value("comet.enabled", True, "nothing is sent to Comet", cure=cure)
     return MonitorsSection(
         tensorboard=directory("tensorboard", root.tensorboard),
         csv=directory("csv_monitor", root.csv_monitor),
         wandb=root.wandb if root.wandb.enabled else None,
     )
-
-
-def _resolve_flops_profiler(block: FlopsProfilerBlock) -> FlopsProfilerBlock | None:
-    if not block.enabled or not block.output_file:
-        return block if block.enabled else None
-    file = resolve_file(block.output_file, key="flops_profiler.output_file")
-    return block.model_copy(update={"output_file": str(file)})
 
 
 def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_storage: bool) -> DurableSection | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from infinity.config.schema.blocks import FlopsProfilerBlock, WandbBlock
+from infinity.config.schema.blocks import WandbBlock
 from swapper.config import BackendName
 from swapper.volumes.directory import Directory
 
@@ -17,9 +17,7 @@ OffloadDevice = Literal["none", "cpu", "nvme"]
 UpdateMode = Literal["in_backward", "deferred", "step"]
 MainWeights = Literal["remainder", "fp32"]
 GradientDtype = Literal["fp32", "bf16"]
-StateDtype = Literal["fp32", "bf16", "int8"]
-AutotuneMode = Literal["off", "once", "always"]
-"""Whether I/O settings are measured: never, once per machine and set of directories, or at every start."""
+StateDtype = Literal["fp32", "bf16", "int8", "int8_dynamic"]
 ScheduleMode = Literal["auto", "vertical", "ordinary"]
 ExpertsChoice = Literal["auto", "by_expert", "touched_only", "whole"]
 
@@ -95,8 +93,8 @@ class IOSection:
         deadline_seconds: a request that takes longer is an error instead of a hang.
         direct: whether to go past the page cache.
         backend: what moves the bytes; "auto" takes the fastest one that proves to work.
-        autotune: whether a measurement replaces those of the values above that nobody wrote into the config.
-        given: the names of the values above that somebody did write.
+        is_from_config: whether the config names a request size, threads, queue depth or backend: nothing that was measured
+            replaces them then.
         verify_checksums: whether what is read from drives is compared with what was written.
     """
 
@@ -106,8 +104,7 @@ class IOSection:
     deadline_seconds: float
     direct: bool
     backend: BackendName = "auto"
-    autotune: AutotuneMode = "off"
-    given: frozenset[str] = frozenset()
+    is_from_config: bool = False
     verify_checksums: bool = False
 
 
@@ -230,7 +227,6 @@ class InfinityConfig(Mapping[str, Any]):
         infinity: what DeepSpeed has no key for.
         steps_per_print: a progress line every so many steps; None for none.
         monitors: where curves are written.
-        flops_profiler: which forward's operations are printed, and where to; None for none.
         wall_clock_breakdown: whether to report where the time of each step went.
         dataloader_drop_last: whether a loader made from `training_data` drops the last, smaller batch.
         zero_stage: as written, else 3 with an offload and 0 without. It says what several processes divide.
@@ -260,7 +256,6 @@ class InfinityConfig(Mapping[str, Any]):
     steps_per_print: int | None
     wall_clock_breakdown: bool
     monitors: MonitorsSection
-    flops_profiler: FlopsProfilerBlock | None
     dataloader_drop_last: bool
     zero_stage: int
     managed_gradient_accumulation: bool

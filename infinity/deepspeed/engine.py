@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.config import InfinityConfig
-from infinity.config.schema.blocks import FlopsProfilerBlock
-from infinity.console import Console
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
+from infinity.deepspeed.contents.names import TABLE
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
 from infinity.distributed.agreement import together
 from infinity.distributed.part_folders import folder_of
@@ -26,45 +24,14 @@ from infinity.engine.export_calls import check_directory
 from infinity.engine.loop_settings import NO_COMM_HOOKS
 from infinity.engine.parts import Parts
 from infinity.errors import StepError
-from swapper.volumes.publish import make_directory, opener
 
 logger = logging.getLogger(__name__)
 _ABSENT = {
-    "flops_profiler": ": set flops_profiler.enabled in the config, or count with torch.utils.flop_counter.FlopCounterMode",
+    "flops_profiler": ": count with torch.utils.flop_counter.FlopCounterMode around engine(...)",
     "register_comm_hook": NO_COMM_HOOKS,
     "allreduce_gradients": ": backward and step average gradients, where several processes train together",
 }
 """What scripts ask for, that is not there, and the cure."""
-
-
-_OF_THE_CONFIG = {
-    "zero_optimization_stage": "The stage of the config: what several processes divide.",
-    "fp16_enabled": "Whether the compute dtype is fp16.",
-    "bfloat16_enabled": "Whether the compute dtype is bf16.",
-    "fp16_auto_cast": "Whether inputs are cast to fp16.",
-    "amp_enabled": "False: there is no Apex.",
-    "torch_autocast_enabled": "Whether the model runs under ``torch.autocast``.",
-    "torch_autocast_dtype": "Of ``torch.autocast``; bf16 without.",
-    "communication_data_type": "In which gradients are exchanged; None if the config does not say.",
-    "gradient_clipping": "Largest global norm; 0 for no clipping.",
-    "gradient_predivide_factor": "As in the config.",
-    "prescale_gradients": "As in the config.",
-    "initial_dynamic_scale": "The loss scale of the first step; 1 without scaling.",
-    "dynamic_loss_scale_args": "How the loss scale follows the steps; None for the defaults.",
-    "optimizer_params": "The optimizer's parameters in the config.",
-    "scheduler_name": "The schedule's type in the config; None if it names none.",
-    "scheduler_params": "The schedule's parameters in the config.",
-    "zero_allow_untested_optimizer": "As in the config.",
-    "steps_per_print": "A progress line every so many steps.",
-    "wall_clock_breakdown": "Whether the time of each step is logged.",
-    "memory_breakdown": "As in the config.",
-    "dump_state": "As in the config.",
-    "dataloader_drop_last": "Whether the loader drops the last, smaller batch.",
-    "managed_gradient_accumulation": "Whether the engine counts micro-batches.",
-    "checkpoint_tag_validation_enabled": "Whether the ranks compare tags in `save_checkpoint`.",
-    "checkpoint_tag_validation_fail": "Whether tags that differ are an error.",
-}
-"""Methods that answer with the attribute of `DeepSpeedConfig` that has their name."""
 
 
 class DeepSpeedEngine(Engine):
@@ -97,7 +64,6 @@ class DeepSpeedEngine(Engine):
         self.client_lr_scheduler: Any = None
         self.timers = Timers()
         self.tput_timer = ThroughputTimer(self._samples_per_second)
-        self._operations: FlopCounterMode | None = None
 
     def note_arguments(
         self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
@@ -110,37 +76,9 @@ class DeepSpeedEngine(Engine):
     def _cure_of_absent(name: str) -> str:
         return _ABSENT.get(name, "")
 
-    # ---------------------------------------------------------------------------------------------------- operations
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Arguments and result are those of ``module.forward``."""
-        if self._counted() is None or not (self.module.training and torch.is_grad_enabled()):
-            return super().forward(*args, **kwargs)
-        with FlopCounterMode(display=False) as self._operations:
-            return super().forward(*args, **kwargs)
-
-    def obstacle(self) -> str | None:
-        """See `Engine.obstacle`."""
-        if self._counted() is not None:
-            return "flops_profiler looks at this step, one micro-batch after the other"
-        return super().obstacle()
-
-    def _end_update(self) -> None:
-        section, operations = self._counted(), self._operations
-        super()._end_update()
-        if section is not None and operations is not None:
-            self._operations = None
-            _show(operations.get_flop_counts(), section)
-
-    def _counted(self) -> FlopsProfilerBlock | None:
-        """What the config says of counting the present step's operations; None if they are not to be counted."""
-        section = self.config.flops_profiler
-        is_due = section is not None and section.profile_step == self.global_steps and self.global_rank == 0
-        return section if is_due else None
-
     def flops_profiler_enabled(self) -> bool:
-        """Whether a step's operations are counted and printed."""
-        return self.config.flops_profiler is not None
+        """False: torch's ``FlopCounterMode`` counts operations."""
+        return False
 
     # ---------------------------------------------------------------------------------------------------- batch sizes
 
@@ -416,21 +354,5 @@ def _answer(attribute: str, text: str) -> Callable[[DeepSpeedEngine], Any]:
     return answer
 
 
-for _name, _text in _OF_THE_CONFIG.items():
+for _name, _text in TABLE["engine"].items():
     setattr(DeepSpeedEngine, _name, _answer(_name, _text))
-
-
-def _show(counts: Mapping[str, Mapping[Any, int]], section: FlopsProfilerBlock) -> None:
-    """Print operations by module. A file that cannot be written is told: a training does not end for it."""
-    depth = section.module_depth if section.module_depth >= 0 else len(counts)
-    lines = [f"operations of one forward in step {section.profile_step}:"]
-    lines += [f"{sum(of.values()):>24,}  {name}" for name, of in sorted(counts.items()) if name.count(".") <= depth]
-    if not section.output_file:
-        Console(soft_wrap=True).print("\n".join(lines), markup=False, highlight=False)
-        return
-    try:
-        make_directory(Path(section.output_file).parent)
-        with open(section.output_file, "w", opener=opener) as file:
-            file.write("\n".join([*lines, ""]))
-    except OSError as error:
-        logger.warning("the operations were not written: %s. Name another file in flops_profiler.output_file", error)

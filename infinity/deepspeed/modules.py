@@ -1,174 +1,43 @@
 """The names under which scripts import DeepSpeed's parts: ``from infinity.deepspeed.utils import logger`` and the like.
 
-Few of them are files. Each line of the table below becomes a module: of `infinity.deepspeed` when a script first uses one of
-these names (see `infinity.deepspeed.path`), and of `deepspeed` where `infinity.as_deepspeed` stands in for it. A name that is
-not in the table raises an error that says what there is instead.
+Few of them are files. Each entry of ``contents/names.toml`` becomes a module: of `infinity.deepspeed` when a script first uses
+one of these names (see `infinity.deepspeed.path`), and of `deepspeed` where `infinity.as_deepspeed` stands in for it. A name
+that is not in the table raises an error that says what there is instead.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from enum import Enum, IntEnum
+from collections.abc import Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from infinity.checkpoint import full_tensors
 from infinity.config.schema.vocabulary import nearest
-from infinity.deepspeed.contents import (
-    checkpointing,
-    comm,
-    constants,
-    fp32_weights,
-    groups,
-    leaf_modules,
-    messages,
-    optimizers,
-    small_functions,
-    zero,
-)
-from infinity.deepspeed.contents.accelerator import get_accelerator
-from infinity.deepspeed.contents.config import DeepSpeedConfig
+from infinity.deepspeed.contents import comm
+from infinity.deepspeed.contents.names import TABLE
 from infinity.deepspeed.contents.refused import REFUSED
-from infinity.deepspeed.contents.timers import Timers
-from infinity.deepspeed.engine import DeepSpeedEngine
-from infinity.deepspeed.entry import initialize
 from infinity.deepspeed.path import PATH, explained, relative
-from infinity.distributed.process_groups import init_distributed
-from infinity.errors import ConfigError
-from infinity.loop.loader import RepeatingLoader
-from infinity.metrics.monitors import Monitors
-from infinity.optim import lr_schedules
-from infinity.optim.facade.paged_optimizer import PagedOptimizer
-
-# Texts by themselves: DeepSpeed's print as classes of ``str`` and `Enum` do.
-OffloadDeviceEnum = Enum("OffloadDeviceEnum", {"none": "none", "cpu": "cpu", "nvme": "nvme"}, type=str)
-_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-OffloadStateTypeEnum = Enum("OffloadStateTypeEnum", [(name, name) for name in _STATES], type=str)  # type: ignore[misc]
-ZeroStageEnum = IntEnum(
-    "ZeroStageEnum", {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
-)
 
 
-def _of(module: Any, names: str = "") -> dict[str, Any]:
-    """Those names of a module; without any, all public functions and classes that it defines."""
-    found = vars(module)
-    own = (name for name, value in found.items() if getattr(value, "__module__", None) == module.__name__)
-    return {name: found[name] for name in names.split() or own if names or not name.startswith("_")}
+def _content(lines: Sequence[str]) -> dict[str, Any]:
+    """What a module holds, as `names.toml` describes it."""
+    found: dict[str, Any] = {}
+    for line in lines:
+        where, *names = line.split()
+        module = importlib.import_module(f"infinity.{where}")
+        source = vars(module)
+        own = (name for name, value in source.items() if getattr(value, "__module__", None) == module.__name__)
+        for name in names or [name for name in own if not name.startswith("_")]:
+            new, _, old = name.rpartition("=")
+            found |= source[name[2:]] if name.startswith("**") else {new or old: source[old]}
+    return found
 
 
-_CHECKPOINTING, _LEAVES, _TENSORS = _of(checkpointing), _of(leaf_modules), _of(full_tensors)
-_COMM = _of(comm) | _of(
-    comm,
-    "P2POp ReduceOp batch_isend_irecv destroy_process_group get_local_rank get_world_group init_distributed irecv "
-    "is_initialized isend new_group",
-)
-_MESSAGES = _of(messages) | _of(messages, "log_levels logger")
-_RECURSIVE = _of(small_functions, "recursive_getattr recursive_setattr")
-_ZERO = _of(zero) | _of(
-    zero,
-    "GatheredParameters Init MiCS_Init ZeroParamStatus set_z3_leaf_modules",
-)
-_INIT = _ZERO | {
-    # transformers puts a function of its own around the first while it builds a model.
-    "zero_wrapper_for_fp_tensor_constructor": lambda fn, *_, **__: fn,
-    "_orig_torch_arange": torch.arange,
-    "get_accelerator": get_accelerator,
-}
-_GLOBALS = {"TORCH_DISTRIBUTED_DEFAULT_PORT": 29500}
-_CONFIG = {"DeepSpeedConfig": DeepSpeedConfig, "DeepSpeedConfigError": ConfigError}
-
-_MODULES: dict[str, dict[str, Any]] = {
-    "accelerator": {"get_accelerator": get_accelerator},
-    "accelerator.real_accelerator": {"get_accelerator": get_accelerator},
-    "checkpoint": {},
-    "checkpoint.utils": _of(small_functions, "clone_tensors_for_torch_save"),
-    "checkpointing": _CHECKPOINTING,
-    "comm": _COMM,
-    "comm.comm": _COMM,
-    "compression": {},
-    "compression.helper": _RECURSIVE,
-    "constants": _GLOBALS,
-    "launcher": {},
-    "launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
-    "moe": {},
-    "moe.utils": _of(
-        small_functions, "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
-    ),
-    "monitor": {},
-    "monitor.monitor": {"MonitorMaster": Monitors},
-    "ops": {},
-    "ops.adagrad": _of(optimizers, "DeepSpeedCPUAdagrad"),
-    "ops.adam": _of(optimizers, "DeepSpeedCPUAdam FusedAdam"),
-    "ops.lamb": _of(optimizers, "FusedLamb"),
-    "ops.lion": _of(optimizers, "DeepSpeedCPULion FusedLion"),
-    "runtime": {},
-    "runtime.activation_checkpointing": {},
-    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.base_optimizer": {"DeepSpeedOptimizer": PagedOptimizer, "ZeROOptimizer": PagedOptimizer},
-    "runtime.config": _CONFIG | constants.OPTIMIZERS,
-    "runtime.dataloader": {"RepeatingLoader": RepeatingLoader},
-    "runtime.engine": {"DeepSpeedEngine": DeepSpeedEngine},
-    "runtime.lr_schedules": {
-        **lr_schedules.SCHEDULES,
-        "VALID_LR_SCHEDULES": list(lr_schedules.SCHEDULES),
-        **constants.LR_SCHEDULES,
-    },
-    "runtime.utils": _of(
-        small_functions,
-        "clip_grad_norm_ see_memory_usage set_random_seed",
-    ),
-    "runtime.zero": _ZERO,
-    "runtime.zero.config": {"ZeroStageEnum": ZeroStageEnum},
-    "runtime.zero.offload_config": {
-        "OffloadDeviceEnum": OffloadDeviceEnum,
-        "OffloadStateTypeEnum": OffloadStateTypeEnum,
-    },
-    "runtime.zero.partition_parameters": _INIT,
-    "runtime.zero.stage3": {},
-    "runtime.zero.stage_1_and_2": {},
-    "runtime.zero.utils": _of(small_functions, "is_zero_param"),
-    "utils": {
-        **_MESSAGES,
-        **_TENSORS,
-        **_LEAVES,
-        **groups.PUBLIC,
-        **_RECURSIVE,
-        **_of(small_functions, "OnDevice instrument_w_nvtx"),
-        "RepeatingLoader": RepeatingLoader,
-    },
-    "utils.groups": groups.PUBLIC,
-    "utils.init_on_device": _of(small_functions, "OnDevice"),
-    "utils.logging": _MESSAGES,
-    "utils.nvtx": _of(small_functions, "instrument_w_nvtx"),
-    "utils.tensor_fragment": _TENSORS,
-    "utils.timer": {"SynchronizedWallClockTimer": Timers},
-    "utils.z3_leaf_module": _LEAVES,
-    "utils.zero_to_fp32": _of(
-        fp32_weights,
-        "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint get_model_state_file "
-        "get_optim_files load_state_dict_from_zero_checkpoint",
-    ),
-    "zero": _ZERO,
-    "zero.partition_parameters": _INIT,
-}
-
-_OF_THE_PACKAGE: dict[str, Any] = {
-    **_GLOBALS,
-    **_CONFIG,
-    **_of(small_functions, "OnDevice add_config_arguments"),
-    **_of(messages, "log_dist logger"),
-    "DeepSpeedEngine": DeepSpeedEngine,
-    "DeepSpeedOptimizer": PagedOptimizer,
-    "dist": comm,
-    "get_accelerator": get_accelerator,
-    "init_distributed": init_distributed,
-    "initialize": initialize,
-}
+_MODULES = {name: _content(lines) | TABLE["constants"].get(name, {}) for name, lines in TABLE["modules"].items()}
+_OF_THE_PACKAGE = _MODULES.pop("") | {"dist": comm}
 """What DeepSpeed's package itself has, besides the modules of the table."""
 
 

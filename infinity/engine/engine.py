@@ -29,12 +29,12 @@ from infinity.engine.run_notes import RunNotes
 from infinity.engine.shutdown import Shutdown, leave
 from infinity.engine.train_batch import LossFunction, TrainBatch
 from infinity.errors import StepError
-from infinity.loop.model_call import ModelCall
+from infinity.loop.batches import ModelCall
 from infinity.loop.phase import Phase
-from infinity.loop.scheduler_steps import step_arguments
 from infinity.metrics.monitors import Monitors
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
 from infinity.optim.facade.passed_optimizer import PassedOptimizer
+from infinity.optim.scheduler_state import step_arguments
 from infinity.threads.engine_lock import locked, refuse_in_between
 from infinity.vertical.schedule import VerticalSchedule
 from swapper.sync.interrupts import uninterrupted
@@ -82,7 +82,7 @@ class Engine(Relayout):
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline, parts.exchange)
         self._backwards.collector.watch(parts.module_hooks.handles_of_others)
-        parts.module_hooks.install(self, self._settled.gather, self._settled.scatter)
+        parts.module_hooks.install(self)
 
     def _release_parts(self, rest: contextlib.ExitStack) -> None:
         """At the end of ``rest``, in reverse, and each even if the one before fails."""
@@ -279,6 +279,7 @@ class Engine(Relayout):
         micro-batches are forgotten. Only if updates had begun, the next call says that `reset` is needed.
         """
         self._check_usable()
+        self._check_not_gathered("engine.train_batch()")
         self.counts.check_counted("engine.train_batch()")
         self._guard.check_whole()
         return self._train_batch(data_iter, loss_fn)
@@ -333,6 +334,7 @@ class Engine(Relayout):
     def optimizer_step(self) -> None:
         """``optimizer.step()``, called by `step` or by a plain loop: the gradients that are there are the step's."""
         self._check_usable()
+        self._check_not_gathered("optimizer.step()")
         self._forget_cut_off_forward()
         is_durable = self._parts.durable is not None
         if not self.counts.is_in_step and (is_durable or self._stepper.scaler.is_active) and not self._has_gradients():

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -184,16 +185,16 @@ def check_directory(directory: str | Path | None) -> None:
         )
 
 
+@dataclass(frozen=True)
 class _LedReading:
     """Main weights of which each rank keeps a part, read for the first one.
 
     That one calls `main_weights` inside `leading`, while all others are in `follow`.
     """
 
-    def __init__(self, access: StateAccess, ranks: Ranks, units: Sequence[Unit]) -> None:
-        self._access = access
-        self._ranks = ranks
-        self._units = units
+    _access: StateAccess
+    _ranks: Ranks
+    _units: Sequence[Unit]
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:

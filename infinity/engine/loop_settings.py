@@ -21,7 +21,7 @@ from infinity.loop.loader import make_loader
 from infinity.loop.phase import PhaseGuard
 from infinity.metrics import StepReport
 from infinity.metrics.monitors import Monitors
-from infinity.plan.plan import Plan, Workload
+from infinity.plan.plan import Plan
 from infinity.updates.stepper import Stepper
 from infinity.vertical.schedule import VerticalSchedule
 
@@ -112,7 +112,13 @@ class LoopSettings(ModuleFacade):
     def _check_usable(self) -> None:
         self._parts.preconditions.check_usable()
 
+    def _check_not_gathered(self, call: str) -> None:
+        if self._parts.pager.num_gathered:
+            problem = "weights are gathered, and a step would change them"
+            raise StepError.order(call, problem, cure="Call it outside the GatheredParameters block")
+
     def _check_optimizer(self, call: str) -> None:
+        self._check_not_gathered(call)
         if self.optimizer is None:
             problem = "the engine has no optimizer: it evaluates only"
             cure = (
@@ -170,11 +176,6 @@ class LoopSettings(ModuleFacade):
     def plan(self) -> Plan:
         """What rests where and what a step moves; predictions follow the recorded trace."""
         return self._parts.plan_tracker.plan(self._parts.pager.residency.training_trace, self._vertical.traffic)
-
-    @property
-    def workload(self) -> Workload:
-        """What the predictions of `plan` are made from."""
-        return self._parts.plan_tracker.workload
 
     def note(self, text: str) -> None:
         """Write a line of one's own into the log of the run (config key ``infinity.run_log``), at the present step.

@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.activations.recomputation import RecomputedForward
 from infinity.activations.saved_activations import HostActivations, SavedActivations
-from infinity.activations.spill_space import SpillSpace
+from infinity.activations.spilled import SpillSpace
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig
@@ -31,7 +31,7 @@ from infinity.gradients.reducer import ReducedGradients
 from infinity.gradients.unit_grads import MainGradDtype
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.backward import Backwards
-from infinity.loop.module_hooks import LoadHooks, ModuleHooks
+from infinity.loop.module_hooks import ModuleHooks
 from infinity.loop.pager import Pager, Preconditions
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
@@ -250,7 +250,6 @@ class Parts:
             gradients=gradients,
             stream=self.stream,
             step_groups=self.groups,
-            gathered=self.stored,
             exchange=self.exchange,
             mesh=self.mesh,
             before_updates=self.stored.before_writes,
@@ -325,7 +324,6 @@ class Parts:
         self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
         self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
         lock, assigned = EngineLock(), AssignedData()
-        loads: dict[LoadHooks, None] = {}
         self.guard = PhaseGuard(stepper, self.counts)
         self.backwards = Backwards(
             parameter_map, residency, lock, stepper, self.guard, self.live, self.style, self.counts
@@ -340,7 +338,7 @@ class Parts:
             self.stream.raise_error,
             storage.raise_pending,
         )
-        self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, loads, self.reporter)
+        self.preconditions = Preconditions(checks, self.guard, self.backwards, self.groups, self.reporter)
         copies = UserCopies(
             dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
         )
@@ -353,7 +351,7 @@ class Parts:
         )
         blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
-        self.module_hooks = ModuleHooks(parameter_map, self.pager, loads, blocks, recomputed)
+        self.module_hooks = ModuleHooks(parameter_map, self.pager, blocks, recomputed)
         self.parameter_handler = ParameterHandler(
             parameter_map, self.module_hooks, self.pager, stepper, self.live, self.settled, assigned
         )

@@ -34,8 +34,7 @@ class RunNotes(RunLog):
         """The engine is complete."""
         if self.is_open:
             self._plan = engine.plan
-            plan = as_record(engine.workload, self._plan)
-            config = engine.config
+            config, plan = engine.config, as_record(self._plan)
             self.note_start(engine.global_steps, config.source, _machine(engine), plan, config.infinity.timeline)
 
     def step(self, engine: Any, report: StepReport) -> None:
@@ -63,7 +62,7 @@ class RunNotes(RunLog):
         plan = engine.plan
         if plan != self._plan:
             self._plan = plan
-            self.write("plan", engine.global_steps, plan=as_record(engine.workload, plan))
+            self.write("plan", engine.global_steps, plan=as_record(plan))
 
 
 def _machine(engine: Any) -> dict[str, Any]:

@@ -5,7 +5,9 @@ Must not know the loop, nor what is done with the values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from infinity.threads.engine_lock import locked
 from infinity.updates.stream import UpdateStream
 
 
+@dataclass(eq=False)
 class SettledAccess:
     """`StateAccess` under the engine lock, after all that is pending.
 
@@ -31,30 +34,19 @@ class SettledAccess:
         data_ranks: The processes that have the same part of the model, each with its own data.
     """
 
-    def __init__(
-        self,
-        pager: Pager,
-        access: StateAccess,
-        stored: StoredWeights,
-        stream: UpdateStream,
-        storage: EngineResources,
-        preconditions: Preconditions,
-        data_ranks: Ranks,
-    ) -> None:
-        self.num_loads = 0
-        self.data_ranks = data_ranks
-        self._pager = pager
-        self._access = access
-        self._stored = stored
-        self._stream = stream
-        self._storage = storage
-        self._preconditions = preconditions
+    _pager: Pager
+    _access: StateAccess
+    _stored: StoredWeights
+    _stream: UpdateStream
+    _storage: EngineResources
+    _preconditions: Preconditions
+    data_ranks: Ranks
+    num_loads: int = 0
 
     @locked
     def flush(self) -> None:
         """See `Engine.flush`."""
         self._preconditions.check_settled()
-        self._preconditions.end_loads()
         clock, residency = self._pager.clock, self._pager.residency
         with clock.waiting("update"):
             self._stream.drain(residency.attach_wanted)
@@ -104,15 +96,15 @@ class SettledAccess:
         self.flush()
         self._access.load_main_weight(parameter, values)
 
-    def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Any:
-        """Make the parameters hold their full weights until `scatter`. See `infinity.GatheredParameters`."""
-        with self._pager.gathering():
+    @contextlib.contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Iterator[None]:
+        """The parameters hold their full weights inside the ``with`` block. See `infinity.GatheredParameters`."""
+        with self._pager.lock.held("gathering parameters"):
             self.flush()
-            return self._access.gather(parameters, compares=compares), self._pager.save_gathered()
-
-    def scatter(self, gathering: Any) -> None:
-        """The counterpart of `gather`: store what was changed."""
-        gathered, is_saving = gathering
-        self._stored.before_writes()
-        with self._pager.scattering(is_saving=is_saving):
-            self._stored.scatter(gathered)
+            gathered = self._access.gather(parameters, compares=compares)
+            try:
+                with self._pager.gathering():
+                    yield
+            finally:
+                self._stored.before_writes()
+                self._stored.scatter(gathered)

@@ -6,6 +6,7 @@ Knows batches, losses and the two orders; must not know how either works.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,20 +22,18 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 """Takes what the model returned and the batch, and gives the loss."""
 
 
+@dataclass(eq=False)
 class TrainBatch:
     """Runs whole steps."""
 
-    def __init__(self, loop: Any, vertical: VerticalSchedule, reporter: Reporter) -> None:
-        """
-        Args:
-            loop: the engine.
-            vertical: the schedule over all micro-batches.
-            reporter: takes note of losses, of the order of the present step, and why it is not the vertical one.
-        """
-        self._loop = loop
-        self._vertical = vertical
-        self._reporter = reporter
-        self._own: Iterator[Any] | None = None
+    _loop: Any
+    """The engine."""
+    _vertical: VerticalSchedule
+    """The schedule over all micro-batches."""
+    _reporter: Reporter
+    """Records losses, the order of the present step, and why it is not the vertical one."""
+    _own: Iterator[Any] | None = None
+    """Over the loader of ``training_data``, from the first step that takes batches from there."""
 
     def __call__(self, data_iter: Iterator[Any] | None, loss_fn: LossFunction | None) -> torch.Tensor:
         """See `Engine.train_batch`."""

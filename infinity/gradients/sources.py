@@ -13,26 +13,12 @@ import torch
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
 from infinity.device.landing import Landing
-from infinity.units.layout import Chunk, Piece, Slot
+from infinity.units.layout import Chunk, Piece, Slot, in_memory_order
 from infinity.units.unit import Unit
 from swapper import Extent, Handle, Priority, Swapper
 
 FP32_BYTES = 4
 _BLOCK_NUMEL = 1 << 20
-
-
-def in_slot_order(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """The gradient with the strides of its parameter, so that both have one order in memory."""
-    if tuple(gradient.stride()) == slot.spec.stride and not gradient.is_sparse:
-        return gradient
-    ordered = torch.empty_strided(slot.spec.shape, slot.spec.stride, dtype=gradient.dtype, device=gradient.device)
-    return ordered.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-
-
-def flat_in_slot_order(gradient: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """As `in_slot_order`, 1-D: its elements as they lie in memory."""
-    ordered = in_slot_order(gradient.detach(), slot)
-    return ordered.as_strided((ordered.numel(),), (1,), ordered.storage_offset())
 
 
 class GradientSource:
@@ -93,7 +79,7 @@ class DeviceGradients(GradientSource):
         """``gradients`` have the strides of their parameters (see `in_slot_order`)."""
         dtypes = {gradient.dtype for gradient in gradients.values()}
         super().__init__(list(gradients), dtypes.pop() if dtypes == {torch.bfloat16} else torch.float32)
-        self._gradients = {slot.index: flat_in_slot_order(each, slot) for slot, each in gradients.items()}
+        self._gradients = {slot.index: in_memory_order(each, slot) for slot, each in gradients.items()}
         self._device = device
         self._after = after
 
@@ -200,7 +186,7 @@ class GradientBuffer:
             if gradient.layout is torch.strided and gradient.stride() == slot.spec.stride:  # as nearly always
                 source = gradient.detach().as_strided((slot.numel,), (1,), gradient.storage_offset())
             else:
-                source = flat_in_slot_order(gradient, slot)
+                source = in_memory_order(gradient, slot)
             target = self.values[slot.start : slot.stop]
             is_new = slot.index not in known
             if target.device.type != "cpu":  # where each element is converted when it is added

@@ -22,12 +22,11 @@ from infinity.gradients.sources import (
     MemoryGradients,
     SpilledGradients,
     SpillingWrite,
-    in_slot_order,
 )
 from infinity.gradients.unit_grads import Arrivals, MainGradDtype, UnitGrads
 from infinity.metrics.clock import StepClock
 from infinity.tiers.extent_labels import gradient_contents
-from infinity.units.layout import Slot
+from infinity.units.layout import Slot, in_slot_order
 from infinity.units.unit import Unit
 from swapper import Bell, Extent, Swapper
 from swapper.sync.interrupts import POLL_SECONDS

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.device.landing import Landing
-from infinity.gradients.sources import GradientBuffer, flat_in_slot_order
-from infinity.units.layout import Slot
+from infinity.gradients.sources import GradientBuffer
+from infinity.units.layout import Slot, in_memory_order
 from infinity.units.unit import Unit
 from swapper import Extent
 
@@ -121,7 +121,7 @@ class Arrivals(Landing[Delivery]):
         self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], norms: Mapping[int, torch.Tensor]
     ) -> None:
         """Start to bring the unit's ``gradients``, which are the caller's own and in the order of their slots, and fit."""
-        flats = {slot: flat_in_slot_order(gradient, slot) for slot, gradient in gradients.items()}
+        flats = {slot: in_memory_order(gradient, slot) for slot, gradient in gradients.items()}
         dtypes = dict.fromkeys(flat.dtype for flat in flats.values())
         slots = [[slot for slot, flat in flats.items() if flat.dtype == dtype] for dtype in dtypes]
         sources = [torch.cat([flats[slot] for slot in each]) if len(each) > 1 else flats[each[0]] for each in slots]

@@ -36,7 +36,7 @@ from infinity.integrations.engine_files import (
     refuse_to_begin,
     save_engine,
 )
-from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed
+from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, refuse_second
 from infinity.loop.batches import cast
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             ConfigError: the config has one, too.
         """
-        self._refuse_another("scheduler", scheduler)
+        refuse_second(self.infinity_config, "scheduler", f"prepare got a {type(scheduler).__name__}")
         return super().prepare_scheduler(scheduler)
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
@@ -316,17 +316,8 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
     def _is_to_be_taken(self, optimizer: Any) -> bool:
         return isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, AcceleratedOptimizer)
 
-    def _refuse_another(self, key: str, own: Any) -> None:
-        section = getattr(self.infinity_config, key)
-        if section is not None:
-            raise ConfigError(
-                f"the config names the {key} {section.type}, and prepare got a {type(own).__name__}. Take '{key}' out of the "
-                "config: the script's is the one to train with",
-                key=key,
-            )
-
     def _take_over(self, optimizer: torch.optim.Optimizer) -> Any:
-        self._refuse_another("optimizer", optimizer)
+        refuse_second(self.infinity_config, "optimizer", f"prepare got a {type(optimizer).__name__}")
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         known = [*self._candidates, *self._models]
         for model in known:

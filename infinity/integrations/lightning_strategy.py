@@ -34,9 +34,9 @@ from infinity.integrations.engine_files import (
     save_engine,
 )
 from infinity.integrations.lightning_optimizer import EngineOptimizer
-from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed
+from infinity.integrations.settings import GRADIENTS_STAY, Setting, agreed, refuse_second
 from infinity.loading.init import Init
-from swapper.volumes.publish import exchange, is_marked, make_directory, mark, put_back, remove_marked, sync_tree
+from swapper.volumes.publish import Staging, exchange, remove_abandoned, sync_tree
 
 logger = logging.getLogger(__name__)
 
@@ -274,13 +274,8 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
                 cure="Put all parameters into one, in groups of their own",
             )
         for key, own in (("optimizer", self.optimizers), ("scheduler", self.lr_scheduler_configs)):
-            section = getattr(self.infinity_config(), key)
-            if section is not None and own:
-                raise ConfigError(
-                    f"the config names the {key} {section.type}, and Lightning has that of configure_optimizers. Take '{key}' "
-                    "out of the config: the module's is the one to train with",
-                    key=key,
-                )
+            if own:
+                refuse_second(self.infinity_config(), key, "Lightning has that of configure_optimizers")
         if self.optimizers and self.optimizers[0].param_groups:  # not Lightning's own for "no optimizer"
             self._take_over(self.optimizers[0])
 
@@ -385,48 +380,43 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(os.fspath(filepath)))
-        part = _part_of(path)
-        new = part / "new"
-
-        def begin() -> None:
-            _check_replaceable(path, part)
-            if part.exists():  # a killed save has left it
-                put_back(part, path)
-                remove_marked(part)
-            make_directory(part, 0o700)
-            os.close(mark(part))
-            new.mkdir()
-
-        def publish() -> None:
-            self.checkpoint_io.save_checkpoint(checkpoint, new / _REST)
-            self.checkpoint_io.teardown()  # AsyncCheckpointIO has only begun to write
-            sync_tree(new)
-            exchange(new, path)
-            remove_marked(part)
-
         is_interrupted = self.lightning_module.trainer.interrupted
         if is_interrupted:
             self.engine.forget_step()  # what the exception has cut off
-        on_first(world(), f"saving {path}", begin)
         if checkpoint["state_dict"] is not self._left_out:  # there are others, and these elsewhere (WeightAveraging)
             for key in [key for key, value in checkpoint.items() if value is self._left_out]:
                 checkpoint[key] = self.lightning_module.state_dict()
-        try:
-            save_engine(self.engine, new)
-        except StepError as error:
-            if not is_interrupted:
-                raise
-            logger.warning("'%s' is not saved: %s", path, error)  # the exception itself is what is to be seen
-            on_first(world(), f"leaving out {path}", functools.partial(remove_marked, part))
-            return
-        on_first(world(), f"publishing {path}", publish)
+        staging, new = Staging(path.parent, path.name), ""
+        with contextlib.ExitStack() as opened:  # by rank 0 alone
+
+            def begin() -> None:
+                nonlocal new
+                _check_replaceable(path)
+                new = os.fspath(opened.enter_context(staging).path / "new")
+                os.mkdir(new)
+
+            def publish() -> None:
+                self.checkpoint_io.save_checkpoint(checkpoint, Path(new) / _REST)
+                self.checkpoint_io.teardown()  # AsyncCheckpointIO has only begun to write
+                sync_tree(Path(new))
+                exchange(Path(new), path)
+                opened.close()  # what it replaces goes while the others wait
+
+            on_first(world(), f"saving {path}", begin)
+            new = self.broadcast(new)
+            try:
+                save_engine(self.engine, new)
+            except StepError as error:
+                if not is_interrupted:
+                    raise
+                logger.warning("'%s' is not saved: %s", path, error)  # the exception itself is what is to be seen
+                return
+            on_first(world(), f"publishing {path}", publish)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What `save_checkpoint` wrote, without weights; or a file of Lightning's own."""
         path = Path(checkpoint_path)
-        with contextlib.suppress(OSError):  # another process was faster
-            if is_marked(_part_of(path)):
-                put_back(_part_of(path), path)
+        remove_abandoned(path.parent)  # a killed save, which may have the name of what it was to replace
         self._has_loaded = True
         self._directory = path if path.is_dir() else None
         if self._directory is not None:
@@ -478,18 +468,12 @@ def _load_for_module(load: Callable[..., Any], path: Any, *args: Any, **kwargs: 
     return found
 
 
-def _part_of(path: Path) -> Path:
-    """Where a checkpoint lies while it is written."""
-    return path.with_name(f".{path.name}.part")
-
-
-def _check_replaceable(path: Path, part: Path) -> None:
-    """See that a save replaces checkpoints and what saves have left, and no directories of others.
+def _check_replaceable(path: Path) -> None:
+    """See that a save replaces a checkpoint, and no directory of others.
 
     Raises:
-        StorageError: something else has one of the names.
+        StorageError: something else has its name.
     """
-    for place, is_ours in ((path, (path / _REST).is_file()), (part, is_marked(part))):
-        if place.is_dir() and not is_ours and any(place.iterdir()):
-            problem = "is a directory that is no checkpoint, and is not replaced"
-            raise StorageError(place, problem, cure="Save elsewhere, or move it away")
+    if path.is_dir() and not (path / _REST).is_file() and any(path.iterdir()):
+        problem = "is a directory that is no checkpoint, and is not replaced"
+        raise StorageError(path, problem, cure="Save elsewhere, or move it away")

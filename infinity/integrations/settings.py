@@ -75,6 +75,26 @@ def agreed(source: ConfigSource, settings: Iterable[Setting], *, drops: Iterable
     return load_config(dict(raw), overrides=kept | dict.fromkeys(dropped))
 
 
+def refuse_second(config: InfinityConfig, key: str, other: str) -> None:
+    """See that the config names no "optimizer" or "scheduler" where the script has made one.
+
+    Args:
+        config: the engine's.
+        key: which of the two.
+        other: whose the script's is, for the message.
+
+    Raises:
+        ConfigError: it names one.
+    """
+    section = getattr(config, key)
+    if section is not None:
+        raise ConfigError(
+            f"the config names the {key} {section.type}, and {other}. Take '{key}' out of the config: the script's is the one "
+            "to train with",
+            key=key,
+        )
+
+
 def has_block(source: ConfigSource, name: str) -> bool:
     """Whether the config has a block of this name."""
     return name in tidy(read_source(source), Findings())

@@ -18,11 +18,11 @@ import torch
 
 from infinity.device.drive_tensors import DriveTensors
 from infinity.errors import CheckpointError
+from infinity.packed.blocks import FP8_TILE, NF4_BLOCK, NF4_RECORD_BYTES
 from infinity.packed.formats import Fp8, packed_format
 from infinity.packed.nf4_levels import LEVELS
 
 _STATE = ".quant_state.bitsandbytes__"
-_BLOCK, _RECORD, _TILE = 64, 36, 128
 _OTHERS = {
     ".qweight": "GPTQ or AWQ",
     ".qzeros": "GPTQ or AWQ",
@@ -66,7 +66,7 @@ def check_method(path: Path, quantization: Any) -> None:
     if method not in _METHODS:
         raise CheckpointError.of_weights(path, f"is quantized by {method.upper()}, which is not read", cure=_CURE)
     size = settings.get("weight_block_size")
-    if method == "fp8" and size is not None and [*size] != [_TILE, _TILE]:
+    if method == "fp8" and size is not None and [*size] != [FP8_TILE, FP8_TILE]:
         raise CheckpointError.of_weights(path, f"has FP8 weights with tiles of {size}, not [128, 128]", cure=_CURE)
 
 
@@ -157,21 +157,21 @@ def _read_four_bits(
     if kind != "nf4" or not torch.equal(levels.float(), LEVELS):
         raise CheckpointError.of_weights(path, f"has '{weight}' as {kind} of bitsandbytes, not nf4", cure=_CURE)
     numel = math.prod(shape)
-    if block % _BLOCK or absmax.numel() != -(-numel // block) or codes.numel() != -(-numel // 2):
+    if block % NF4_BLOCK or absmax.numel() != -(-numel // block) or codes.numel() != -(-numel // 2):
         raise CheckpointError.of_weights(
             path,
             f"has '{weight}' in blocks of {block} that do not make {shape}",
             cure="Fetch it again, or save it again",
         )
-    num_blocks = -(-numel // _BLOCK)
-    stored = empty([num_blocks * _RECORD], torch.uint8)
-    records = stored.view(-1, _RECORD)
-    records[:, :4] = absmax.float().repeat_interleave(block // _BLOCK)[:num_blocks].view(torch.uint8).view(-1, 4)
-    whole = codes.numel() // (_BLOCK // 2)
-    records[:whole, 4:] = codes[: whole * (_BLOCK // 2)].view(-1, _BLOCK // 2)
+    num_blocks = -(-numel // NF4_BLOCK)
+    stored = empty([num_blocks * NF4_RECORD_BYTES], torch.uint8)
+    records = stored.view(-1, NF4_RECORD_BYTES)
+    records[:, :4] = absmax.float().repeat_interleave(block // NF4_BLOCK)[:num_blocks].view(torch.uint8).view(-1, 4)
+    whole = codes.numel() // (NF4_BLOCK // 2)
+    records[:whole, 4:] = codes[: whole * (NF4_BLOCK // 2)].view(-1, NF4_BLOCK // 2)
     if whole < num_blocks:
         records[whole, 4:] = 0
-        records[whole, 4 : 4 + codes.numel() - whole * (_BLOCK // 2)] = codes[whole * (_BLOCK // 2) :]
+        records[whole, 4 : 4 + codes.numel() - whole * (NF4_BLOCK // 2)] = codes[whole * (NF4_BLOCK // 2) :]
     noted = getattr(torch, str(state.get("dtype", "bfloat16")).removeprefix("torch."), torch.bfloat16)
     _check_scales(path, weight, absmax)
     _unpack(weight, "nf4", shape, stored, dtype or noted, found, empty)
@@ -204,7 +204,7 @@ def _read_fp8(path: Path, name: str, found: QuantizedFiles, dtype: torch.dtype |
     scales, codes = found.tensors.pop(name), found.tensors.get(weight)
     if codes is None or codes.dtype != torch.float8_e4m3fn or codes.dim() != 2:
         raise CheckpointError.of_weights(path, f"has '{name}' without a weight in e4m3", cure=_CURE)
-    if tuple(scales.shape) != tuple(-(-size // _TILE) for size in codes.shape):
+    if tuple(scales.shape) != tuple(-(-size // FP8_TILE) for size in codes.shape):
         raise CheckpointError.of_weights(
             path,
             f"has scales of {tuple(scales.shape)} for '{weight}' of {tuple(codes.shape)}, not of tiles of 128 x 128",
@@ -214,8 +214,8 @@ def _read_fp8(path: Path, name: str, found: QuantizedFiles, dtype: torch.dtype |
     form = Fp8()
     stored = empty([form.num_bytes(codes.shape)], torch.uint8)
     place = 0
-    for row, start in enumerate(range(0, len(codes), _TILE)):
-        band = codes[start : start + _TILE]
+    for row, start in enumerate(range(0, len(codes), FP8_TILE)):
+        band = codes[start : start + FP8_TILE]
         if bool(((band.view(torch.uint8) & 0x7F) == 0x7F).any()):
             raise CheckpointError.of_weights(path, f"has NaN in '{weight}'", cure="Fetch it again")
         size = form.record_bytes(band.numel(), codes.shape)

@@ -1,15 +1,17 @@
-"""Batches and losses as `Engine.train_batch` meets them."""
+"""Batches, losses, and the call of the model with a batch, with what the config puts around it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy as shallow_copy
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
+from infinity.config import InfinityConfig
 from infinity.errors import StepError
 from infinity.torch_internals.operations import leaves, replaced
 
@@ -93,3 +95,38 @@ def copied(batch: Any) -> Any:
         return value.copy() if isinstance(value, np.ndarray) else value
 
     return tree_map(copy, batch)
+
+
+class ModelCall:
+    """Calls the model under the config's autocast, with its arguments cast if the config says so."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: InfinityConfig,
+        device: torch.device,
+        note_size: Callable[[int, int | None], None],
+    ) -> None:
+        """
+        Args:
+            module: the model.
+            config: casts, and autocast.
+            device: where it computes.
+            note_size: called with samples and tokens of each micro-batch that is trained with, see `size_of`.
+        """
+        self._module = module
+        self._note_size = note_size
+        self._autocast_dtype = config.autocast_dtype
+        self._input_dtype = config.compute_dtype if config.casts_inputs else None
+        self._device_type = device.type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        if torch.is_grad_enabled() and self._module.training and (size := size_of((args, kwargs))) is not None:
+            self._note_size(*size)
+        if self._input_dtype is not None:
+            args, kwargs = cast((args, kwargs), self._input_dtype)
+        if self._autocast_dtype is None:
+            return self._module(*args, **kwargs)
+        with torch.autocast(self._device_type, self._autocast_dtype):
+            return self._module(*args, **kwargs)

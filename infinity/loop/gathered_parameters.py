@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -46,7 +47,9 @@ class GatheredParameters:
         self._parameters: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(_flatten(params))
         self._enabled = enabled
         self._modifier_rank = modifier_rank
-        self._gathered: list[tuple[Any, Any]] = []
+        self._gatherers: list[Any] = []
+        """Those of the engines that hold some of the parameters, from the begin of the block on."""
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         if not self._enabled:
@@ -61,35 +64,26 @@ class GatheredParameters:
             if not isinstance(host, ParameterHandler):
                 raise ModelError("the engine that holds these parameters is not ready")
             by_host.setdefault(id(host), (host.gatherer, []))[1].append(parameter)
-        try:
+        with contextlib.ExitStack() as stack:
             for gatherer, parameters in by_host.values():
-                compares = self._modifier_rank is not None
-                self._gathered.append((gatherer, gatherer.gather(parameters, compares=compares)))
-        except BaseException:
-            self._scatter()
-            raise
+                stack.enter_context(gatherer.gathered(parameters, compares=self._modifier_rank is not None))
+            self._gatherers = [gatherer for gatherer, _ in by_host.values()]
+            self._open = stack.pop_all()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if kind is None and self._gathered and self._modifier_rank is not None:
+        with self._open:
+            if kind is None and self._modifier_rank is not None:
                 self._take_from(self._modifier_rank)
-        finally:
-            self._scatter()
 
     def _take_from(self, rank: int) -> None:
         what = f"GatheredParameters(..., modifier_rank={rank})"
-        for engine, _ in self._gathered:
+        for engine in self._gatherers:
             held = [each for each in self._parameters if getattr(host_of(each), "gatherer", None) is engine]
             engine.data_ranks.meet(what, [parameter.numel() for parameter in held])
             for parameter in held:
                 engine.data_ranks.take_from(what, rank, parameter.data)
-
-    def _scatter(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        for engine, gathering in gathered:
-            engine.scatter(gathering)
 
 
 def _flatten(params: Iterable[Any]) -> Iterable[nn.Parameter]:

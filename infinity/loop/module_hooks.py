@@ -6,7 +6,8 @@ Knows modules, units and parameters; must not know optimizers or files.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -24,39 +25,6 @@ from infinity.torch_internals.names import is_tracing, outside_modes, untraced
 from infinity.units.experts import ExpertTiles, experts_of
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
-
-
-@dataclass(eq=False)
-class LoadHooks:
-    """``load_state_dict`` on one module: its parameters are gathered before and written back after."""
-
-    _parameters: list[nn.Parameter]
-    _before_load: Callable[[list[nn.Parameter]], Any]
-    _after_load: Callable[[Any], None]
-    _note_load: Callable[[], None]
-    _open: dict[LoadHooks, None]
-    """The calls that have begun and not ended."""
-    gathered: Any = None
-    """What holds the module's parameters open."""
-
-    def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            raise ModelError(
-                "load_state_dict(assign=True) would replace parameters that an engine holds",
-                cure="Call load_state_dict without assign, or before infinity.initialize",
-                fqn=prefix.rstrip("."),
-            )
-        self.after()
-        self._note_load()
-        self.gathered = self._before_load(self._parameters)
-        self._open[self] = None
-
-    def after(self, *_: Any) -> None:
-        """Let go of what the load holds, also if an exception has cut it off; what it has loaded so far is stored."""
-        gathered, self.gathered = self.gathered, None
-        self._open.pop(self, None)
-        if gathered is not None:
-            self._after_load(gathered)
 
 
 @dataclass(eq=False)
@@ -164,6 +132,18 @@ class _RoutingHook:
         else:  # one expert after the other
             order = [units[expert] for expert in sorted(routed) for units in self._units]
         self._pager.route(self._group, [unit.index for unit in order])
+        if not self._pager.is_shared:  # else each expert waits until its own moment
+            for tiles, units in zip(self._experts, self._units, strict=True):
+                tiles.bring_together(functools.partial(self._together, units))
+
+    def _together(
+        self, units: list[Unit], experts: Sequence[int]
+    ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
+        """As many at a time as half of the room takes: into the other half come the next ones."""
+        size = max(self._pager.residency.room_bytes // 2 // units[0].num_bytes, 1)
+        for start in range(0, len(experts), size):
+            part = experts[start : start + size]
+            yield part, self._pager.inside_experts([units[expert] for expert in part])
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -214,14 +194,12 @@ class ModuleHooks:
         self,
         parameter_map: ParameterMap,
         pager: Pager,
-        loads: dict[LoadHooks, None],
         blocks: Sequence[str] = (),
         recomputed: type[InPlaceOfMethod] | None = None,
     ) -> None:
         """
         Args:
             pager: is told of forwards.
-            loads: get the calls of ``load_state_dict`` that have begun.
             blocks: FQNs of the modules that were made units of their own.
             recomputed: a class for their forwards, called with module, forward, `Pager.inside_module` and its units; None
                 leaves them as they are.
@@ -229,7 +207,6 @@ class ModuleHooks:
         self._recomputed: Any = recomputed
         self._map = parameter_map
         self._pager = pager
-        self._loads = loads
         self._model = model = parameter_map.model
         self._places_of_blocks = [
             (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
@@ -248,21 +225,16 @@ class ModuleHooks:
         self._inside_of: dict[int, list[nn.Module]] = {}
         """Unit index -> children of the modules that enter it, as long as they have no hooks: see `hook_inside`."""
 
-    def install(
-        self, keep_alive: object, before_load: Callable[[list[nn.Parameter]], Any], after_load: Callable[[Any], None]
-    ) -> None:
+    def install(self, keep_alive: object) -> None:
         """Hook the modules that hold several units, and those inside them that hold one (blocks), which enter it.
 
         A module that holds several enters none: it would keep them through its whole forward, and operations on its own
         parameters fault them in anyway. What is inside a block needs no hooks (see `hook_inside`).
         """
         for module in self._model.modules():
-            held = [parameter for parameter in module.parameters(recurse=False) if self._map.holds(parameter)]
-            if held:
-                load = LoadHooks(held, before_load, after_load, self._pager.copies.forget_written, self._loads)
-                before = _BoundHook(load.before, comes_before=True)
+            if any(map(self._map.holds, module.parameters(recurse=False))):
+                before = _BoundHook(self._before_load, comes_before=True)
                 self._handles.append(module.register_load_state_dict_pre_hook(before))
-                self._handles.append(module.register_load_state_dict_post_hook(_BoundHook(load.after)))
         before = _BoundHook(lambda *_: self._pager.begin_state_dict(), comes_before=True)
         self._handles.append(self._model.register_state_dict_pre_hook(before))
         self._handles.append(
@@ -272,6 +244,16 @@ class ModuleHooks:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
         self._hook_calls = functools.partial(self._hook_each_call, keep_alive)
         self._hook_calls()
+
+    def _before_load(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *_: Any) -> None:
+        """``load_state_dict`` comes to a module. It copies into parameters, as any operation that writes to them."""
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ModelError(
+                "load_state_dict(assign=True) would replace parameters that an engine holds",
+                cure="Call load_state_dict without assign, or before infinity.initialize",
+                fqn=prefix.rstrip("."),
+            )
+        self._pager.copies.forget_written()
 
     def _hook_each_call(self, keep_alive: object) -> None:
         self._forwards.convert(self._blocks_now())
@@ -395,5 +377,4 @@ class ModuleHooks:
         self._call_handles.clear()
         self.handles_of_others.clear()
         self._hooks.clear()
-        self._loads.clear()
         self._forwards.restore()

@@ -73,8 +73,6 @@ class Preconditions:
     _guard: PhaseGuard
     _backwards: Backwards
     _groups: StepGroups
-    loads: dict[Any, None]
-    """`LoadHooks`: the calls of ``load_state_dict`` that have begun and not ended, module by module."""
     _reporter: Reporter
 
     def check_usable(self) -> None:
@@ -87,18 +85,12 @@ class Preconditions:
         self.check_usable()
         self._guard.check_settled()
 
-    def end_loads(self) -> None:
-        """Let go of what a ``load_state_dict`` holds that somebody's hook has cut off."""
-        for hooks in tuple(self.loads):
-            hooks.after()
-
     def begin_forward(self) -> None:
         """A forward phase begins."""
         self.check_usable()
         self._reporter.begin()
         self._guard.check_loaded()
         self._guard.check_settled()
-        self.end_loads()
         self._backwards.collect()
         if torch.is_grad_enabled() and self._groups.before_forward():
             self._backwards.collector.forget_history()
@@ -284,6 +276,11 @@ class Pager:
 
     # --------------------------------------------------------------------------------------------------- shared forwards
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether micro-batches share the present step."""
+        return self._sharing is not None
+
     def share(self, sharing: SharedForward) -> None:
         """The forward of a step begins that all its micro-batches share; `end_forward` ends it, `end_sharing` the step."""
         self.begin_forward(is_root=False)  # no module's
@@ -347,6 +344,61 @@ class Pager:
                     self.leave(unit)
             finally:
                 self.end_forward()
+
+    @contextmanager
+    def inside_experts(self, units: Sequence[Unit]) -> Iterator[None]:
+        """As `inside_module`, for experts whose reads `route` has begun: what comes next is looked for once, not for each."""
+        self._enter_experts(units)
+        try:
+            yield
+        finally:
+            self._leave_experts(units)
+
+    @untraced
+    @outside_modes
+    def _enter_experts(self, units: Sequence[Unit]) -> None:
+        self.begin_forward(is_root=False)
+        notes_calls = self.is_training_forward
+        for unit in units:
+            unit.begin_use()
+            if notes_calls:
+                self.backwards.collector.note_call(unit, unit.layout.slots)
+        try:
+            with self.residency.lock:
+                self._touch_experts(units)
+                for unit in units:
+                    unit.bind()
+        except BaseException:
+            for unit in units:
+                unit.end_use()
+            self.end_forward()
+            raise
+
+    def _touch_experts(self, units: Sequence[Unit]) -> None:
+        residency, is_backward = self.residency, in_backward()
+        if is_backward:
+            self.backwards.note()
+        self.clock.pause_compute()
+        for unit in units:
+            if is_backward:
+                self.backwards.note_use(unit, is_saved=False)
+            residency.trace.touch(unit.index)
+            residency.make_resident(unit)
+        residency.pump()
+        self.pause()
+        self.clock.resume_compute(units[-1].name)
+
+    @untraced
+    @outside_modes
+    def _leave_experts(self, units: Sequence[Unit]) -> None:
+        try:
+            for unit in units:
+                unit.end_use()
+            if not are_forbidden():
+                self.residency.close_unused(units)
+                self.residency.pump()
+        finally:
+            self.end_forward()
 
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
         """``unit`` is needed now: it is resident when this returns, and what the trace says comes next is on its way.
@@ -509,32 +561,17 @@ class Pager:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Weights are gathered inside the ``with`` block, and stay so until `scattering`."""
-        self.lock.acquire("gathering parameters")
-        try:
-            yield
-        except BaseException:
-            self.lock.release()
-            raise
-        self.num_gathered += 1
-
-    def save_gathered(self) -> bool:
-        """A graph that is made of gathered weights holds tokens. Returns whether that has to be ended."""
+        """Weights are gathered inside the ``with`` block: a graph that is made of them holds tokens."""
         is_saving = torch.is_grad_enabled()  # else no graph is made of them, and torch.func allows no hooks
+        self.num_gathered += 1
         if is_saving:
             self.saving_while_gathered.push()
-        return is_saving
-
-    @contextmanager
-    def scattering(self, *, is_saving: bool) -> Iterator[None]:
-        """What was changed is stored inside the ``with`` block, after which weights are not gathered any more."""
-        if is_saving:
-            self.saving_while_gathered.pop()
         try:
             yield
         finally:
+            if is_saving:
+                self.saving_while_gathered.pop()
             self.num_gathered = max(self.num_gathered - 1, 0)
-            self.lock.release()
 
     @outside_modes
     def _hold(self, units: Sequence[Unit], entered: list[Unit]) -> None:

@@ -1,4 +1,4 @@
-"""What was measured on this machine's drives, kept from run to run in one small JSON file.
+"""What `infinity profile` measured on this machine's drives, kept from run to run in one small JSON file.
 
 The file is a help and never a condition: one that cannot be read or written costs a line in the log.
 """
@@ -8,25 +8,23 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from pydantic import TypeAdapter
 
 from infinity.plan.machine import Bandwidth
-from swapper.errors import ArgumentError
 from swapper.measure.measurement import IOSetting
 from swapper.volumes.publish import replacing
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT: Literal[2] = 2
 _MAX_ENTRIES = 64
 _MAX_FILE_BYTES = 1 << 20
 _MACHINE_ID = Path("/etc/machine-id")
@@ -47,51 +45,38 @@ class BandwidthCache:
     cpu_cores: float
 
 
-_ENTRY = TypeAdapter(BandwidthCache)
+@dataclass(frozen=True)
+class _File:
+    measured: Mapping[str, BandwidthCache]
+    format: Literal[2] = _FORMAT
 
 
-def cache_key(directories: Sequence[Path], *more: str) -> str:
-    """What a measurement holds for: this machine and its kernel, the directories in their order with the devices under them,
-    and what else the measurement had to keep to, e.g. the version of this package.
+_FILE = TypeAdapter(_File)
 
-    Raises:
-        OSError: a directory is not there.
-    """
-    # A directory may be mounted over: the device is part of what was measured.
-    resolved = [Path(directory).resolve() for directory in directories]
-    drives = ", ".join(f"{path} on {os.stat(path).st_dev}" for path in resolved)
-    return json.dumps([_machine(), drives, *more])
+
+def load(directories: Sequence[Path]) -> BandwidthCache | None:
+    """What was measured last on the drives under these directories, on this machine; None if they never were."""
+    try:
+        return _read().get(_key(directories))
+    except (OSError, RuntimeError):  # a directory is missing, or links lead in a circle
+        return None
 
 
 def measured_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
-    """What the drives under these directories reached when they were last measured on this machine; None if never."""
-    try:
-        here = cache_key(directories).removesuffix("]")
-    except (OSError, RuntimeError):  # not there, or links that lead in a circle
-        return None
-    found = [
-        entry.bandwidth
-        for key, value in _read().items()
-        if key.startswith(f"{here}, ") and (entry := _entry(value)) is not None
-    ]
-    return max(found, key=lambda bandwidth: _seconds(bandwidth.measured_at), default=None)
+    """As `load`, the bandwidth alone."""
+    found = load(directories)
+    return None if found is None else found.bandwidth
 
 
-def load(key: str) -> BandwidthCache | None:
-    """What was stored under a key, or None."""
-    value = _read().get(key)
-    return None if value is None else _entry(value)
-
-
-def store(key: str, measured: BandwidthCache) -> None:
+def store(directories: Sequence[Path], measured: BandwidthCache) -> None:
     """Keep a result; what others have stored meanwhile stays."""
     try:
-        path = cache_path()
+        path, key = cache_path(), _key(directories)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         others = [(other, value) for other, value in _read().items() if other != key]
-        entries = dict([*others[1 - _MAX_ENTRIES :], (key, asdict(measured))])
+        entries = dict([*others[1 - _MAX_ENTRIES :], (key, measured)])
         with replacing(path) as file:
-            file.write(json.dumps({"format": _FORMAT, "measured": entries}, indent=1).encode() + b"\n")
+            file.write(_FILE.dump_json(_File(entries), indent=1) + b"\n")
     except (OSError, RuntimeError) as error:
         logger.info("the measured I/O settings are not kept for the next run: %s", error)
 
@@ -99,10 +84,6 @@ def store(key: str, measured: BandwidthCache) -> None:
 def now() -> str:
     """Local date and time as they are stored."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _seconds(measured_at: str) -> float:
-    return datetime.fromisoformat(measured_at).timestamp()
 
 
 def cache_path() -> Path:
@@ -118,46 +99,30 @@ def cache_path() -> Path:
     return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "infinity" / "io.json"
 
 
-def _read() -> Mapping[str, Any]:
-    """The entries of the file; none if there is no file or if it is not as it should be."""
+def _key(directories: Sequence[Path]) -> str:
+    """What a measurement holds for: this machine and its kernel, and the directories in their order.
+
+    Raises:
+        OSError: a directory is missing.
+    """
+    identity = ""
+    with contextlib.suppress(OSError, ValueError):  # tells machines apart that share a home directory
+        identity = _MACHINE_ID.read_text(encoding="ascii").strip()
+    machine = f"{identity or platform.node()}, {platform.system()} {platform.release()}"
+    # Another drive may be mounted over a directory: its device is part of what was measured.
+    resolved = [Path(directory).resolve() for directory in directories]
+    return json.dumps([machine, [f"{path} on {os.stat(path).st_dev}" for path in resolved]])
+
+
+def _read() -> Mapping[str, BandwidthCache]:
+    """The entries of the file; none if it does not exist or is damaged."""
     try:
         path = cache_path()
-        if not path.exists():
-            return {}
         if not path.is_file():
-            raise ValueError("it is no regular file")
+            return {}
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not isinstance(content.get("measured"), dict):
-            raise ValueError("it does not hold what it should")
-        if content.get("format") != _FORMAT:
-            raise ValueError(f"it has format {content.get('format')!r}, not {_FORMAT}")
-    except (OSError, RuntimeError, ValueError, RecursionError) as error:
-        logger.info("the file of measured I/O settings is not used: %s", error)
+        return _FILE.validate_json(path.read_bytes(), strict=True).measured
+    except (OSError, RuntimeError, ValueError) as error:
+        logger.info("the file of measured I/O settings is not used: %s", " ".join(str(error).split())[:200])
         return {}
-    entries: dict[str, Any] = content["measured"]
-    return entries
-
-
-def _entry(value: Any) -> BandwidthCache | None:
-    """An entry as it was stored, or None if somebody changed it into something else."""
-    try:
-        found = _ENTRY.validate_json(json.dumps(value), strict=True)
-        found.setting.swapper_config()  # knows what a setting must be
-        _seconds(found.bandwidth.measured_at)
-        speeds = [speed for speed in asdict(found.bandwidth).values() if isinstance(speed, float)]
-        if not all(speed > 0 and math.isfinite(speed) for speed in speeds):
-            raise ValueError(f"no bandwidth: {found.bandwidth}")
-    except (ArgumentError, ArithmeticError, ValueError) as error:
-        logger.info("an entry in the file of measured I/O settings is not used: %s: %s", type(error).__name__, error)
-        return None
-    return found
-
-
-def _machine() -> str:
-    """This machine, as far as it can be told from others that share the file (a home directory on the network)."""
-    identity = ""
-    with contextlib.suppress(OSError, ValueError):
-        identity = _MACHINE_ID.read_text(encoding="ascii").strip()
-    return f"{identity or platform.node()}, {platform.system()} {platform.release()}"

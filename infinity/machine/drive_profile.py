@@ -1,4 +1,4 @@
-"""How fast drives are under the engine's requests, and which settings suit them: for a profile and `autotune_io`.
+"""How fast drives are under the engine's requests, and which settings suit them: what `infinity profile` prints and keeps.
 
 [Note: choosing a setting]
 Every candidate moves the bytes of an optimizer step, reads and writes at once, for a tenth of a second or so; the best few
@@ -10,16 +10,16 @@ and writes alone are measured with that one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from infinity.config import load_config
-from infinity.config.resolved import IOSection
+from infinity.config.batch import ANY_BATCH
 from infinity.machine.bandwidth_cache import BandwidthCache, now
 from infinity.machine.hardware import health
 from infinity.machine.long_run import LongRun, hold
@@ -36,12 +36,12 @@ Block = dict[str, dict[str, Any]]
 """Keys and values of a config by the block that holds them."""
 Progress = Callable[[str, float], None]
 """``progress(what, share)``: what has begun, and how much is done, 0 to 1."""
-MOST_INFLIGHT_BYTES = 64 << 20
-"""On each drive, unless the config leaves no choice."""
+_MOST_INFLIGHT_BYTES = 64 << 20
+"""On each drive."""
 _REQUEST_BYTES = (1 << 20, 2 << 20, 4 << 20, 8 << 20)
 _NUM_THREADS = (4, 8, 16)
 _DEPTHS = (2, 4, 8)
-"""Requests in flight per thread of the config, where requests keep no thread waiting."""
+"""Requests in flight per thread of the config with io_uring, whose requests keep no thread waiting."""
 _NUM_FINALISTS = 4
 _SPEED_TIE = 0.03
 _CPU_TIE = 0.1
@@ -60,19 +60,15 @@ class Effort:
         fill_seconds: a slow drive's test files are cut short after writing for so long.
         sample_seconds: length of one sample.
         num_rounds: all settings take part in the first one, the best few in the others.
-        seconds: how long all of it takes, about; on a slow drive with fewer settings tried.
     """
 
     file_bytes: int = 1 << 30
     fill_seconds: float = 60.0
     sample_seconds: float = 0.4
     num_rounds: int = 5
-    seconds: float = math.inf
 
 
 QUICK = Effort(512 << 20, fill_seconds=15.0, sample_seconds=0.15, num_rounds=3)
-AT_START = Effort(fill_seconds=1.5, sample_seconds=0.1, num_rounds=3, seconds=6.0)
-"""Of a training."""
 
 
 @dataclass
@@ -111,7 +107,7 @@ class DriveProfile:
         return _cpu_per_byte(_typical(self.samples[setting])) * 1e9
 
     def advice(self) -> BandwidthCache | None:
-        """The setting that `infinity.autotune_io` would choose from these samples, and what it reaches; None without any."""
+        """The best setting of these samples, and what it reaches; None without any."""
         if self.stopped_by is not None or not self.samples:
             return None
         most = max(map(len, self.samples.values()))
@@ -138,14 +134,9 @@ class DriveProfile:
         }
 
 
-def default_io() -> IOSection:
-    """What a config that says nothing of it comes to. Every config has to name a batch size."""
-    return load_config({"train_micro_batch_size_per_gpu": 1}, check_storage=False).io
-
-
 def default_setting() -> IOSetting:
     """What the engine does when its config says nothing and io_uring is not faster."""
-    io = default_io()
+    io = load_config(ANY_BATCH, check_storage=False).io
     return IOSetting("threads", io.request_bytes, io.num_threads, io.max_inflight)
 
 
@@ -155,34 +146,27 @@ def suitable_backends(directories: Sequence[Directory]) -> tuple[BackendName, ..
     return ("aiofiles", "threads") if is_network else ("threads", "uring")
 
 
-def candidates(
-    io: IOSection, backends: Sequence[BackendName], most_bytes_inflight: int, num_drives: int = 1
-) -> list[IOSetting]:
-    """Settings to try, those with few bytes in flight first. What the config gives is the same in all of them.
+def candidates(backends: Sequence[BackendName], num_drives: int = 1) -> list[IOSetting]:
+    """Settings to try, those with few bytes in flight first.
 
     Args:
-        io: the section of the config.
         backends: what may be able to move the bytes here.
-        most_bytes_inflight: no more host memory than this is used, unless the config leaves no choice.
-        num_drives: so many directories share the work.
+        num_drives: how many directories share the work.
     """
-    given = io.given
-    given_depth = max(1, io.max_inflight // io.num_threads) if "max_inflight" in given else None
     found: dict[IOSetting, int] = {}
-    for backend in (io.backend,) if "backend" in given else backends:
-        for request_bytes in (io.request_bytes,) if "request_bytes" in given else _REQUEST_BYTES:
-            if IOSetting(backend, request_bytes, 1, 1).has_threads:
-                # Each drive has threads of its own; a few requests in hand bridge the time until its turn comes again.
-                depth = given_depth or (1 if num_drives == 1 else 2 * num_drives)
-                for num_threads in (io.num_threads,) if "num_threads" in given else _NUM_THREADS:
-                    setting = IOSetting(backend, request_bytes, num_threads, depth * num_threads)
-                    found[setting] = setting.bytes_inflight * num_drives
-            else:
-                for depth in [given_depth] if given_depth else [each * num_drives for each in _DEPTHS]:
-                    setting = IOSetting(backend, request_bytes, io.num_threads, depth * io.num_threads)
-                    found[setting] = setting.bytes_inflight
+    for backend, request_bytes in itertools.product(backends, _REQUEST_BYTES):
+        if backend == "uring":
+            for depth in _DEPTHS:
+                setting = IOSetting(backend, request_bytes, _NUM_THREADS[0], depth * num_drives * _NUM_THREADS[0])
+                found[setting] = setting.bytes_inflight
+        else:
+            # Each drive has threads of its own; a few requests in hand bridge the time until its turn comes again.
+            depth = 1 if num_drives == 1 else 2 * num_drives
+            for num_threads in _NUM_THREADS:
+                setting = IOSetting(backend, request_bytes, num_threads, depth * num_threads)
+                found[setting] = setting.bytes_inflight * num_drives
     ordered = sorted(found, key=lambda setting: (found[setting], setting.backend, setting.request_bytes))
-    return [each for each in ordered if found[each] <= most_bytes_inflight] or ordered[:1]
+    return [each for each in ordered if found[each] <= _MOST_INFLIGHT_BYTES * num_drives]
 
 
 def choose(samples: Sequence[Sample]) -> Sample:
@@ -208,13 +192,12 @@ def _typical(samples: Sequence[Sample]) -> Sample:
 
 def settings_for(directories: Sequence[Directory]) -> list[IOSetting]:
     """What a profile measures: all candidates, and what the engine does when its config says nothing."""
-    backends, num_drives = suitable_backends(directories), len(directories)
-    settings = candidates(default_io(), backends, MOST_INFLIGHT_BYTES * num_drives, num_drives)
+    settings = candidates(suitable_backends(directories), len(directories))
     return list(dict.fromkeys([*settings, default_setting()]))
 
 
 @contextlib.contextmanager
-def drive_test(found: DriveProfile, effort: Effort, io: IOSection) -> Iterator[DriveTest]:
+def drive_test(found: DriveProfile, effort: Effort) -> Iterator[DriveTest]:
     """Nameless test files in the directories, whose place is free again afterwards, whatever ends the program.
 
     Raises:
@@ -222,8 +205,8 @@ def drive_test(found: DriveProfile, effort: Effort, io: IOSection) -> Iterator[D
         VolumeError: a directory cannot be used.
     """
     directories, file_bytes = _test_space(found.directories, effort.file_bytes)
-    directories = with_speeds(directories, file_bytes * len(directories), direct=io.direct)
-    with DriveTest(directories, file_bytes, direct=io.direct, deadline_seconds=io.deadline_seconds) as test:
+    directories = with_speeds(directories, file_bytes * len(directories), direct=True)
+    with DriveTest(directories, file_bytes) as test:
         found.is_direct = test.is_direct
         yield test
 
@@ -240,7 +223,6 @@ def sweep(
     Raises:
         SwapperError: a drive failed, or no backend can be used.
     """
-    stop = time.monotonic() + effort.seconds
     progress("writing the test files", 0.0)
     test.prepare(max_seconds=effort.fill_seconds)
     found.written_bytes += test.num_bytes
@@ -249,8 +231,6 @@ def sweep(
         # There and back, so that no setting always follows the same other one.
         for place, setting in enumerate(tried[:: -1 if number % 2 else 1]):
             progress(f"round {number + 1} of {effort.num_rounds}", (number + place / len(tried)) / effort.num_rounds)
-            if found.samples and time.monotonic() + _expected_seconds(found, setting, effort) > stop:
-                break
             _add(test, found, setting, effort.sample_seconds)
         tried = found.by_speed()[:_NUM_FINALISTS]
     if not found.samples:
@@ -282,13 +262,6 @@ def hold_for(test: DriveTest, found: DriveProfile, seconds: float, progress: Pro
         found.written_bytes += sample.write_bytes
 
     found.long_run = hold(test, best.setting, seconds, hottest, progress, count)
-
-
-def _expected_seconds(found: DriveProfile, setting: IOSetting, effort: Effort) -> float:
-    """Of a sample, and of those that come after it: what is in flight when the time is up has to be waited for."""
-    fastest = max(rate for each in found.samples for rate in found.rates(each))
-    num_samples = 1 + (effort.num_rounds - 1) * _NUM_FINALISTS + len(Workload)
-    return effort.sample_seconds * num_samples + setting.bytes_inflight / fastest
 
 
 def _add(test: DriveTest, found: DriveProfile, setting: IOSetting, seconds: float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import functools
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class Verdict(StrEnum):
@@ -24,24 +24,21 @@ class Finding:
     """One of them.
 
     Attributes:
-        what: that it is about.
         verdict: what it means.
+        what: that it is about.
         text: what was found.
         cure: what would help; empty where nothing is to be done.
-        facts: the same as plain values.
         directory: which it is about; empty if it is about none.
     """
 
-    what: str
     verdict: Verdict
+    what: str
     text: str
     cure: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
     directory: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "verdict": str(self.verdict)}
+
+good, note, poor, bad = (functools.partial(Finding, verdict) for verdict in Verdict)
 
 
 def size(num_bytes: float) -> str:

@@ -10,13 +10,13 @@ import statistics
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.machine.finding import Finding, Verdict, size
+from infinity.machine.finding import Finding, good, note, poor, size
 
 SYS = Path("/sys")
 _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1}
@@ -122,45 +122,38 @@ def gpu_devices() -> list[PciDevice]:
 
 def link_finding(device: PciDevice, *, rests: bool) -> Finding:
     """What a device's link is. ``rests``: its speed now says nothing, only its lanes do."""
-    speed = device.most_gigatransfers if rests else device.gigatransfers
+    speed, what = device.most_gigatransfers if rests else device.gigatransfers, f"link of {device.name}"
     now, most = _link_rate(speed, device.lanes), _link_rate(device.most_gigatransfers, device.most_lanes)
-    facts = {
-        "numa_node": device.numa_node,
-        "lanes": device.lanes,
-        "bytes_per_second": now,
-        "most_bytes_per_second": most,
-    }
-    what = f"link of {device.name}"
-    if now < 0.9 * most:
-        text = f"{device.words()}, where the device can {_link(device.most_gigatransfers, device.most_lanes)}"
-        cure = "Another slot, or the slot's setting in the firmware: slots share lanes, and risers lower the speed"
-        return Finding(what, Verdict.POOR, text, cure, facts)
-    return Finding(what, Verdict.GOOD, device.words(), "", facts)
+    if now >= 0.9 * most:
+        return good(what, device.words())
+    text = f"{device.words()}, where the device can {_link(device.most_gigatransfers, device.most_lanes)}"
+    cure = "Another slot, or the slot's setting in the firmware: slots share lanes, and risers lower the speed"
+    return poor(what, text, cure)
 
 
-def node_findings(gpus: Sequence[PciDevice], drives: Sequence[PciDevice]) -> list[Finding]:
-    """Whether this process, its GPU and its drives are next to the same memory; nothing on a machine of one node."""
+def node_finding(devices: Sequence[PciDevice]) -> Finding | None:
+    """Whether this process, its GPU and its drives are next to the same memory; None on a machine of one node.
+
+    ``devices``: GPUs before drives.
+    """
     nodes = sorted(int(each.name.removeprefix("node")) for each in (SYS / "devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2:
-        return []
+        return None
     own = [node for node in nodes if _processors(node) & os.sched_getaffinity(0)]
-    facts = {"nodes": nodes, "process": own} | {each.name: each.numa_node for each in (*gpus, *drives)}
     text = f"{len(nodes)} nodes; this process may run on {', '.join(map(str, own))}"
-    wanted = next((each for each in (*gpus, *drives) if each.numa_node is not None), None)
-    far = [each for each in (*gpus, *drives) if wanted is not None and each.numa_node not in (None, wanted.numa_node)]
-    if wanted is None:
-        return [Finding("NUMA", Verdict.NOTE, f"{text}; the system does not say where devices sit", "", facts)]
+    known = [each for each in devices if each.numa_node is not None]
+    if not known:
+        return note("NUMA", f"{text}; the system does not say where devices sit")
+    first = known[0]
+    far = ", ".join(f"{each.name} on {each.numa_node}" for each in known if each.numa_node != first.numa_node)
     if far:
-        text += f"; {wanted.name} sits on {wanted.numa_node}, " + ", ".join(
-            f"{each.name} on {each.numa_node}" for each in far
-        )
         cure = "Use drives on the GPU's node where there are some: bytes from the other node cross the link between processors"
-        return [Finding("NUMA", Verdict.POOR, text, cure, facts)]
-    text += f"; the devices sit on {wanted.numa_node}"
-    if own != [wanted.numa_node]:
-        cure = f"numactl --cpunodebind={wanted.numa_node} --membind={wanted.numa_node} python ..."
-        return [Finding("NUMA", Verdict.POOR, text, f"{cure}: staging memory then lies next to them", facts)]
-    return [Finding("NUMA", Verdict.GOOD, text, "", facts)]
+        return poor("NUMA", f"{text}; {first.name} sits on {first.numa_node}, {far}", cure)
+    text += f"; the devices sit on {first.numa_node}"
+    if own != [first.numa_node]:
+        bind = f"numactl --cpunodebind={first.numa_node} --membind={first.numa_node} python ..."
+        return poor("NUMA", text, f"{bind}: staging memory then lies next to them")
+    return good("NUMA", text)
 
 
 def _processors(node: int) -> set[int]:
@@ -208,9 +201,7 @@ def _health_log(controller: Path) -> bytes:
 
 def health_finding(block_device: str) -> Finding | None:
     """What a drive says of its heat and wear; None if it says nothing."""
-    found = health(block_device)
-    facts = {"celsius": found.celsius, "used_percent": found.used_percent, "spare_percent": found.spare_percent}
-    told = []
+    found, told = health(block_device), []
     if found.celsius is not None:
         told.append(f"{found.celsius:.0f} °C")
     if found.used_percent is not None:
@@ -219,14 +210,12 @@ def health_finding(block_device: str) -> Finding | None:
         )
     if not told:
         return None
+    text = ", ".join(told)
     if (found.used_percent or 0) >= _WORN_PERCENT:
-        cure = "Plan its replacement: paging writes much (`infinity plan` says how much a day)"
-        return Finding("health", Verdict.POOR, ", ".join(told), cure, facts)
+        return poor("health", text, "Plan its replacement: paging writes much (`infinity plan` says how much a day)")
     if (found.celsius or 0) >= HOT_CELSIUS:
-        return Finding(
-            "health", Verdict.POOR, ", ".join(told), "Cool it: hot drives slow down. A heat sink, air that moves", facts
-        )
-    return Finding("health", Verdict.GOOD, ", ".join(told), "", facts)
+        return poor("health", text, "Cool it: hot drives slow down. A heat sink, air that moves")
+    return good("health", text)
 
 
 def is_wsl() -> bool:
@@ -288,17 +277,13 @@ def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 def copy_finding(copies: Copies) -> Finding:
     """What copies between host and GPU come to."""
-    facts = asdict(copies)
+    text = f"{size(copies.up)}/s up, {size(copies.down)}/s down"
     if copies.refused:
-        text = f"the driver registers no memory ({copies.refused}): copies block the thread that launches kernels, "
-        text += f"{size(copies.up)}/s up, {size(copies.down)}/s down"
-        cure = (
-            "Windows: native Linux pins more than WSL2, or raise memory in .wslconfig"
-            if is_wsl()
-            else "ulimit -l unlimited"
+        refused = (
+            f"the driver registers no memory ({copies.refused}): copies block the thread that launches kernels, {text}"
         )
-        return Finding("copies", Verdict.POOR, text, cure, facts)
-    text = f"{size(copies.up)}/s up, {size(copies.down)}/s down from pinned memory "
-    text += f"({size(copies.pageable_up)}/s and {size(copies.pageable_down)}/s from other); "
-    text += f"{_COPY_BYTES / copies.register_seconds / 1e9:.0f} GB/s to pin it"
-    return Finding("copies", Verdict.GOOD, text, "", facts)
+        on_wsl = "Windows: native Linux pins more than WSL2, or raise memory in .wslconfig"
+        return poor("copies", refused, on_wsl if is_wsl() else "ulimit -l unlimited")
+    others = f"{size(copies.pageable_up)}/s and {size(copies.pageable_down)}/s from other"
+    pinned = f"{_COPY_BYTES / copies.register_seconds / 1e9:.0f} GB/s to pin it"
+    return good("copies", f"{text} from pinned memory ({others}); {pinned}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import resource
@@ -10,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity.machine.bandwidth_cache import measured_bandwidth
-from infinity.machine.finding import Finding, Verdict, size
-from infinity.machine.hardware import drive_device, gpu_devices, health_finding, link_finding, node_findings
+from infinity.machine.finding import Finding, bad, good, note, poor, size
+from infinity.machine.hardware import drive_device, gpu_devices, health_finding, link_finding, node_finding
 from swapper.config import SwapperConfig
 from swapper.errors import BackendUnavailableError, SwapperError, VolumeError
 from swapper.measure.by_name import open_by_name
@@ -41,19 +42,17 @@ def storage_findings(directories: Sequence[Path], *, measures: bool) -> Iterator
         try:
             drives[path] = writable_drive(path)
         except VolumeError as error:
-            cure = "Name another one with --nvme-path, or make it"
-            yield Finding("directory", Verdict.BAD, str(error), cure, directory=str(path))
+            yield bad("directory", str(error), "Name another one with --nvme-path, or make it", str(path))
             continue
         for finding in _findings(drives[path], measures=measures):
             yield replace(finding, directory=str(path))
-    devices = {drive.device for drive in drives.values() if drive.device is not None}
-    yield from node_findings(
-        gpu_devices(), [found for each in sorted(devices) if (found := drive_device(each)) is not None]
-    )
+    names = sorted({drive.device for drive in drives.values() if drive.device is not None})
+    devices = [*gpu_devices(), *filter(None, map(drive_device, names))]
+    if (nodes := node_finding(devices)) is not None:
+        yield nodes
     if len({drive.identity for drive in drives.values()}) < len(drives):
-        names = ", ".join(map(str, drives))
-        told = f"several of {names} lie on one drive: striping over them adds no speed"
-        yield Finding("drives", Verdict.POOR, told, "Name one directory for each drive")
+        told = f"several of {', '.join(map(str, drives))} lie on one drive: striping over them adds no speed"
+        yield poor("drives", told, "Name one directory for each drive")
 
 
 def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
@@ -65,7 +64,12 @@ def _findings(drive: Drive, *, measures: bool) -> Iterator[Finding]:
             yield health
     yield _space(drive)
     yield from _files(drive, measures=measures)
-    yield _speed(drive)
+    found = measured_bandwidth([drive.path])
+    if found is None:
+        yield note("speed", "never measured", f"infinity profile {drive.path}")
+    else:
+        ways = f"{size(found.read_bytes_per_second)}/s read, {size(found.write_bytes_per_second)}/s written"
+        yield good("speed", f"{ways}, {size(found.mixed_bytes_per_second)}/s both ways, measured on {found.date}")
 
 
 def writable_drive(path: Path) -> Drive:
@@ -84,25 +88,19 @@ def writable_drive(path: Path) -> Drive:
 
 
 def _drive(drive: Drive) -> Finding:
-    what = "drive"
-    facts = {"file_system": drive.file_system, "device": drive.device, "is_network": drive.is_network}
     model = _read(drive, "device/model")
     words = f"{drive.words()}{f', {model}' if model else ''}"
     if drive.is_tmpfs:
         cure = "Name a directory on a local SSD: what is written here takes the memory that it is to save"
-        return Finding(what, Verdict.POOR, f"{words}: files lie in memory", cure, facts)
+        return poor("drive", f"{words}: files lie in memory", cure)
     if drive.is_network:
-        return Finding(
-            what, Verdict.POOR, f"{words}: a network or FUSE file system", "Name a directory on a local SSD", facts
-        )
+        return poor("drive", f"{words}: a network or FUSE file system", "Name a directory on a local SSD")
     is_virtual = drive.device is None or drive.device.startswith(("vd", "xvd", "dm-", "md", "loop"))
     if _read(drive, "queue/rotational") == "1" and not is_virtual:
-        return Finding(
-            what, Verdict.POOR, f"{words}: a disk that rotates", "Name a directory on an SSD, best NVMe", facts
-        )
+        return poor("drive", f"{words}: a disk that rotates", "Name a directory on an SSD, best NVMe")
     if drive.device is None:
-        return Finding(what, Verdict.NOTE, f"{words}: no drive of its own is seen below it", "", facts)
-    return Finding(what, Verdict.GOOD, words, "", facts)
+        return note("drive", f"{words}: no drive of its own is seen below it")
+    return good("drive", words)
 
 
 def _read(drive: Drive, name: str) -> str:
@@ -116,17 +114,16 @@ def _read(drive: Drive, name: str) -> str:
 
 def _space(drive: Drive) -> Finding:
     what = "free space"
-    facts = {"free_bytes": drive.free_bytes, "total_bytes": drive.total_bytes}
     if not drive.total_bytes:
-        return Finding(what, Verdict.NOTE, "the file system knows no limit", "", facts)
+        return note(what, "the file system knows no limit")
     # With AdamW in bf16: 2 bytes of weight and 10 of remainder and states per parameter.
     room = _count(drive.free_bytes / 12)
     text = f"{size(drive.free_bytes)} of {size(drive.total_bytes)}: room for {room} parameters (AdamW, bf16)"
     if drive.free_bytes < _LEAST_BYTES:
-        return Finding(what, Verdict.BAD, text, "Make room, or name another directory", facts)
+        return bad(what, text, "Make room, or name another directory")
     if drive.free_bytes < _LITTLE_BYTES:
-        return Finding(what, Verdict.POOR, text, "Make room, or add a directory on another drive", facts)
-    return Finding(what, Verdict.GOOD, text, "", facts)
+        return poor(what, text, "Make room, or add a directory on another drive")
+    return good(what, text)
 
 
 def _count(number: float) -> str:
@@ -138,85 +135,60 @@ def _count(number: float) -> str:
 
 def _files(drive: Drive, *, measures: bool) -> Iterator[Finding]:
     num_bytes = _TRIAL_BYTES if measures and drive.free_bytes > 4 * _TRIAL_BYTES else _LEAST_BYTES
-    heard = _Silence()
     try:
-        with heard:
+        with _silent():
             volume = Volume(Directory(drive.path), num_bytes)
     except SwapperError as error:
-        cure = "Name a directory on a local file system (ext4, xfs, btrfs)"
-        yield Finding("scratch files", Verdict.BAD, str(error), cure)
+        yield bad("scratch files", str(error), "Name a directory on a local file system (ext4, xfs, btrfs)")
         return
     try:
         file = volume.files[0]
-        facts = {"is_direct": file.is_direct}
         if file.is_direct:
-            text = "reads and writes go past the page cache"
-            yield Finding("O_DIRECT", Verdict.GOOD, text, "", facts)
+            yield good("O_DIRECT", "reads and writes go past the page cache")
         else:
             text = f"refused: {file.buffered_because}; the page cache then takes memory of its own"
-            cure = "Name a directory on ext4, xfs or btrfs on a local drive"
-            yield Finding("O_DIRECT", Verdict.POOR, text, cure, facts)
-        with heard:
+            yield poor("O_DIRECT", text, "Name a directory on ext4, xfs or btrfs on a local drive")
+        with _silent():
             yield _backend(volume, measures=num_bytes == _TRIAL_BYTES)
     finally:
         volume.close()
 
 
 def _backend(volume: Volume, *, measures: bool) -> Finding:
-    if not measures and volume.is_direct and not volume.is_network:
-        return _untried(volume)
-    return _of(choose(volume, SwapperConfig()))
+    if measures or not volume.is_direct or volume.is_network:
+        return _of(choose(volume, SwapperConfig()))
+    try:  # as far as it can be told without a comparison
+        open_by_name(volume, SwapperConfig(backend="uring")).close(_STOP_SECONDS)
+    except BackendUnavailableError as error:
+        return _of(Choice.without_uring(error))
+    return good("backend", "io_uring works; a run takes it where it is faster than worker threads")
 
 
 def _of(choice: Choice) -> Finding:
     text, _, cure = str(choice).partition("; to change that, ")
-    facts = {"backend": choice.backend, "reason": choice.reason}
-    return Finding("backend", Verdict.POOR if cure else Verdict.GOOD, text, cure, facts)
-
-
-def _untried(volume: Volume) -> Finding:
-    """As far as it can be told without a comparison."""
-    try:
-        open_by_name(volume, SwapperConfig(backend="uring")).close(_STOP_SECONDS)
-    except BackendUnavailableError as error:
-        return _of(Choice.without_uring(error))
-    text = "io_uring works; a run takes it where it is faster than worker threads"
-    return Finding("backend", Verdict.GOOD, text, "", {"backend": "auto", "reason": text})
-
-
-def _speed(drive: Drive) -> Finding:
-    what = "speed"
-    found = measured_bandwidth([drive.path])
-    if found is None:
-        return Finding(what, Verdict.NOTE, "never measured", f"infinity profile {drive.path}")
-    read, written, mixed = found.read_bytes_per_second, found.write_bytes_per_second, found.mixed_bytes_per_second
-    text = f"{size(read)}/s read, {size(written)}/s written, {size(mixed)}/s both ways, measured on {found.date}"
-    return Finding(what, Verdict.GOOD, text, "", {"read": read, "written": written, "mixed": mixed})
+    return poor("backend", text, cure) if cure else good("backend", text)
 
 
 def locked_memory() -> Finding:
     """How much memory may be locked, which io_uring's registered memory needs."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    is_enough = limit == resource.RLIM_INFINITY or limit >= _ENOUGH_LOCKED_BYTES or os.geteuid() == 0
-    words = "no limit" if limit == resource.RLIM_INFINITY else size(limit)
-    if limit != resource.RLIM_INFINITY and os.geteuid() == 0:
-        words += ", which does not bind root"
-    cure = (
-        ""
-        if is_enough
-        else "ulimit -l unlimited (or memlock in /etc/security/limits.conf): io_uring then needs less CPU time"
-    )
-    verdict = Verdict.GOOD if is_enough else Verdict.POOR
-    return Finding("memory that may be locked", verdict, words, cure, {"limit_bytes": limit})
+    what, limit = "memory that may be locked", resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return good(what, "no limit")
+    if os.geteuid() == 0:
+        return good(what, f"{size(limit)}, which does not bind root")
+    if limit >= _ENOUGH_LOCKED_BYTES:
+        return good(what, size(limit))
+    cure = "ulimit -l unlimited (or memlock in /etc/security/limits.conf): io_uring then needs less CPU time"
+    return poor(what, size(limit), cure)
 
 
-class _Silence:
-    """Keeps what swapper logs to itself: findings say the same."""
-
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("swapper")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.CRITICAL + 1)
-
-    def __exit__(self, *about: object) -> None:
-        self._logger.setLevel(self._level)
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Swapper logs nothing inside the ``with`` block: findings say the same."""
+    swappers = logging.getLogger("swapper")
+    level = swappers.level
+    swappers.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        swappers.setLevel(level)

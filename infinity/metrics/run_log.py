@@ -1,4 +1,4 @@
-"""Writes the log of a run, line by line. What each line holds: README.md.
+"""Writes the log of a run, line by line. What each line holds: docs/reference/run-log.md.
 
 [Note: one call for a line]
 Each record is one line, given to the system in one call as soon as it is there. So a killed process loses nothing, a power cut

@@ -1,12 +1,14 @@
 """Who was busy when: spans of computing, waiting, transfers and updates, in bounded memory; and their file.
 
 [Note: trace format] Perfetto (ui.perfetto.dev) and chrome://tracing open the file: a JSON object whose "traceEvents" are
-complete events ("ph": "X", a begin and a duration in microseconds) on one thread for each row, and metadata events
-("ph": "M") that name process and threads. Complete events of one thread may nest but not overlap: the rows don't.
+complete events ("ph": "X", a begin and a duration in microseconds) on threads, and metadata events ("ph": "M") that name
+process and threads. Complete events of one thread may nest but not overlap. Transfers do overlap, because several are at the
+drive at once: so each row has as many threads as it needs, and a span goes to the first that is free.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import math
@@ -15,13 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, NamedTuple
 
 from infinity.errors import ConfigError
 from infinity.metrics.report import StepReport
@@ -30,11 +28,10 @@ from swapper.volumes.publish import replacing
 
 logger = logging.getLogger(__name__)
 KEY = "infinity.timeline"
-_MAX_SPANS = 1 << 18
+_MAX_SPANS = 1 << 16
 _MAX_STEPS = 1 << 14
-_SPAN = np.dtype(
-    [("begin", "f8"), ("end", "f8"), ("num_bytes", "i8"), ("queued_seconds", "f4"), ("name", "i4"), ("row", "i4")]
-)
+_THREADS_OF_A_ROW = 1000
+"""Numbers of threads that a row has for itself in the file."""
 
 
 class Row(IntEnum):
@@ -49,19 +46,16 @@ class Row(IntEnum):
     COPIES = 6
 
 
-@dataclass(frozen=True)
-class Span:
-    """One stretch of a row's time. The spans of a row do not overlap.
+class Span(NamedTuple):
+    """Time in which a row was busy.
 
     Attributes:
         row: Whose time.
-        name: What was done: phase and unit, or the extents whose bytes moved.
+        name: What was done: phase and unit, or the extent whose bytes moved.
         begin_seconds: When it began, as ``time.perf_counter`` counts.
         end_seconds: When it ended.
         num_bytes: Bytes that moved.
-        num_parts: So many transfers (or pieces of work) it stands for.
-        queued_seconds: How long the first of them had been ready before somebody took it.
-        step: In which step it ended, counted from 1; 0 if that is not known (any more).
+        queued_seconds: How long it had been ready before somebody took it.
     """
 
     row: Row
@@ -69,16 +63,13 @@ class Span:
     begin_seconds: float
     end_seconds: float
     num_bytes: int = 0
-    num_parts: int = 1
     queued_seconds: float = 0.0
-    step: int = 0
 
 
 class Timeline:
-    """A ring of spans: when it is full, every new one drops the oldest. Thread safe.
+    """The last spans: each new one beyond a fixed number drops the oldest. Thread safe.
 
-    A full ring takes about 10 MB, which the host memory budget does not cover. It does not know the engine, which may be
-    gone when the file is written.
+    All of them take about 15 MB, which the host memory budget does not cover.
     """
 
     def __init__(self, path: Path, max_spans: int = _MAX_SPANS) -> None:
@@ -90,9 +81,8 @@ class Timeline:
         check_writable(path)
         self._path = path
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        self._ring: npt.NDArray[Any] = np.zeros(max_spans, dtype=_SPAN)  # the system backs it as it is used
+        self._spans: deque[Span] = deque(maxlen=max_spans)
         self._num_added = 0
-        self._names: dict[str, int] = {}
         self._steps: deque[tuple[Span, StepReport]] = deque(maxlen=_MAX_STEPS)
         self.began_seconds = time.perf_counter()
 
@@ -101,9 +91,7 @@ class Timeline:
     ) -> None:
         """Record that ``row`` was busy with ``name`` from ``begin`` to ``end``; it may have been with other things too."""
         with self._lock:
-            number = self._names.setdefault(name, len(self._names))
-            place = self._num_added % len(self._ring)
-            self._ring[place] = (begin, end, num_bytes, queued_seconds, number, row)
+            self._spans.append(Span(row, name, begin, end, num_bytes, queued_seconds))
             self._num_added += 1
 
     def on_transfer(self, record: TransferRecord) -> None:
@@ -120,35 +108,13 @@ class Timeline:
     @property
     def num_dropped(self) -> int:
         """Spans that are gone because newer ones needed their place."""
-        return max(0, self._num_added - len(self._ring))
+        return self._num_added - len(self._spans)
 
-    def steps(self) -> list[tuple[Span, StepReport]]:
-        """The steps of which at least the end is still there, oldest first, with their reports."""
+    def spans(self) -> list[Span]:
+        """All but the steps, in the order of their begin."""
         with self._lock:
-            steps = list(self._steps)
-            oldest = self._ring[self._num_added % len(self._ring)]["end"] if self.num_dropped else -np.inf
-        return [(span, report) for span, report in steps if span.end_seconds > oldest]
-
-    def spans(self) -> dict[Row, list[Span]]:
-        """All rows but the steps', oldest span first, cut so that none overlaps the one before it: see `_cut`."""
-        with self._lock:
-            kept = np.roll(self._ring, -(self._num_added % len(self._ring))) if self.num_dropped else self._ring
-            kept = kept[: self._num_added].copy()
-            names = list(self._names)
-        steps = self.steps()
-        ends = np.array([span.end_seconds for span, _ in steps])
-        numbers = [*(report.step for _, report in steps), 0]
-        result: dict[Row, list[Span]] = {}
-        for row in list(Row)[1:]:
-            of_row = kept[kept["row"] == row]
-            of_row = of_row[np.argsort(of_row["begin"], kind="stable")]
-            places = np.searchsorted(ends, of_row["end"])
-            found = (
-                Span(row, names[name], begin, end, num_bytes, 1, queued, numbers[place])
-                for (begin, end, num_bytes, queued, name, _), place in zip(of_row.tolist(), places, strict=True)
-            )
-            result[row] = list(_cut(found))
-        return result
+            kept = list(self._spans)
+        return sorted(kept, key=lambda span: span.begin_seconds)
 
     # ------------------------------------------------------------------------------------------------------- the file
 
@@ -181,57 +147,46 @@ class Timeline:
 
     def _events(self) -> Iterator[dict[str, Any]]:
         """See [Note: trace format]."""
-        dropped = f" (the oldest {self.num_dropped} spans were dropped)" if self.num_dropped else ""
-        process = {"ph": "M", "pid": os.getpid()}
-        yield {**process, "name": "process_name", "tid": 0, "args": {"name": f"infinity{dropped}"}}
-        for row in Row:
-            yield {**process, "name": "thread_name", "tid": row + 1, "args": {"name": row.name.lower()}}
-            yield {**process, "name": "thread_sort_index", "tid": row + 1, "args": {"sort_index": row.value}}
-        for span, report in self.steps():
-            yield self._event(span, _arguments_of_step(report))
-        for spans in self.spans().values():
-            for span in spans:
-                yield self._event(span, _arguments(span))
+        with self._lock:
+            steps = list(self._steps)
+        ends = [span.end_seconds for span, _ in steps]
+        numbers = [*(report.step for _, report in steps), None]
+        free_at: dict[Row, list[int]] = {row: [] for row in Row}  # of each thread of a row, in nanoseconds
+        yield {"ph": "M", "pid": os.getpid(), "name": "process_name", "tid": 0, "args": {"name": "infinity"}}
+        for span, report in steps:
+            yield self._event(span, _arguments_of_step(report), free_at[Row.STEPS])
+        for span in self.spans():
+            step = numbers[bisect.bisect_left(ends, span.end_seconds)]  # in which it ended
+            yield self._event(span, _arguments(span, step), free_at[span.row])
+        for row, threads in free_at.items():
+            for number in range(max(len(threads), 1)):
+                named = {"ph": "M", "pid": os.getpid(), "tid": _thread(row, number)}
+                yield {**named, "name": "thread_name", "args": {"name": row.name.lower()}}
+                yield {**named, "name": "thread_sort_index", "args": {"sort_index": _thread(row, number)}}
 
-    def _event(self, span: Span, arguments: dict[str, object]) -> dict[str, Any]:
+    def _event(self, span: Span, arguments: dict[str, object], free_at: list[int]) -> dict[str, Any]:
         # Whole nanoseconds: rounded apart, a begin and a duration could end behind the next begin.
         begin, end = (round((at - self.began_seconds) * 1e9) for at in (span.begin_seconds, span.end_seconds))
-        event = {"ph": "X", "name": span.name, "cat": span.row.name.lower(), "pid": os.getpid(), "tid": span.row + 1}
-        return {**event, "ts": begin / 1e3, "dur": (end - begin) / 1e3, "args": arguments}
+        number = next((number for number, until in enumerate(free_at) if until <= begin), len(free_at))
+        free_at[number : number + 1] = [end]
+        event = {"ph": "X", "name": span.name, "cat": span.row.name.lower(), "pid": os.getpid()}
+        return {
+            **event,
+            "tid": _thread(span.row, number),
+            "ts": begin / 1e3,
+            "dur": (end - begin) / 1e3,
+            "args": arguments,
+        }
 
 
-def _cut(spans: Iterator[Span]) -> Iterator[Span]:
-    """Spans in the order of their begin, made disjoint. What they cover together and their bytes stay the same.
-
-    Transfers overlap, because several are at the drive at once. Each keeps the time that those before it leave: from
-    their end on. One that leaves no time gives its bytes to the span that covers it; one that follows another of the same
-    name and step without a gap is joined to it.
-    """
-    last: Span | None = None
-    for span in spans:
-        if last is not None and span.begin_seconds <= last.end_seconds:
-            is_covered = span.end_seconds <= last.end_seconds
-            if span.step == last.step and (is_covered or span.name == last.name):
-                last = replace(
-                    last,
-                    end_seconds=max(last.end_seconds, span.end_seconds),
-                    num_bytes=last.num_bytes + span.num_bytes,
-                    num_parts=last.num_parts + span.num_parts,
-                )
-                continue
-            span = replace(span, begin_seconds=last.end_seconds, end_seconds=max(last.end_seconds, span.end_seconds))
-        if last is not None:
-            yield last
-        last = span
-    if last is not None:
-        yield last
+def _thread(row: Row, number: int) -> int:
+    return 1 + row * _THREADS_OF_A_ROW + number
 
 
-def _arguments(span: Span) -> dict[str, object]:
-    arguments: dict[str, object] = {"step": span.step} if span.step else {}
+def _arguments(span: Span, step: int | None) -> dict[str, object]:
+    arguments: dict[str, object] = {} if step is None else {"step": step}
     if span.row in (Row.READS, Row.WRITES):
-        queued = round(span.queued_seconds * 1e3, 3)
-        return arguments | {"bytes": span.num_bytes, "transfers": span.num_parts, "queued_ms": queued}
+        arguments["queued_ms"] = round(span.queued_seconds * 1e3, 3)
     return arguments | {"bytes": span.num_bytes} if span.num_bytes else arguments
 
 

@@ -43,7 +43,7 @@ _MAIN_BYTES = {MainWeight.MODEL_WEIGHT: 0, MainWeight.FP32: _FP32_BYTES, MainWei
 
 @dataclass(frozen=True)
 class ChunkBuffer:
-    """Views of one chunk's working memory, each 1-D and, states in ``INT8`` aside, with the chunk's number of elements."""
+    """Views of one chunk's working memory, each 1-D and, one-byte states aside, with the chunk's number of elements."""
 
     main: torch.Tensor | None
     """fp32 main weight; None where it is kept in two halves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """
     whole = tensor.detach().contiguous()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
+def rows_of(value: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:
+    """The elements of any strided tensor in C order, 1-D and on the CPU, in rows of about ``num_bytes`` together."""
+    whole = value.detach().resolve_conj().resolve_neg()
+    whole = whole if whole.dim() else whole.reshape(1)
+    num = max(num_bytes // max(whole[:1].nbytes, 1), 1)
+    for start in range(0, whole.shape[0] if whole.numel() else 0, num):
+        yield whole[start : start + num].cpu().contiguous().reshape(-1)
 
 
 def checksum(values: torch.Tensor) -> int:

@@ -1,4 +1,5 @@
-"""Encodes optimizer states for storage and decodes them: bf16, or one byte per element, both rounded stochastically.
+"""Encodes optimizer states for storage and decodes them: bf16, or one byte per element, both rounded stochastically; or as
+bitsandbytes' 8-bit optimizers do (`infinity.numerics.dynamic_map`).
 
 Knows values and stored bytes; must not know optimizers, pages or files.
 
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.numerics.dynamic_map import code_values, codes_of, middles, scales_of_loaded, starts, zero_code
 from infinity.numerics.remainder import has_kernels
 from infinity.numerics.state_format import STATE_BLOCK, STATE_BLOCK_BYTES, StateFormat
 
@@ -71,10 +73,12 @@ def encode(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise:
         state: its name, which tells what values there may be.
         values: float32, 1-D without gaps, beginning with a block.
         stored: `StateFormat.part` for them, on the same device; written.
-        noise: None rounds to nearest.
+        noise: None: what is stored is loaded, and rounded to nearest. ``INT8_DYNAMIC`` always rounds so.
     """
     if form is StateFormat.FP32 or (form is StateFormat.BF16 and noise is None):
         stored.copy_(values)
+    elif form is StateFormat.INT8_DYNAMIC:
+        _encode_dynamic(state in _SQUARES, values, stored, is_loaded=noise is None)
     elif has_kernels(values):
         _encode_by_kernel(form, state, values, stored, noise)
     elif form is StateFormat.BF16 and noise is not None:
@@ -86,10 +90,10 @@ def encode(form: StateFormat, state: str, values: Tensor, stored: Tensor, noise:
 
 def decode(form: StateFormat, state: str, stored: Tensor, values: Tensor) -> None:
     """The inverse of `encode`: write ``values``."""
-    if form is not StateFormat.INT8:
+    if not form.is_one_byte:
         values.copy_(stored)
         return
-    levels = _code_values(state in _SQUARES)
+    levels = (code_values if form is StateFormat.INT8_DYNAMIC else _code_values)(state in _SQUARES)
     if has_kernels(values):
         codes = stored.numpy()
         _kernels().decode(codes, codes.view("float32"), levels.numpy(), values.numpy())
@@ -135,6 +139,23 @@ def _encode_blocks(state: str, values: Tensor, stored: Tensor, noise: Noise | No
         codes = codes + is_up + 128 * (padded.signbit().view_as(sizes) & is_usable)
     blocks[:, :STATE_BLOCK] = codes.to(torch.uint8)
     _scales(blocks).copy_(torch.where(is_usable | (largest == 0), largest, torch.nan))
+
+
+def _encode_dynamic(is_square: bool, values: Tensor, stored: Tensor, *, is_loaded: bool) -> None:
+    """`StateFormat.INT8_DYNAMIC`, by a kernel or in torch's operations."""
+    if has_kernels(values) and not is_loaded:
+        codes, tables = stored.numpy(), (middles(is_square).numpy(), starts(is_square).numpy())
+        _kernels().encode_dynamic(values.numpy(), codes, codes.view("float32"), *tables, zero_code(is_square))
+        return
+    blocks = stored.view(-1, STATE_BLOCK_BYTES)
+    padded = torch.zeros(len(blocks) * STATE_BLOCK, dtype=torch.float32, device=values.device)
+    padded[: values.numel()] = values
+    padded = padded.view(-1, STATE_BLOCK)
+    largest = padded.abs().amax(1, keepdim=True)
+    scales = scales_of_loaded(padded, largest, is_square=is_square) if is_loaded else largest
+    is_usable = (largest > 0) & (largest < torch.inf)
+    blocks[:, :STATE_BLOCK] = codes_of(torch.where(is_usable, padded / scales, 0.0), is_square=is_square)
+    _scales(blocks).copy_(torch.where(is_usable | (largest == 0), scales, torch.nan))
 
 
 def _scales(blocks: Tensor) -> Tensor:

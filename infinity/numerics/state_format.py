@@ -4,6 +4,7 @@ Pure arithmetic; must not know how values are rounded (``infinity.numerics.state
 
     fp32, bf16   one number per element
     int8         | 256 codes | scale | 256 codes | scale | ...      a code is a byte, a scale is fp32
+    int8_dynamic the same with other levels
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import enum
 import torch
 
 STATE_BLOCK = 256
-"""Elements that share a scale in `StateFormat.INT8`."""
+"""Elements that share a scale where a state is a byte."""
 STATE_BLOCK_BYTES = STATE_BLOCK + 4
 _LAYOUTS = {
     "fp32": (torch.float32, 1, 4),
     "bf16": (torch.bfloat16, 1, 2),
     "int8": (torch.uint8, STATE_BLOCK, STATE_BLOCK_BYTES),
+    "int8_dynamic": (torch.uint8, STATE_BLOCK, STATE_BLOCK_BYTES),
 }
 
 
@@ -31,11 +33,18 @@ class StateFormat(enum.Enum):
     """Their upper halves, rounded up as often as keeps the mean."""
     INT8 = "int8"
     """Codes of levels between nothing and the largest value of a block, rounded in the same way."""
+    INT8_DYNAMIC = "int8_dynamic"
+    """The same with the levels of bitsandbytes' 8-bit optimizers, rounded to the nearest: see `infinity.numerics.dynamic_map`."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the tensor in which a state is stored."""
         return _LAYOUTS[self.value][0]
+
+    @property
+    def is_one_byte(self) -> bool:
+        """Whether an element is a byte, and a block has a scale."""
+        return self.dtype == torch.uint8
 
     @property
     def block_numel(self) -> int:

@@ -58,12 +58,15 @@ class StateKernels(NamedTuple):
         encode_signed: `(values: float32, codes: uint8, scales: float32, key, first, is_stochastic: int32)`: writes blocks.
             ``codes`` and ``scales`` are the same memory.
         encode_squares: the same for values that are not negative.
+        encode_dynamic: `(values: float32, codes: uint8, scales: float32, middles: float32, starts: uint8, zero: int64)`: the
+            same by the tables of `infinity.numerics.dynamic_map`, rounded to the nearest.
         decode: `(codes: uint8, scales: float32, levels: float32, values: float32)`: writes ``values``.
     """
 
     round_halves: Kernel
     encode_signed: Kernel
     encode_squares: Kernel
+    encode_dynamic: Kernel
     decode: Kernel
 
 
@@ -76,6 +79,7 @@ def state_kernels() -> StateKernels:
         round_halves=compiled(_round_halves, [types.void(floats, halves, word, word)]),
         encode_signed=compiled(_encode_signed, encode),
         encode_squares=compiled(_encode_squares, encode),
+        encode_dynamic=compiled(_encode_dynamic, [types.void(floats, codes, floats, floats, codes, types.int64)]),
         decode=compiled(_decode, [types.void(codes, floats, floats, floats)]),
     )
 
@@ -113,8 +117,8 @@ def _round_halves(values: Any, stored: Any, key: Any, first: Any) -> None:
 
 
 @numba.njit(inline="always")
-def _open_block(values: Any, codes: Any, scales: Any, block: Any) -> Any:
-    """The block's largest magnitude, written as its scale; or 0 if nothing is left to be done."""
+def _open_block(values: Any, codes: Any, scales: Any, block: Any, zero: Any) -> Any:
+    """The block's largest magnitude, written as its scale; or 0 if nothing is left to be done. ``zero`` is the code of 0."""
     begin, end = block * _BLOCK, min((block + 1) * _BLOCK, values.size)
     bits = _ZERO
     for i in range(begin, end):
@@ -124,13 +128,13 @@ def _open_block(values: Any, codes: Any, scales: Any, block: Any) -> Any:
     scales[block * _BLOCK_WORDS + _BLOCK // 4] = largest if largest == _NONE or is_usable else np.float32(np.nan)
     if not is_usable or end - begin < _BLOCK:
         for i in range(block * _BLOCK_BYTES, block * _BLOCK_BYTES + _BLOCK):
-            codes[i] = np.uint8(0)
+            codes[i] = np.uint8(zero)
     return largest if is_usable else _NONE
 
 
 def _encode_signed(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any) -> None:
     for block in range(codes.size // _BLOCK_BYTES):
-        largest = _open_block(values, codes, scales, block)
+        largest = _open_block(values, codes, scales, block, 0)
         if largest == _NONE:
             continue
         begin, origin = block * _BLOCK, block * _BLOCK_BYTES
@@ -154,7 +158,7 @@ def _encode_signed(values: Any, codes: Any, scales: Any, key: Any, first: Any, i
 
 def _encode_squares(values: Any, codes: Any, scales: Any, key: Any, first: Any, is_stochastic: Any) -> None:
     for block in range(codes.size // _BLOCK_BYTES):
-        largest = _open_block(values, codes, scales, block)
+        largest = _open_block(values, codes, scales, block, 0)
         if largest == _NONE:
             continue
         begin, origin = block * _BLOCK, block * _BLOCK_BYTES
@@ -176,6 +180,22 @@ def _encode_squares(values: Any, codes: Any, scales: Any, key: Any, first: Any, 
             is_up = size - low > fraction * (high - low)
             is_up = size > _NONE if is_least else is_up  # nothing but zero becomes zero
             codes[origin + i] = np.uint8(code + (_ONE if is_up else _ZERO))
+
+
+def _encode_dynamic(values: Any, codes: Any, scales: Any, middles: Any, starts: Any, zero: Any) -> None:
+    for block in range(codes.size // _BLOCK_BYTES):
+        largest = _open_block(values, codes, scales, block, zero)
+        if largest == _NONE:
+            continue
+        begin, origin = block * _BLOCK, block * _BLOCK_BYTES
+        for i in range(min(_BLOCK, values.size - begin)):
+            value = values[begin + i]
+            size = abs(value) / largest
+            level = np.int32(starts[bits_of(size) >> np.int32(16)])
+            level += _ONE if size > middles[level] else _ZERO
+            if value < _NONE and zero > 0:  # signed: there is no -1, and nothing below zero becomes zero
+                level = -min(max(level, _ONE), np.int32(zero))
+            codes[origin + i] = np.uint8(np.int32(zero) + level)
 
 
 def _decode(codes: Any, scales: Any, levels: Any, values: Any) -> None:

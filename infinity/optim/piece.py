@@ -401,8 +401,8 @@ def check_state_format(form: StateFormat, template: Template, updater: PieceUpda
 
     Raises:
         ConfigError: the optimizer updates whole parameters, or takes a root of a difference of two states (RMSprop with
-            ``centered``), which rounding makes negative; or, with ``INT8``, it is not one of Adam, AdamW, SGD and Lion, or keeps
-            a maximum (``amsgrad``), which grows with every rounding up.
+            ``centered``), which rounding makes negative; or, with a byte per element, it is not one of Adam, AdamW, SGD and
+            Lion, or keeps a maximum (``amsgrad``), which grows with every rounding up.
     """
     if form is StateFormat.FP32:
         return
@@ -425,7 +425,7 @@ def check_state_format(form: StateFormat, template: Template, updater: PieceUpda
             )
         names = updater.state_names(index)
         refused = [name for name in names if name not in _ONE_BYTE.get(cls, frozenset())]
-        if form is StateFormat.INT8 and refused:
+        if form.is_one_byte and refused:
             raise ConfigError.value(
                 _KEY,
                 form.value,

@@ -22,16 +22,16 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from infinity.packed.blocks import APART, FP8_TILE, KIND_BF16, KIND_FP16, NF4_BLOCK, NF4_RECORD_BYTES
 from infinity.packed.nf4_levels import LEVELS, THRESHOLDS
 
-_APART = 1 << 62  # `infinity.packed.kernels.APART`: numba is imported late
-_BLOCK_BYTES = 36
-NF4_BLOCK, FP8_TILE = 64, 128
-"""Weights of a block of NF4; rows and columns of a tile of fp8."""
-_PART_NUMEL = 1 << 20
-"""Elements that are converted to fp32 at a time, at least a record."""
-_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-COMPUTE_DTYPES = frozenset(_KINDS)
+_HOST_NUMEL = 1 << 17
+"""Elements that are packed at a time, at least a record: their fp32 copy stays in the processor's cache, and takes no memory
+that the C library would keep."""
+_DEVICE_NUMEL = 1 << 20
+"""Elements that a device unpacks at a time, at least a record."""
+_KINDS = {torch.bfloat16: KIND_BF16, torch.float16: KIND_FP16}
+COMPUTE_DTYPES = frozenset({*_KINDS, torch.float32})
 
 
 class Elements(Protocol):
@@ -85,7 +85,7 @@ class PackedFormat(ABC):
             NotFiniteError: one of them is NaN or infinite.
         """
         record = self.record_numel(shape)
-        step = record * max(_PART_NUMEL // record, 1)
+        step = record * max(_HOST_NUMEL // record, 1)
         place = 0
         for start in range(0, values.numel(), step):
             part = values[start : start + step].to("cpu", torch.float32)
@@ -130,7 +130,7 @@ class Nf4(PackedFormat):
         return NF4_BLOCK
 
     def record_bytes(self, numel: int, shape: Sequence[int]) -> int:
-        return _BLOCK_BYTES
+        return NF4_RECORD_BYTES
 
     def _pack_part(self, values: torch.Tensor, shape: Sequence[int], stored: torch.Tensor) -> None:
         from infinity.packed.kernels import kernels
@@ -153,10 +153,10 @@ class Nf4(PackedFormat):
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         pairs = torch.cartesian_prod(LEVELS, LEVELS).to(stored.device)  # byte -> two levels, the high half's first
-        for start in range(0, out.numel(), _PART_NUMEL):  # numbers of codes are wide
-            part = out[start : start + _PART_NUMEL]
+        for start in range(0, out.numel(), _DEVICE_NUMEL):  # numbers of codes are wide
+            part = out[start : start + _DEVICE_NUMEL]
             first, last = start // NF4_BLOCK, -(-(start + part.numel()) // NF4_BLOCK)
-            records = stored[first * _BLOCK_BYTES : last * _BLOCK_BYTES].view(-1, _BLOCK_BYTES)
+            records = stored[first * NF4_RECORD_BYTES : last * NF4_RECORD_BYTES].view(-1, NF4_RECORD_BYTES)
             scales = records[:, :4].contiguous().view(torch.float32)
             values = pairs[records[:, 4:].int()].view(len(records), -1)
             part.copy_(values.mul_(scales).view(-1)[: part.numel()])
@@ -204,7 +204,7 @@ class Int8(_OfRows):
         columns = shape[-1]
         records, rows = stored.view(-1, 4 + _to_four(columns)), out.view(-1, columns)
         scales = records[:, :4].contiguous().view(torch.float32)
-        step = max(_PART_NUMEL // columns, 1)
+        step = max(_DEVICE_NUMEL // columns, 1)
         for start in range(0, len(rows), step):
             codes = records[start : start + step, 4 : 4 + columns].contiguous().view(torch.int8)
             rows[start : start + step] = codes.float() * scales[start : start + step] * 7.874015718698502e-3
@@ -297,7 +297,7 @@ def _gap(stored: torch.Tensor, out: torch.Tensor) -> int:
     """How many bytes ``stored`` begins behind ``out``, where both lie in one piece of memory; else `APART`."""
     begin, end = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
     is_apart = stored.data_ptr() >= end or stored.data_ptr() + stored.numel() <= begin
-    return _APART if is_apart else stored.data_ptr() - begin
+    return APART if is_apart else stored.data_ptr() - begin
 
 
 def _to_four(value: int) -> int:

@@ -20,14 +20,7 @@ import numpy as np
 from numba import types
 
 from infinity.numerics.kernels import Kernel, bits_of, compiled, float_of
-
-APART = 1 << 62
-"""As a ``gap``: packed bytes and weights share no memory."""
-NF4_BLOCK = 64
-NF4_RECORD_BYTES = 4 + NF4_BLOCK // 2
-FP8_TILE = 128
-KIND_BF16, KIND_FP16, KIND_FP32 = 0, 1, 2
-"""What the weights are."""
+from infinity.packed.blocks import FP8_TILE, KIND_BF16, NF4_BLOCK, NF4_RECORD_BYTES
 
 
 class PackedKernels(NamedTuple):

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.packed.formats import COMPUTE_DTYPES, FP8_TILE, NF4_BLOCK, packed_format
+from infinity.packed.blocks import FP8_TILE, NF4_BLOCK
+from infinity.packed.formats import COMPUTE_DTYPES, packed_format
 from infinity.units.adapters import is_adapted, is_base
 from infinity.units.experts import ExpertTiles
 from infinity.units.layout import SLOT_GRANULE, round_up

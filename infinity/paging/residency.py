@@ -122,7 +122,19 @@ class Residency:
         self._staying = frozenset(unit.index for unit in self.units if unit.stays_resident)
         self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
         """Of the pool, what the units that come and go share."""
+        self._filled: tuple[object, int | None] | None = None
+        """Forecast and place in it of the last `pump`, if all that is wanted there is in memory or on its way. None for a
+        place: so is all of the forecast."""
+        self._idle: list[int] = []
+        """See `_idle_experts`; the next one to leave is the last."""
+        self._idle_at: tuple[Trace, int] | None = None
+        """When those were found."""
         _residencies.add(self)
+
+    @property
+    def room_bytes(self) -> int:
+        """Of flat buffers, for the units that come and go."""
+        return self._moving_bytes
 
     def group_of(self, unit: Unit) -> int:
         """The number that stands for the experts of the layer, of which the unit is one."""
@@ -166,8 +178,7 @@ class Residency:
 
     def prepare_update(self, unit: Unit) -> None:
         """An update of ``unit`` is about to be created: nobody computes with it, and no earlier update is under way."""
-        if not unit.gathered:
-            unit.unbind()
+        unit.unbind()
         self.await_update(unit)
 
     def store_changes(self, unit: Unit) -> None:
@@ -319,6 +330,7 @@ class Residency:
 
     def _displace(self, unit: Unit) -> None:
         """``unit`` gives its buffer back, whatever was to come into it."""
+        self._filled = None
         flat = unit.release()
         self.unit_at.pop(flat.address, None)
         self.pool.give_back(flat)
@@ -350,8 +362,12 @@ class Residency:
         self.check_unchanging()
         if len(self.unit_at) == len(self.units):
             return  # all are there
+        order, position = self.trace.place
+        if self._filled is not None and self._filled[0] is order and self._filled[1] in (position, None):
+            return
         with self.lock, self._change():
-            targets = self.wanted()
+            targets, is_settled = self.wanted(), not self._is_divided
+            leaving = self._leaving(is_demand=False, keep=targets)
             for index in targets:
                 unit = self.units[index]
                 if unit.update is not None and unit.update.done():
@@ -360,12 +376,14 @@ class Residency:
                     continue
                 if unit.update is not None:
                     # Its stored weights are about to change: nothing may be read before the update has written them.
-                    self._attach(unit, is_demand=False, keep=targets)
+                    is_settled = self._attach(unit, is_demand=False, keep=targets) and is_settled
                     continue
-                flat = self._allocate(unit, is_demand=False, keep=targets)
+                flat = self._allocate(unit, is_demand=False, keep=targets, leaving=leaving)
                 if flat is None:
                     return
                 self._begin_fetch(unit, flat, is_demand=False)
+            has_all = len(targets) == self.trace.num_needed(self._staying)
+            self._filled = (order, None if has_all else position) if is_settled else None
 
     def _collect(self, unit: Unit) -> None:
         """Take note of what has arrived at ``unit``; raises what went wrong on the way."""
@@ -374,12 +392,16 @@ class Residency:
         if unit.update is not None and unit.update.done():
             self.await_update(unit)
 
-    def _allocate(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> FlatBuffer | None:
+    def _allocate(
+        self, unit: Unit, *, is_demand: bool, keep: Collection[int] = (), leaving: Iterator[Unit] | None = None
+    ) -> FlatBuffer | None:
+        """``leaving``: those that make room, if several buffers are allocated one after the other."""
+        leaving = self._leaving(is_demand=is_demand, keep=keep) if leaving is None else leaving
         while True:
             flat = self.pool.allocate(unit.num_bytes)
             if flat is not None:
                 return flat
-            victim = self._victim(unit, is_demand=is_demand, keep=keep)
+            victim = next(leaving, None)
             if victim is None:
                 return self.pool.allocate(unit.num_bytes) if self.pool.reclaim() else None
             self.evict(victim)
@@ -412,15 +434,17 @@ class Residency:
             flat = self._allocate(unit, is_demand=True)
         return flat
 
-    def _victim(self, wanting: Unit, *, is_demand: bool, keep: Collection[int]) -> Unit | None:
-        """The unit that is needed last among those that may leave. A prefetch waits for nothing and takes nothing wanted."""
+    def _leaving(self, *, is_demand: bool, keep: Collection[int]) -> Iterator[Unit]:
+        """Units that may leave, the one first that is needed last. A prefetch waits for nothing and takes nothing wanted."""
+        if self._experts and self._prefetches:
+            yield from self._idle_experts()
         candidates: list[tuple[int, int, int]] = []
         for unit in tuple(self.unit_at.values()):  # of those that are there: all there are may be many more
-            if unit.stays_resident or unit is wanting or unit.num_active or unit.index in keep:
+            if unit.stays_resident or unit.num_active or unit.index in keep:
                 continue
             if unit.arrival is not None or unit.update is not None:
                 self._collect(unit)
-            is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
+            is_busy = self._is_busy(unit)
             if is_demand or not is_busy:
                 # Without prefetch the choice has to be the predicted one, even if that means to wait for an update.
                 goes_last = is_busy and self._prefetches
@@ -428,10 +452,28 @@ class Residency:
         for _, _, index in sorted(candidates, reverse=True):
             unit = self.units[-index]
             unit.unbind()
-            is_busy = unit.arrival is not None or unit.update is not None or unit.index in self.due
-            if unit.flat is not None and (is_busy or not unit.flat.has_views):
-                return unit
-        return None
+            if unit.flat is not None and (self._is_busy(unit) or not unit.flat.has_views):
+                yield unit
+
+    def _idle_experts(self) -> Iterator[Unit]:
+        """Experts in memory that the forecast does not name, those first that were used least: of thousands, sorted once a
+        micro-batch. Those that a router has chosen since, or that are in use or busy, are left to `_leaving`."""
+        trace = self.trace
+        if self._idle_at != (trace, trace.num_commits):
+            self._idle_at = trace, trace.num_commits
+            there = [unit.index for unit in self.unit_at.values() if unit.index in self._experts]
+            uses = [(trace.next_use(index), -index) for index in there if not trace.is_forecast(index)]
+            self._idle = [-index for _, index in sorted(uses)]
+        while self._idle:
+            unit = self.units[self._idle.pop()]
+            if unit.flat is None or unit.stays_resident or unit.num_active or trace.is_routed(unit.index):
+                continue
+            unit.unbind()
+            if not self._is_busy(unit) and not unit.flat.has_views:
+                yield unit
+
+    def _is_busy(self, unit: Unit) -> bool:
+        return unit.arrival is not None or unit.update is not None or unit.index in self.due
 
     def evict(self, unit: Unit) -> None:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""

@@ -1,16 +1,15 @@
-"""Autograd's hooks for saved tensors, put up and taken down so that an interrupt at any point leaves none behind.
+"""Autograd's hooks for saved tensors, put up around a forward and taken down after it.
 
 Knows torch's stack of hooks and what stands for a weight in a graph; must not know when a unit is in memory.
 
-[Note: interrupted hooks] A KeyboardInterrupt may come between any two steps: between pushing the hooks and noting that
-they are pushed, between popping them and noting that, or in the midst of leaving a ``with`` block. So nothing is noted:
-torch's own stack tells whether ours are on it, and what an interrupt left there is taken down when the next forward
-begins, or the one that was cut off is abandoned.
+[Note: interrupted hooks] torch runs no forward hook after a KeyboardInterrupt, so one that comes in a forward leaves our hooks
+on torch's stack. Nothing else notes that they are there: they are found on that stack, and taken down when the next forward
+begins, or the one that was cut off is abandoned. A context of the user's that is left before that takes ours down in place of
+its own, which stay up then: bits are the same, and ``engine.reset()`` inside the context avoids it.
 
 [Note: hooks of the user] torch calls the innermost hooks only, so ours call those of the user that they cover: these get
-what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Ours are put into the
-place of theirs on torch's stack, and theirs are put back: a context that is left first, after an interrupt, takes ours down as
-if they were its own. Covered are hooks that were put up around the model. What is computed
+what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Covered are hooks that
+were put up around the model. What is computed
 under hooks that a forward has put up inside it is theirs alone: a view of a weight that they keep holds the unit in memory.
 Where what they give is or holds a view of a weight, a token takes the view's place until it is unpacked. Of
 ``torch.autograd.graph.save_on_cpu``, which changes no bits, weights are kept away: it would copy them all. Hooks of activation
@@ -23,9 +22,7 @@ innermost. So each gives the other's weights to the other to pack, and to unpack
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -226,18 +223,13 @@ class SavingHooks:
         """Put them up in the calling thread. Where torch.func forbids hooks, what is saved keeps the flat buffers alive."""
         if are_forbidden():
             return
+        ours: tuple[Any, Any] = self._pack, self._unpack
         theirs = hooks_of_the_user()
-        if theirs is None:
-            saving_hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
-            return
-        are_innermost = top_hooks() == theirs
-        ours = functools.partial(self._pack_over, theirs, are_innermost), functools.partial(self._unpack_over, theirs)
-        if are_innermost:
-            _replace_top(ours)
-        else:
-            saving_hooks._push_saved_tensors_default_hooks(*ours)
+        if theirs is not None:
+            ours = functools.partial(self._pack_over, theirs), functools.partial(self._unpack_over, theirs)
+        saving_hooks._push_saved_tensors_default_hooks(*ours)
 
-    def _pack_over(self, theirs: tuple[Any, Any], _: bool, tensor: torch.Tensor) -> Any:
+    def _pack_over(self, theirs: tuple[Any, Any], tensor: torch.Tensor) -> Any:
         """As ``pack``, where hooks of the user are covered: see [Note: hooks of the user]."""
         collect = theirs[0]
         if _home(collect) == _MOVING_ONLY:
@@ -309,33 +301,14 @@ class SavingHooks:
         num_found = 0
         try:
             while num_found != most and (top := top_hooks()) is not None:
-                if not self._are(top):
+                saving_hooks._pop_saved_tensors_default_hooks()
+                if self._are(top):
+                    num_found += 1
+                else:
                     others.append(top)
-                    saving_hooks._pop_saved_tensors_default_hooks()
-                    continue
-                num_found += 1
-                self._pop_top(top)
-                if (theirs := self._replaced_by(top)) is not None and most is None:
-                    others.append(theirs)
-                    saving_hooks._pop_saved_tensors_default_hooks()
         finally:
             for hooks in reversed(others):
                 saving_hooks._push_saved_tensors_default_hooks(*hooks)
-
-    def _replaced_by(self, ours: tuple[Any, Any]) -> tuple[Any, Any] | None:
-        """The hooks of the user in whose place these are up."""
-        pack = ours[0]
-        if isinstance(pack, functools.partial) and pack.func == self._pack_over and pack.args[1]:
-            theirs: tuple[Any, Any] = pack.args[0]
-            return theirs
-        return None
-
-    def _pop_top(self, ours: tuple[Any, Any]) -> None:
-        theirs = self._replaced_by(ours)
-        if theirs is None:
-            saving_hooks._pop_saved_tensors_default_hooks()
-        else:
-            _replace_top(theirs)
 
     def __enter__(self) -> None:
         self.push()
@@ -348,10 +321,4 @@ class SavingHooks:
     def clear_top(self) -> None:
         """Take down those that nobody else's are above."""
         while (top := top_hooks()) is not None and self._are(top):
-            self._pop_top(top)
-
-
-def _replace_top(hooks: tuple[Any, Any]) -> None:
-    """Put these hooks up in the place of the innermost. No interrupt comes in between, for no line of Python runs."""
-    push = functools.partial(saving_hooks._push_saved_tensors_default_hooks, *hooks)
-    deque(map(operator.call, (saving_hooks._pop_saved_tensors_default_hooks, push)), maxlen=0)
+            saving_hooks._pop_saved_tensors_default_hooks()

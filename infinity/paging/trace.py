@@ -77,8 +77,12 @@ class Trace:
         self._position = 0
         self._recorded: list[int] = []
         self._recorded_backward_start: int | None = None
+        self.num_commits = 0
+        """How often the forecast has begun anew."""
         self._placed: tuple[int, ...] | None = None
         """The forecast of which `next_use` knows the places."""
+        self._counted: tuple[tuple[int, ...], int] | None = None
+        """A forecast, and what `num_needed` is for it."""
         self.present = -1
         """The unit in use, of which a `touch` would change nothing; -1 if the next one changes something in any case."""
 
@@ -86,6 +90,11 @@ class Trace:
     def has_backward(self) -> bool:
         """Whether the present record contains a backward."""
         return self._recorded_backward_start is not None
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], int]:
+        """The forecast, and the position in it."""
+        return self.order, self._position
 
     def begin(self) -> None:
         """A new micro-batch begins; the record of the one before, if complete, becomes the forecast."""
@@ -106,6 +115,7 @@ class Trace:
     def commit(self) -> None:
         """The micro-batch ended normally: replay it from now on, if it needed anything."""
         recorded = tuple(self._recorded)
+        self.num_commits += 1
         if recorded:
             start = self._recorded_backward_start
             self.record = self.order, self.backward_start = recorded, len(recorded) if start is None else start
@@ -174,16 +184,34 @@ class Trace:
 
     def next_use(self, unit: int) -> int:
         """In how many places the unit is needed; more than there are places if it is nowhere, the less often it was used."""
+        places = self._places_now().get(unit)
+        if places is None:
+            return (len(self.order) + 1) * (1 + 32 - self._history.get(unit, 0).bit_count())
+        found = bisect_left(places, self._position)
+        return (places[found] if found < len(places) else places[0] + len(self.order)) - self._position
+
+    def _places_now(self) -> dict[int, list[int]]:
+        """Unit -> its places in the forecast."""
         if self._placed is not self.order:  # it is another one than the last time
             self._placed = self.order
             self._places: dict[int, list[int]] = {}
             for place, each in enumerate(self.order):
                 self._places.setdefault(each, []).append(place)
-        places = self._places.get(unit)
-        if places is None:
-            return (len(self.order) + 1) * (1 + 32 - self._history.get(unit, 0).bit_count())
-        found = bisect_left(places, self._position)
-        return (places[found] if found < len(places) else places[0] + len(self.order)) - self._position
+        return self._places
+
+    def is_forecast(self, unit: int) -> bool:
+        """Whether the forecast names the unit."""
+        return unit in self._places_now()
+
+    def is_routed(self, unit: int) -> bool:
+        """Whether this micro-batch uses an expert."""
+        return unit in self._routed.get(self._groups[unit], ())
+
+    def num_needed(self, staying: Collection[int]) -> int:
+        """How many units the forecast names, but for those in ``staying``, which must be the same ones each time."""
+        if self._counted is None or self._counted[0] is not self.order:
+            self._counted = self.order, sum(unit >= 0 and unit not in staying for unit in set(self.order))
+        return self._counted[1]
 
     def wanted(
         self, num_bytes: Sequence[int], capacity_bytes: int, staying: Collection[int] = (), *, is_around: bool = True

@@ -20,15 +20,15 @@ from infinity.numerics.state_format import StateFormat
 from infinity.optim.piece import PieceUpdater, check_parts, check_state_format
 from infinity.optim.template import Template
 from infinity.packed.selection import packed_weights
-from infinity.plan.cost_model import place_for_schedule
+from infinity.plan.cost_model import Traffic, place_for_schedule
 from infinity.plan.machine import Bandwidth, RoomBytes
 from infinity.plan.placement import Placement
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import Request, UnitSize, guessed_order
 from infinity.plan.tracker import PlanTracker
-from infinity.plan.volumes import Volumes, resting_bytes
+from infinity.plan.volumes import Volumes
 from infinity.units.adapters import is_base
-from infinity.units.experts import experts_to_cut, routed_experts
+from infinity.units.experts import adapted_experts, experts_to_cut, routed_experts
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition
 from infinity.units.shares import Shares
@@ -125,9 +125,12 @@ class PlanInputs:
             },
             spans=[shares.span(unit) for unit in units],
             sizes=[
-                dataclasses.replace(
-                    _size_of(unit, len(names[unit.index]), shares, divides_weights=divides_weights),
-                    is_routed=_is_routed(unit, routed),
+                UnitSize.of(
+                    unit,
+                    len(names[unit.index]),
+                    shares,
+                    divides_weights=divides_weights,
+                    is_routed=all(id(parameter) in routed for parameter in unit.parameters),
                 )
                 for unit in units
             ],
@@ -178,38 +181,26 @@ class PlanInputs:
         if retention is not None and durable is not None:
             retention = dataclasses.replace(retention, room_bytes=room_bytes(durable.directories))
         slots = [slot for unit in self.units for slot in unit.layout.slots]
-        request = self.request
+        expects_vertical = self.config.infinity.schedule == "vertical" and reason_against is None
         plan = Plan(
             num_parameters=sum(slot.numel for slot in slots),
             num_trainable=sum(slot.numel for slot in slots if slot.spec.is_trainable),
-            units=tuple((size.name, size.weight_bytes) for size in self.sizes),
-            param_tier=request.param_tier,
-            optimizer_tier=request.optimizer_tier,
-            update=request.update,
-            resting_bytes=resting_bytes(self.sizes, request, placement),
-            host_budget_bytes=request.budget_bytes,
-            host_budget_source=self.budget_source,
-            minimum_budget_bytes=placement.minimum_bytes,
+            sizes=tuple(self.sizes),
+            request=self.request,
             placement=placement,
-            num_micro_batches=request.num_micro_batches,
+            order=tuple(self.guess),
+            backward_start=len(self.sizes),
+            host_budget_source=self.budget_source,
+            traffic=Traffic(is_vertical=expects_vertical),
             bandwidth=bandwidth,
             drive_tbw=self.config.infinity.drive_tbw,
-            durable_bytes=0 if retention is None else retention.num_bytes,
             retention=retention,
-            activations_beyond="more is an error" if request.activations == "cpu" else "the rest spilled to NVMe",
-            update_workers=request.update_workers,
-            shares_host_memory=request.shares_host_memory,
         )
-        expects_vertical = self.config.infinity.schedule == "vertical" and reason_against is None
-        return PlanTracker(plan, self.sizes, request, self.guess, expects_vertical=expects_vertical)
+        return PlanTracker(plan)
 
     def volumes(self, placement: Placement) -> Volumes:
         """What is opened on drives with a placement."""
         return Volumes.of(self.config, self.sizes, self.request, placement)
-
-
-def _is_routed(unit: Unit, routed: Collection[int]) -> bool:
-    return all(id(parameter) in routed for parameter in unit.parameters)
 
 
 def make_units(
@@ -282,21 +273,24 @@ def _state_names(unit: Unit, template: Template, updater: PieceUpdater) -> dict[
     return dict.fromkeys(name for index in indices for name in updater.state_names(index))
 
 
-def _size_of(unit: Unit, num_states: int, shares: Shares, *, divides_weights: bool) -> UnitSize:
-    start, stop = shares.span(unit)
-    kept_bytes = sum(stop - start for start, stop in shares.weight_spans(unit)) if divides_weights else None
-    return UnitSize.of(unit, num_states, stop - start, kept_bytes)
-
-
 def experts_of_config(model: nn.Module, config: InfinityConfig) -> list[tuple[str, nn.Module, list[str]]]:
     """What of the model is paged expert by expert, as the config says: see `infinity.units.experts.fused_experts`.
 
     Raises:
-        ConfigError: it asks for what several processes do not do yet.
+        ConfigError: it asks for what several processes do not do yet, or where adapters add to all experts at once.
     """
     choice, is_alone = config.infinity.experts, config.world_size == 1
-    if choice in ("by_expert", "touched_only") and not is_alone:
+    asks = choice in ("by_expert", "touched_only")
+    if asks and not is_alone:
         raise ConfigError(
             f'infinity.experts: "{choice}" is for one process, and {config.world_size} train together. Set it to "whole"'
+        )
+    if asks and (adapted := adapted_experts(model)) is not None:
+        raise ConfigError.value(
+            "infinity.experts",
+            choice,
+            f"PEFT's target_parameters add adapters to the experts of '{adapted}' by one operation on the tensor of all of them",
+            cure='Set it to "auto" or "whole", which page those experts with their layer; or take their names out of '
+            "target_parameters: adapters on attention leave experts to be paged one by one",
         )
     return experts_to_cut(model, choice, is_paged=config.offload_param.device == "nvme" and is_alone)

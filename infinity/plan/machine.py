@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from swapper.volumes.directory import Directory
 
+_Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 RoomBytes = Callable[[Sequence[Directory]], int | None]
 """What may be stored in some directories together; None where they know no limit."""
 
@@ -23,9 +26,9 @@ class Bandwidth:
         measured_at: local date and time, ISO 8601.
     """
 
-    read_bytes_per_second: float
-    write_bytes_per_second: float
-    mixed_bytes_per_second: float
+    read_bytes_per_second: _Speed
+    write_bytes_per_second: _Speed
+    mixed_bytes_per_second: _Speed
     measured_at: str
 
     @property

@@ -1,6 +1,6 @@
-"""The plan that is printed at start, what its predictions are made from, and both as JSON.
+"""The plan that is printed at start, with what its predictions are made from; and as JSON.
 
-Read again, they say what the plan would be with other means, long after the engine is gone.
+Read again, it says what would be predicted with other means, long after the engine is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infinity.plan.cost_model import Prediction, Traffic, predict
 from infinity.plan.machine import Bandwidth
 from infinity.plan.placement import Placement
 from infinity.plan.sizes import KNOWN_FIELDS_ONLY, Request, UnitSize
-from infinity.plan.volumes import Retention, megabytes
+from infinity.plan.volumes import Retention, megabytes, resting_bytes
 
 
 @dataclass(frozen=True)
@@ -29,44 +29,81 @@ class Plan:
 
     num_parameters: int
     num_trainable: int
-    units: tuple[tuple[str, int], ...]
-    """(name, bytes of the flat buffer) of each unit."""
-    param_tier: str
-    optimizer_tier: str
-    update: str
-    """"in_backward", "deferred" or "step"."""
-    resting_bytes: dict[str, dict[str, int]]
-    """Bytes at rest per tier ("device", "host", "nvme") and kind: "weights" (model weights), "remainders" or "main weights",
-    "states" (of the optimizer), "gradients" (room for those that are spilled, or stay on a device)."""
-    host_budget_bytes: int
-    host_budget_source: str
-    minimum_budget_bytes: int
+    sizes: tuple[UnitSize, ...]
+    """Of all units."""
+    request: Request
+    """What the config asks for."""
     placement: Placement
-    num_micro_batches: int
-    predicted_read_bytes_per_step: int = 0
-    predicted_write_bytes_per_step: int = 0
+    order: tuple[int, ...]
+    """In which a micro-batch (a whole step, if `traffic` is vertical) needs its units: forward, then backward."""
+    backward_start: int
+    """Place in `order` at which backward begins."""
+    host_budget_source: str
     traffic: Traffic = field(default_factory=Traffic)
     """The order of the last step, which the predictions are for."""
+    predicted_read_bytes_per_step: int = 0
+    predicted_write_bytes_per_step: int = 0
     bandwidth: Bandwidth | None = None
     """What the drives were measured to do; None if they were not."""
     drive_tbw: float | None = None
     """Terabytes that the drives are rated to take."""
-    durable_bytes: int = 0
-    """Of the drives, what a durable run has reserved: the states, and room for what each kept commit differs in."""
     retention: Retention | None = None
-    """What that is made of, and how many commits there would be room for."""
+    """What a durable run has reserved on the drives, and how many commits there would be room for."""
     seen_bytes_per_second: float | None = None
     """What the drives read and wrote while they were busy, in the steps so far; None before the first ones."""
     compute_seconds: float | None = None
     """What a step would take without waiting for drives, from the steps so far; None before the first ones."""
-    activations_beyond: str = "the rest spilled to NVMe"
-    """What becomes of activations for which the placement has no room."""
-    update_workers: int = 1
-    """Threads that run updates."""
-    shares_host_memory: bool = True
-    """Whether the device computes in host memory: flat buffers then are a part of the host's budget."""
     overlap_factor: float = 1.0
     """How much longer the steps so far took than the longer of I/O and compute, which share processors and memory."""
+
+    @property
+    def units(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes of the flat buffer) of each unit."""
+        return tuple((size.name, size.weight_bytes) for size in self.sizes)
+
+    @property
+    def update(self) -> str:
+        """ "in_backward", "deferred" or "step"."""
+        return self.request.update
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """The limit on the engine's host memory."""
+        return self.request.budget_bytes
+
+    @property
+    def minimum_budget_bytes(self) -> int:
+        """The least budget with which an engine begins."""
+        return self.placement.minimum_bytes
+
+    @property
+    def durable_bytes(self) -> int:
+        """Of the drives, what a durable run has reserved: the states, and room for what each kept commit differs in."""
+        return 0 if self.retention is None else self.retention.num_bytes
+
+    @functools.cached_property
+    def resting_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes at rest per tier ("device", "host", "nvme") and kind: "weights" (model weights), "remainders" or "main
+        weights", "states" (of the optimizer), "gradients" (room for those that are spilled, or stay on a device)."""
+        return resting_bytes(self.sizes, self.request, self.placement)
+
+    # ----------------------------------------------------------------------------------------------------- predictions
+
+    def prediction_of_bytes(self) -> Prediction:
+        """What a step moves, but for `Traffic.extra_bytes`."""
+        request = self.request
+        if self.traffic.is_vertical:  # the order is that of a whole step
+            request = dataclasses.replace(request, num_micro_batches=1)
+        return predict(self.sizes, request, self.placement, self.order, self.backward_start)
+
+    def predicted(self) -> Plan:
+        """The plan with what its placement moves in a step."""
+        found, extra = self.prediction_of_bytes(), self.traffic.extra_bytes
+        return dataclasses.replace(
+            self,
+            predicted_read_bytes_per_step=found.read_bytes + extra,
+            predicted_write_bytes_per_step=found.write_bytes + extra,
+        )
 
     @property
     def predicted_io_seconds(self) -> float | None:
@@ -104,26 +141,25 @@ class Plan:
             return None
         return int(self.drive_tbw * 1e12 / self.predicted_write_bytes_per_step)
 
+    # --------------------------------------------------------------------------------------------------------- in words
+
     def rows(self) -> list[tuple[str, str]]:
         """The table as (what, value)."""
-        placement = self.placement
-        minimum = megabytes(self.minimum_budget_bytes)
+        request, placement = self.request, self.placement
         name, num_bytes = max(self.units, key=lambda unit: unit[1])
         rows = [
-            ("parameters", f"{self.num_parameters:,} ({self.num_trainable:,} trainable) in {len(self.units)} units"),
+            ("parameters", f"{self.num_parameters:,} ({self.num_trainable:,} trainable) in {len(self.sizes)} units"),
             ("largest unit", f"{name or 'the model'}: {megabytes(num_bytes)}"),
-            ("weights / optimizer state on", f"{self.param_tier} / {self.optimizer_tier}"),
+            ("weights / optimizer state on", f"{request.param_tier} / {request.optimizer_tier}"),
             *((f"at rest: {tier}", kinds) for tier in self.resting_bytes if (kinds := self._kinds(tier))),
-            (
-                "host memory budget",
-                f"{megabytes(self.host_budget_bytes)} ({self.host_budget_source}; minimum {minimum})",
-            ),
         ]
         flats = megabytes(placement.weights_bytes)
-        if self.shares_host_memory:
+        if not request.shares_host_memory:
+            rows.append(("device memory for weights", flats))
+        minimum = f"minimum {megabytes(placement.minimum_bytes)}"
+        rows.append(("host memory budget", f"{megabytes(request.budget_bytes)} ({self.host_budget_source}; {minimum})"))
+        if request.shares_host_memory:
             rows.append(("  flat buffers for weights", flats))
-        else:
-            rows.insert(-1, ("device memory for weights", flats))
         if placement.num_pages:
             rows.append(("  pages", f"{placement.num_pages} x {megabytes(placement.page_bytes)}"))
         if not placement.gradients_on_device:
@@ -131,30 +167,31 @@ class Plan:
             rows.append(("  gradients", megabytes(placement.gradient_bytes) + rest))
         if placement.landing_bytes:
             rows.append(("  gradients that arrive", megabytes(placement.landing_bytes)))
-        if self.durable_bytes:
-            detail = "" if self.retention is None else f": {self.retention}"
-            rows.append(("durable run", f"{megabytes(self.durable_bytes)} on the drives{detail}"))
+        if self.retention is not None:
+            rows.append(("durable run", f"{megabytes(self.durable_bytes)} on the drives: {self.retention}"))
         if placement.kept_bytes:
             rows.append(("  weights and states at rest", megabytes(placement.kept_bytes)))
         if placement.activation_bytes:
-            rows.append(("  activations", f"{megabytes(placement.activation_bytes)}, {self.activations_beyond}"))
-        is_trained = self.num_trainable > 0
-        if is_trained:
-            workers = f", {self.update_workers} at a time" if self.update_workers > 1 else ""
-            rows.append(("optimizer update", self.update.replace("_", " ") + workers))
-        if is_trained and self.num_micro_batches > 1:
+            beyond = "more is an error" if request.activations == "cpu" else "the rest spilled to NVMe"
+            rows.append(("  activations", f"{megabytes(placement.activation_bytes)}, {beyond}"))
+        return rows + self._rows_of_a_step()
+
+    def _rows_of_a_step(self) -> list[tuple[str, str]]:
+        request = self.request
+        if not self.num_trainable:
+            return [("predicted read per forward", self._moved(self.predicted_read_bytes_per_step))]
+        workers = f", {request.update_workers} at a time" if request.update_workers > 1 else ""
+        rows = [("optimizer update", self.update.replace("_", " ") + workers)]
+        if request.num_micro_batches > 1:
             order = "all through a unit before the next" if self.traffic.is_vertical else "one after the other"
-            rows.append(("micro-batches", f"{self.num_micro_batches}, {order}"))
-        pass_name = "step" if is_trained else "forward"
-        rows.append((f"predicted read per {pass_name}", self._moved(self.predicted_read_bytes_per_step)))
-        if not is_trained:
-            return rows
-        rows += [
+            rows.append(("micro-batches", f"{request.num_micro_batches}, {order}"))
+        return [
+            *rows,
+            ("predicted read per step", self._moved(self.predicted_read_bytes_per_step)),
             ("predicted written per step", self._moved(self.predicted_write_bytes_per_step)),
             ("predicted time of a step", self._time()),
             ("drive life", self._life()),
         ]
-        return rows
 
     def _moved(self, num_bytes: int) -> str:
         return f"{megabytes(num_bytes)} ({num_bytes / max(self.num_parameters, 1):.2f} B per parameter)"
@@ -196,59 +233,21 @@ class Plan:
         return "\n".join(f"{what:<{width}}  {value}" for what, value in rows)
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Of one step.
-
-    Attributes:
-        units: all of them.
-        request: what a placement was asked.
-        order: in which a micro-batch (a whole step, if `traffic` is vertical) needs its units: forward, then backward.
-        backward_start: place in `order` at which backward begins.
-        traffic: the order of the last step.
-    """
-
-    __pydantic_config__ = KNOWN_FIELDS_ONLY
-
-    units: tuple[UnitSize, ...]
-    request: Request
-    order: tuple[int, ...]
-    backward_start: int
-    traffic: Traffic
-
-    def prediction(self, placement: Placement) -> Prediction:
-        """What a step moves with a placement, but for `Traffic.extra_bytes`."""
-        request = self.request
-        if self.traffic.is_vertical:  # the order is that of a whole step
-            request = dataclasses.replace(request, num_micro_batches=1)
-        return predict(self.units, request, placement, self.order, self.backward_start)
-
-    def predicted(self, plan: Plan) -> Plan:
-        """The plan with what its placement moves in a step."""
-        found, extra = self.prediction(plan.placement), self.traffic.extra_bytes
-        return dataclasses.replace(
-            plan,
-            predicted_read_bytes_per_step=found.read_bytes + extra,
-            predicted_write_bytes_per_step=found.write_bytes + extra,
-            traffic=self.traffic,
-        )
-
-
 _adapter = functools.cache(TypeAdapter)  # building one takes 16 ms, a hundred times as long as its use
 
 
-def as_record(workload: Workload, plan: Plan) -> dict[str, Any]:
-    """Both, in what JSON has. `of_record` makes them of it again."""
-    known: dict[str, Any] = _adapter(Plan).dump_python(plan, mode="json")
-    known["predicted_seconds"] = plan.predicted_step_seconds  # for whoever reads the file alone
-    return {"plan": known, "workload": _adapter(Workload).dump_python(workload, mode="json")}
+def as_record(plan: Plan) -> dict[str, Any]:
+    """The plan, in what JSON has. `of_record` makes it of it again."""
+    record: dict[str, Any] = _adapter(Plan).dump_python(plan, mode="json")
+    return record | {"predicted_seconds": plan.predicted_step_seconds}  # for whoever reads the file alone
 
 
-def of_record(record: Mapping[str, Any]) -> tuple[Workload, Plan]:
+def of_record(record: Mapping[str, Any]) -> Plan:
     """What `as_record` was given.
 
     Raises:
         KeyError, TypeError, ValueError: it is not what `as_record` gives.
     """
-    known = {name: value for name, value in record["plan"].items() if name != "predicted_seconds"}
-    return _adapter(Workload).validate_python(record["workload"]), _adapter(Plan).validate_python(known)
+    known = {name: value for name, value in record.items() if name != "predicted_seconds"}
+    found: Plan = _adapter(Plan).validate_python(known)
+    return found

@@ -19,7 +19,7 @@ from infinity.numerics.state_format import StateFormat
 from infinity.packed.stored_form import StoredForm
 from infinity.plan.machine import Bandwidth
 from infinity.units.partition import used_together
-from infinity.units.shares import NUM_SERVED
+from infinity.units.shares import NUM_SERVED, Shares
 from infinity.units.unit import Unit
 from swapper.wrappers.versions import VersionedBackend
 
@@ -78,28 +78,24 @@ class UnitSize:
 
     @classmethod
     def of(
-        cls,
-        unit: Unit,
-        num_states: int,
-        share_numel: int | None = None,
-        weight_share_bytes: int | None = None,
+        cls, unit: Unit, num_states: int, shares: Shares, *, divides_weights: bool = False, is_routed: bool = False
     ) -> UnitSize:
-        """The size of a unit with so many per-element states."""
-        layout = unit.layout
-        is_all_trainable = all(segment.is_trainable for segment in layout.segments)
+        """The size of a unit with so many per-element states, of which this process has its share."""
+        layout, stored = unit.layout, StoredForm(unit.layout)
         matrices = [slot for slot in layout.slots if len(slot.spec.shape) == 2]
         largest = max(((s.numel * s.spec.dtype.itemsize, s.spec.fqn) for s in matrices), default=(0, ""))
-        layer = (largest[1], largest[0]) if 2 * largest[0] > layout.num_bytes else None
-        stored = StoredForm(layout)
+        start, stop = shares.span(unit)
+        of_weights = sum(stop - start for start, stop in shares.weight_spans(unit)) if divides_weights else None
         return cls(
             unit.name,
             layout.num_bytes,
             layout.trainable_numel,
             num_states,
-            is_all_trainable,
-            layer,
-            share_numel,
-            weight_share_bytes,
+            is_all_trainable=all(segment.is_trainable for segment in layout.segments),
+            layer=(largest[1], largest[0]) if 2 * largest[0] > layout.num_bytes else None,
+            share_numel=stop - start,
+            weight_share_bytes=of_weights,
+            is_routed=is_routed,
             packed_bytes=stored.num_bytes if stored.packed_bytes else None,
         )
 

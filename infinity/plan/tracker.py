@@ -9,13 +9,12 @@ import dataclasses
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from infinity.metrics import StepReport
 from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
-from infinity.plan.plan import Plan, Workload
-from infinity.plan.sizes import Request, UnitSize
+from infinity.plan.plan import Plan
 
 _WARM_UP = 2
 """Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""
@@ -25,32 +24,11 @@ _ENOUGH = 4
 
 
 class PlanTracker:
-    """Refines the plan that was made at start.
+    """Refines the plan that was made at start."""
 
-    Attributes:
-        workload: what the predictions of the plan are made from.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        units: Sequence[UnitSize],
-        request: Request,
-        guess: Sequence[int],
-        *,
-        expects_vertical: bool = False,
-    ) -> None:
-        """
-        Args:
-            plan: without predictions.
-            units: all units.
-            request: what its placement was asked.
-            guess: the order of need before the first micro-batch is recorded: forward, then backward.
-            expects_vertical: all micro-batches of a step go through a unit together, as far as can be told.
-        """
-        traffic = Traffic(is_vertical=expects_vertical)
-        self.workload = Workload(tuple(units), request, tuple(guess), len(units), traffic)
-        self._plan = self.workload.predicted(plan)
+    def __init__(self, plan: Plan) -> None:
+        """``plan``: for the order of need that is expected before the first micro-batch is recorded."""
+        self._plan = plan.predicted()
         self._reports: deque[StepReport] = deque(maxlen=_REMEMBERED)
         self._num_steps = 0
         self._least_pause = math.inf
@@ -62,11 +40,11 @@ class PlanTracker:
 
     def plan(self, trace: Trace, traffic: Traffic) -> Plan:
         """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
-        known = self.workload
+        known = self._plan
         order, backward_start = trace.record
         if (known.order, known.backward_start, known.traffic) != (order, backward_start, traffic):
-            self.workload = dataclasses.replace(known, order=order, backward_start=backward_start, traffic=traffic)
-            self._plan = self.workload.predicted(self._plan)
+            changed = dataclasses.replace(known, order=order, backward_start=backward_start, traffic=traffic)
+            self._plan = changed.predicted()
         return self._plan
 
     def on_step(self, report: StepReport) -> None:

@@ -115,9 +115,7 @@ def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
     if speed is not None:
         text += f" The ceiling is {speed.mixed_bytes_per_second / 1e9:.3g} GB/s, measured on {speed.date}."
     else:
-        text += (
-            " No ceiling is known: the drives were never measured here (infinity.autotune_io, `infinity profile DIR`)."
-        )
+        text += " No ceiling is known: the drives were never measured here (`infinity profile DIR`)."
     return _chart("NVMe throughput", text, _curves(curves, levels, "GB/s, both ways"))
 
 

@@ -96,8 +96,7 @@ def show(run: Run, *, goes_on: bool) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("run", Text(str(run.directory.absolute()), overflow="fold"))
-    known = known_plan(run)
-    for name, value in facts(run, None if known is None else known[1], _state(run, goes_on=goes_on)).items():
+    for name, value in facts(run, known_plan(run), _state(run, goes_on=goes_on)).items():
         table.add_row(name, Text(value))
     losses = [step.loss for step in run.steps[-_WIDTH:] if step.loss is not None]
     if losses:

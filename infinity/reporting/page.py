@@ -46,8 +46,7 @@ def render(run: Run) -> str:
     """The page as text."""
     from jinja2 import Environment, PackageLoader
 
-    known = known_plan(run)
-    plan = None if known is None else known[1]
+    plan = known_plan(run)
     verdict = judge(run)
     steps = run.steps
     drawn = []

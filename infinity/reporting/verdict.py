@@ -16,7 +16,7 @@ from infinity.metrics import Run
 from infinity.metrics.report import StepReport
 from infinity.numerics.plain_data import UNREADABLE
 from infinity.plan.cost_model import place_for_schedule
-from infinity.plan.plan import Plan, Workload, of_record
+from infinity.plan.plan import Plan, of_record
 
 _WARM_UP = 2
 """Steps that say nothing of the others."""
@@ -82,13 +82,12 @@ def judge(run: Run) -> Verdict:
     if known is None or len(run.steps) <= _WARM_UP:
         words.append("There are too few steps to say what would make them faster.")
         return Verdict(" ".join(words), bound_by, share, None, measured)
-    workload, plan = known
-    found = alternatives(workload, plan)
+    found = alternatives(known)
     words.append(_in_words(found))
-    return Verdict(" ".join(words), bound_by, share, plan.predicted_step_seconds, measured, found)
+    return Verdict(" ".join(words), bound_by, share, known.predicted_step_seconds, measured, found)
 
 
-def alternatives(workload: Workload, plan: Plan) -> tuple[Alternative, ...]:
+def alternatives(plan: Plan) -> tuple[Alternative, ...]:
     """What the plan predicts with other means, the fastest first; none as long as it does not know how long a step takes."""
     now = plan.predicted_step_seconds
     if not now or plan.compute_seconds is None:
@@ -96,7 +95,7 @@ def alternatives(workload: Workload, plan: Plan) -> tuple[Alternative, ...]:
     tried: list[tuple[str, Plan]] = []
     if plan.predicted_read_bytes_per_step + plan.predicted_write_bytes_per_step:
         tried.append(("a second drive", _with_two_drives(plan)))
-        tried += _with_memory(workload, plan)
+        tried += _with_memory(plan)
     tried.append(("twice the speed of computing", dataclasses.replace(plan, compute_seconds=plan.compute_seconds / 2)))
     timed = [(means, seconds) for means, other in tried if (seconds := other.predicted_step_seconds)]
     found = [Alternative(means, seconds, now / seconds) for means, seconds in timed]
@@ -112,11 +111,10 @@ def _with_two_drives(plan: Plan) -> Plan:
     return dataclasses.replace(plan, seen_bytes_per_second=None if seen is None else 2 * seen, bandwidth=speed)
 
 
-def _with_memory(workload: Workload, plan: Plan) -> list[tuple[str, Plan]]:
+def _with_memory(plan: Plan) -> list[tuple[str, Plan]]:
     """More of the budget; and what there is used, if the config leaves it unused."""
     found: list[tuple[str, Plan]] = []
-    request = workload.request
-    resting = sum(plan.resting_bytes.get("nvme", {}).values())
+    request, resting = plan.request, plan.states_bytes["nvme"]
     keeping = dataclasses.replace(request, keeps_in_memory=True)
     options = [(f"{_size(share * resting)} more RAM", round(share * resting)) for share in _SHARES]
     if not request.keeps_in_memory:
@@ -126,14 +124,12 @@ def _with_memory(workload: Workload, plan: Plan) -> list[tuple[str, Plan]]:
         ]
     for means, more in options:
         wanted = dataclasses.replace(keeping, budget_bytes=request.budget_bytes + more)
-        schedule = "vertical" if workload.traffic.is_vertical else "ordinary"
+        schedule = "vertical" if plan.traffic.is_vertical else "ordinary"
         try:
-            placement, _ = place_for_schedule(schedule, workload.units, wanted, workload.order)
+            placement, _ = place_for_schedule(schedule, plan.sizes, wanted, plan.order)
         except ConfigError:
             continue
-        other = dataclasses.replace(workload, request=wanted)
-        placed = dataclasses.replace(plan, placement=placement, host_budget_bytes=wanted.budget_bytes)
-        found.append((means, other.predicted(placed)))
+        found.append((means, dataclasses.replace(plan, request=wanted, placement=placement).predicted()))
     return found
 
 
@@ -154,21 +150,20 @@ def _in_words(found: Sequence[Alternative]) -> str:
     return "; ".join([first_words, *(f"{each.means} {each.gain:.1f}x" for each in others)]) + "."
 
 
-def known_plan(run: Run) -> tuple[Workload, Plan] | None:
-    """What was trained, and its plan as it was known last; None if this version cannot read it."""
+def known_plan(run: Run) -> Plan | None:
+    """The plan as it was known last; None if this version cannot read it."""
     try:
         return of_record(run.plan)
     except UNREADABLE:  # of another version
         return None
 
 
-def _subject(bound_by: str, known: tuple[Workload, Plan] | None) -> str:
+def _subject(bound_by: str, plan: Plan | None) -> str:
     if bound_by in ("read", "write"):
         what = "Reads" if bound_by == "read" else "Writes"
-        if known is None:
+        if plan is None:
             return what
-        workload, plan = known
-        kinds = workload.prediction(plan.placement).kinds
+        kinds = plan.prediction_of_bytes().kinds
         column = 0 if bound_by == "read" else 1
         kind = max(kinds, key=lambda name: kinds[name][column])
         return f"{what} of {'the ' if kind == 'optimizer state' else ''}{kind}" if kinds[kind][column] else what

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,17 +38,15 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
 
     Left whole are those that others share, and those in adapters' wrappers, which add to the whole tensor.
     """
-    wrapped = {
-        id(inner) for module in model.modules() if hasattr(module, "parameter_name") for inner in module.modules()
-    }
+    wrapped = _in_wrappers(model)
     num_owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             num_owners[id(parameter)] = num_owners.get(id(parameter), 0) + 1
     for prefix, module in model.named_modules():
-        number = getattr(module, "num_experts", None)
-        if not isinstance(number, int) or not hasattr(module, "is_transposed") or id(module) in wrapped:
+        if not _has_experts(module) or id(module) in wrapped:
             continue
+        number = module.num_experts
         names = [
             name
             for name, parameter in module._parameters.items()
@@ -61,6 +60,24 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
         ]
         if names:
             yield prefix, module, names
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether it is one of transformers' modules of experts."""
+    return isinstance(getattr(module, "num_experts", None), int) and hasattr(module, "is_transposed")
+
+
+def _in_wrappers(model: nn.Module) -> set[int]:
+    """``id`` of each module to a parameter of which PEFT adds (``target_parameters``): it makes the sum of all experts, by one
+    operation, in each forward."""
+    return {id(inner) for module in model.modules() if hasattr(module, "parameter_name") for inner in module.modules()}
+
+
+def adapted_experts(model: nn.Module) -> str | None:
+    """Name of the first module of experts to whose tensors adapters add; None: there is none."""
+    wrapped = _in_wrappers(model)
+    found = (name for name, module in model.named_modules() if id(module) in wrapped and _has_experts(module))
+    return next(found, None)
 
 
 def experts_to_cut(model: nn.Module, choice: str, *, is_paged: bool) -> list[tuple[str, nn.Module, list[str]]]:
@@ -82,6 +99,10 @@ def experts_to_cut(model: nn.Module, choice: str, *, is_paged: bool) -> list[tup
     return found
 
 
+Together = Callable[[Sequence[int]], Iterator[tuple[Sequence[int], AbstractContextManager[object]]]]
+"""Divides experts, in their order, into parts that are in memory together inside a ``with`` block."""
+
+
 class ExpertTiles(Tiles):
     """The experts of a weight."""
 
@@ -91,6 +112,8 @@ class ExpertTiles(Tiles):
         self.touched_only = touched_only
         self.routed: list[int] | None = None
         """The experts of the call that runs, those with most tokens first; None: unknown."""
+        self.together: Together | None = None
+        """In a call whose routing is known, how experts come into memory several at a time; None: each by itself."""
         self._gives_zeros = True
         """Whether the call that runs has yet to give zeros to the others."""
 
@@ -109,15 +132,32 @@ class ExpertTiles(Tiles):
         ends = offs.tolist()
         counts = [end - start for start, end in itertools.pairwise([0, *ends])]
         used = sorted((e for e, count in enumerate(counts) if count), key=lambda e: -counts[e])
-        tiles = self.experts()
         parts = self._with_zeros(x, used).split([*counts, len(x) - ends[-1]])
-        results = {}
-        for e in used:
-            end = torch.full((1,), counts[e], dtype=offs.dtype, device=offs.device)
-            results[e] = tiles[e](_multiply, parts[e], multiply=multiply, offs=end, is_turned=is_turned)
+        numbers = torch.tensor([counts[e] for e in used], dtype=offs.dtype, device=offs.device).split(1)
+        end_of = dict(zip(used, numbers, strict=True))
+
+        def multiply_one(e: int, weight: torch.Tensor) -> torch.Tensor:
+            return multiply(parts[e], weight.transpose(-2, -1) if is_turned else weight, offs=end_of[e])
+
+        results = self._of_each(used, multiply_one)
         width = self.tiled.shape[-2 if is_turned else -1]
         rest = x.new_zeros(len(parts[-1]), width)  # rows of no expert, of which torch says nothing
         return torch.cat([*(results[e] for e in sorted(results)), rest])
+
+    def _of_each(
+        self, used: Sequence[int], function: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """What the function gives for each of these experts and its weight, ``[1, ...]``. In this order."""
+        tiles = self.tiled.tiles
+        if self.together is None:
+            modules = self.experts()
+            return {e: modules[e](function, e) for e in used}
+        found = {}
+        for experts, in_memory in self.together(used):
+            with in_memory:
+                for e in experts:
+                    found[e] = function(e, tiles[e])
+        return found
 
     def pick(self, index: Any) -> torch.Tensor:
         """As ``weight[index]``, of an expert or a tensor of experts."""
@@ -136,8 +176,8 @@ class ExpertTiles(Tiles):
             raise self.tiled.refusal("an index")
         numbers, places = index.remainder(len(tiles)).unique(return_inverse=True)
         used = numbers.tolist()
-        copies = torch.cat([tiles[e](_copy, None) for e in used])
-        return self._with_zeros(copies, used)[places]
+        copies = self._of_each(used, lambda _, weight: weight.clone())
+        return self._with_zeros(torch.cat([copies[e] for e in used]), used)[places]
 
     def _with_zeros(self, x: torch.Tensor, used: Collection[int]) -> torch.Tensor:
         """``x``, with which experts that are not used get a gradient of zeros when ``x`` gets its own."""
@@ -150,7 +190,11 @@ class ExpertTiles(Tiles):
 
     def begin_call(self, routed: list[int] | None) -> None:
         """A call of the module begins, or is over."""
-        self.routed, self._gives_zeros = routed, True
+        self.routed, self.together, self._gives_zeros = routed, None, True
+
+    def bring_together(self, together: Together) -> None:
+        """Experts come into memory several at a time in the call that has begun."""
+        self.together = together
 
     def others(self, used: Iterable[int]) -> list[int]:
         """The experts besides these."""
@@ -224,18 +268,8 @@ def _is_index(index: torch.Tensor) -> bool:
     return not index.is_floating_point() and index.dtype not in (torch.bool, torch.uint8)
 
 
-def _multiply(
-    x: torch.Tensor, weight: torch.Tensor, *, multiply: Callable[..., torch.Tensor], offs: torch.Tensor, is_turned: bool
-) -> torch.Tensor:
-    return multiply(x, weight.transpose(-2, -1) if is_turned else weight, offs=offs)
-
-
 def _only(_: None, weight: torch.Tensor) -> torch.Tensor:
     return weight[0]
-
-
-def _copy(_: None, weight: torch.Tensor) -> torch.Tensor:
-    return weight.clone()
 
 
 class _Zero(torch.autograd.Function):

@@ -89,6 +89,21 @@ class Slot:
         return True
 
 
+def in_slot_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A tensor of the parameter's shape (or as many elements) with the parameter's strides: itself, if it has those."""
+    spec = slot.spec
+    if not tensor.is_sparse and (tuple(tensor.stride()), tuple(tensor.shape)) == (spec.stride, spec.shape):
+        return tensor
+    ordered = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
+    return ordered.copy_((tensor.to_dense() if tensor.is_sparse else tensor).reshape(spec.shape))
+
+
+def in_memory_order(tensor: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """As `in_slot_order`, 1-D: its elements as they lie in memory."""
+    ordered = in_slot_order(tensor.detach(), slot)
+    return ordered.as_strided((ordered.numel(),), (1,), ordered.storage_offset())
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of slots of one dtype, all trainable or all frozen. ``numel`` includes the padding."""

@@ -54,8 +54,7 @@ class UnitState(Enum):
     UPDATING_RESIDENT = auto()
     """The flat buffer belongs to the update: it reads and writes the weights there. Next: it ends."""
     UPDATING_BOUND = auto()
-    """As UPDATING_RESIDENT, while the user keeps the unit gathered; the engine waits for the update at once. Next: it ends,
-    or the parameters are cut off all the same (at the end of the engine, or in a forked process)."""
+    """As UPDATING_RESIDENT, and parameters still look at the flat buffer. Next: the update ends, or they are cut off."""
 
 
 _PAIRS = {
@@ -151,8 +150,8 @@ class Unit:
         self.num_active = 0
         """How many modules and operations use the unit: each from `begin_use` until `end_use`."""
         self.gathered: list[object] = []
-        """What the user holds it open for (`checkpoint.state_access.Gathered`): each from `hold_for` until `let_go_of`. The
-        unit stays bound, also while it is updated."""
+        """What the user holds it open for (`checkpoint.stored_weights.Gathered`): each from `hold_for` until `let_go_of`. The
+        unit stays bound, and no step is made meanwhile."""
         self.version = 0
         """Counts the changes of the weights, so that a graph over old ones is noticed."""
         self.dirty: set[int] = set()

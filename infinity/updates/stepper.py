@@ -19,7 +19,6 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
 
 import torch
 
@@ -73,8 +72,6 @@ class Stepper:
         chunks: of each unit, those that are updated here.
         rules: how a step goes.
         device, residency, gradients, stream, step_groups: whom it works with.
-        gathered: holds units open for the user, who may write to them before an update (`store_gathered`) and after it
-            (`note_updated`).
         trimmer: gives memory back between two updates; None: that is not needed.
         exchange: brings the weights that are updated elsewhere.
         mesh: who has which part of the model.
@@ -93,7 +90,6 @@ class Stepper:
     gradients: ReducedGradients
     stream: UpdateStream
     step_groups: StepGroups
-    gathered: Any
     exchange: WeightExchange
     mesh: Mesh
     before_updates: Callable[[], None] = lambda: None
@@ -210,7 +206,7 @@ class Stepper:
 
     def _leave_to_mean(self, unit: Unit) -> None:
         """This rank's share is updated when the mean of it is there; see [Note: updates of shares]."""
-        if self._share_updates.digest and not unit.gathered:  # what was written to that all ranks store together
+        if self._share_updates.digest:
             slots = self.gradients.slots_with_gradient(unit)
             self._share_updates.leave(unit, slots)
             self.used_up.update((unit.index, slot.index) for slot in slots)
@@ -260,10 +256,7 @@ class Stepper:
         groups = self._groups.of_each({slot.index: unit.parameters[slot.index] for slot in source.slots()})
         if are_momenta:
             groups = {index: {**group, IS_MOMENTUM: True} for index, group in groups.items()}
-        is_gathered = bool(unit.gathered)
-        if is_gathered:
-            self.gathered.store_gathered(unit)
-        elif not unit.num_active:
+        if not unit.num_active:
             self.residency.store_changes(unit)
         is_seen = unit.flat is not None and unit.flat.has_views
         rank = self._rank_of(unit) if self._goes_by_rank else 0
@@ -274,7 +267,7 @@ class Stepper:
             groups,
             coefficient,
             self.device.mark(),
-            is_held=is_held and not is_gathered,
+            is_held=is_held,
             rank=rank,
             is_share=self._is_divided,
         )
@@ -290,10 +283,8 @@ class Stepper:
                 job.finish(error)
                 unit.end_update()
             raise
-        if source.is_lent or is_seen or is_gathered:  # somebody looks at gradients or weights, and may at any time
+        if source.is_lent or is_seen:  # somebody looks at gradients or weights, and may at any time
             self.residency.await_update(unit)
-        if is_gathered:  # the user may write to it next, on top of what the update gives
-            self.gathered.note_updated(unit)
 
     def apply(self, step: int, *, keeps: bool = False) -> None:
         """The rest of the step: whatever has a gradient and was not updated in backward.
@@ -419,9 +410,6 @@ class Stepper:
         self._page_out_changed(but=kept)
         with self._clock.waiting("ranks"):
             self.exchange.gather([unit for unit in divided if unit not in kept])
-        for unit in updated:
-            if unit.gathered:
-                self.gathered.note_updated(unit)
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
         """What gradients of that loss scale are multiplied with."""

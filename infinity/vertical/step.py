@@ -12,7 +12,7 @@ import torch
 
 from infinity.activations.boundary import Boundary
 from infinity.activations.refusal import LastingRefusal, Refusal
-from infinity.activations.spill_space import SpillSpace
+from infinity.activations.spilled import SpillSpace
 from infinity.device.compute import ComputeDevice
 from infinity.errors import StepError
 from infinity.loop.backward import Backwards
@@ -104,7 +104,7 @@ class VerticalStep:
         self._updates_in_backward = self._on.stepper.rules.updates_in_backward and self._options.updates
         self._updates_now = self._updates_in_backward and not self.is_trial
         self._shared = SharedForward(self._on.pager.residency, interception.unit_indices)
-        self._sums = UnitSums(self._on.stepper, self._on.device, updates_now=self._updates_now, step=self._options.step)
+        self._sums = UnitSums(self._on.stepper, self._on.device, self._updates_now, self._options.step)
         self._units = {unit.index: unit for unit in self._on.parameter_map.units}
 
     # -------------------------------------------------------------------------------------------------------- the step

@@ -9,18 +9,19 @@ those.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from infinity.activations.boundary import Boundary, Kept
 from infinity.device.compute import ComputeDevice
 from infinity.errors import StepError
-from infinity.gradients.sources import in_slot_order
-from infinity.units.layout import Slot
+from infinity.units.layout import Slot, in_slot_order
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 
 
+@dataclass(eq=False)
 class UnitSums:
     """Adds up gradients in fp32, in the order in which they come, and delivers each unit's sum when it is complete.
 
@@ -28,21 +29,19 @@ class UnitSums:
     gradient per step goes to the host and not one per micro-batch.
     """
 
-    def __init__(self, stepper: Stepper, device: ComputeDevice, *, updates_now: bool, step: int) -> None:
-        """
-        Args:
-            stepper: takes the sums.
-            device: the compute device.
-            updates_now: update a unit as soon as its sum is complete.
-            step: the number of the present step, for messages.
-        """
-        self._stepper = stepper
-        self._device = device
-        self._updates_now = updates_now
-        self._step = step
-        self._open: dict[int, Unit] = {}
-        self._on_device: dict[int, dict[Slot, torch.Tensor]] = {}
-        self._complete: set[int] = set()
+    _stepper: Stepper
+    """Takes the sums."""
+    _device: ComputeDevice
+    _updates_now: bool
+    """Whether to update a unit as soon as its sum is complete."""
+    _step: int
+    """The number of the present step, for messages."""
+    _open: dict[int, Unit] = field(default_factory=dict)
+    """Units that got gradients in the present moment, by index."""
+    _on_device: dict[int, dict[Slot, torch.Tensor]] = field(default_factory=dict)
+    """Unit index -> its sums so far, on a GPU."""
+    _complete: set[int] = field(default_factory=set)
+    """Indices of units to which no gradient may come any more."""
 
     def add(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         """Gradients of one micro-batch.

@@ -163,12 +163,6 @@ def _remove_hidden(path: Path, lock: int | None) -> None:
     remove_tree(path)
 
 
-def remove_marked(folder: Path) -> None:
-    """Remove a directory that `mark` was called for, as far as that can be done."""
-    _empty(folder)
-    remove_tree(folder)
-
-
 def _empty(folder: Path) -> None:
     """Remove what is in a marked directory, and the mark last: what a kill leaves of it is still known as ours."""
     with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@
 - bf16: the lower 16 bits are dropped, after a random number of 16 bits was added.
 - int8: blocks of 256 elements of a parameter, each value between two levels times the block's largest magnitude. Levels are
   listed, found by bisection, and compared in float32.
+- int8_dynamic: such blocks with the levels of bitsandbytes, between two of which the middle decides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def rounded(values: torch.Tensor, kind: str, fqn: str, state: str, num_updates: 
 
     Args:
         values: a state of a parameter.
-        kind: ``fp32``, ``bf16`` or ``int8``.
+        kind: ``fp32``, ``bf16``, ``int8`` or ``int8_dynamic``.
         fqn, state, num_updates: what the random numbers depend on; updates are counted from 1.
     """
     if kind == "fp32":
@@ -32,7 +33,10 @@ def rounded(values: torch.Tensor, kind: str, fqn: str, state: str, num_updates: 
     in_memory_order = values.as_strided((values.numel(),), (1,)) if values.numel() else values.reshape(-1)
     flat = in_memory_order.detach().cpu().numpy()
     noise = _random_words(flat.size, f"{fqn}\n{state}\n{num_updates}")
-    result = _half(flat, noise) if kind == "bf16" else _bytes(flat, noise, state in _SQUARES)
+    if kind == "int8_dynamic":
+        result = _dynamic(flat, state in _SQUARES)
+    else:
+        result = _half(flat, noise) if kind == "bf16" else _bytes(flat, noise, state in _SQUARES)
     ordered = torch.empty_like(values)
     ordered.as_strided((values.numel(),), (1,)).copy_(torch.from_numpy(result))
     return ordered
@@ -77,4 +81,24 @@ def _bytes(values: Any, noise: Any, is_square: bool) -> Any:
         if is_square:
             is_up |= (below == 0) & (sizes > 0)
         result[start : start + _BLOCK] = np.where(is_up, levels[above], levels[below]) * largest * np.sign(block)
+    return result
+
+
+def _dynamic(values: Any, is_square: bool) -> Any:
+    found = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + is_square) + 1)
+        found += (10 ** (decade - 6) * ((edges[1:] + edges[:-1]) / 2)).tolist()
+    levels = np.array(sorted(found), dtype=np.float32)
+    middles = (levels[1:] + levels[:-1]) / np.float32(2)
+    result = np.zeros_like(values)
+    for start in range(0, values.size, _BLOCK):
+        block = values[start : start + _BLOCK]
+        largest = np.abs(block).max()
+        if largest == 0:
+            continue
+        nearest = levels[np.searchsorted(middles, np.abs(block) / largest)]
+        if not is_square:  # no -1, and nothing that is negative becomes zero
+            nearest = np.where(block < 0, np.clip(nearest, levels[1], levels[-2]), nearest)
+        result[start : start + _BLOCK] = np.copysign(nearest * largest, block) * (nearest > 0)
     return result

@@ -23,8 +23,6 @@ import infinity
 from tests.exactness.case import Draw
 from tests.exactness.lockstep import everything_on_nvme
 
-VARIANTS = ("plain", "dropout", "lora", "reentrant", "non_reentrant")
-"""``plain`` for those that have no dropout."""
 NUM_STEPS = 2
 _NUM_MICRO_BATCHES = 3
 _LIST = Path(__file__).with_suffix(".tsv")

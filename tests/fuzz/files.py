@@ -340,7 +340,7 @@ _engines: list[Any] = []
 
 def _use_checkpoint(place: Path) -> None:
     found = Checkpoint.open(place / "saved")
-    found.rest(), found.tied, found.excluded, found.excluded_checksums
+    found.rest(), found.beside
     found.verify()
     for tensor in found.tensors:
         tensor.read()

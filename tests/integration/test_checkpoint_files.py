@@ -106,7 +106,7 @@ def test_zarr_and_the_reader_give_the_same(saved: Path) -> None:
 
 @pytest.mark.deep
 def test_the_code_in_the_format_s_page_runs(saved: Path) -> None:
-    page = Path(infinity.__file__).parent / "checkpoint" / "README.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "checkpoint-format.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)

@@ -28,6 +28,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "in memory": {**BF16, **IN_MEMORY},
     "dynamic fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}},
     "int8 states": {**BF16, "infinity": {"state_dtype": "int8"}},
+    "int8_dynamic states": {**BF16, "infinity": {"state_dtype": "int8_dynamic"}},
     "clipped": {**BF16, "gradient_clipping": 0.1},
 }
 
@@ -292,8 +293,8 @@ def test_what_is_frozen_is_left_out_if_asked_and_stays_as_it_is(
         losses = steps_of(engine, 2, 3)
         expected = everything(engine)
     found = saved_files.Checkpoint.open(tmp_path / "saved")
-    assert found.excluded == ["number", "frozen.weight", "frozen.bias"]
-    assert not set(found.excluded) & found.of("parameters").keys()
+    assert found.beside.excluded == ["number", "frozen.weight", "frozen.bias"]
+    assert not set(found.beside.excluded) & found.of("parameters").keys()
     with training(tmp_path / "drive", changes) as engine:  # with the same base
         engine.load_checkpoint(tmp_path / "saved")
         assert steps_of(engine, 2, 3) == losses

@@ -67,6 +67,44 @@ def test_trl(what: str, is_adapted: bool, tmp_path: Path) -> None:
     trainer.engine.close()
 
 
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_grpo_generates_between_steps(tmp_path: Path) -> None:
+    """With paged weights: the completions, and so all that follows from them, are those of TRL alone."""
+    import datasets
+    import trl
+
+    def length(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    found = []
+    for is_ours in (False, True):
+        settings = on_nvme(tmp_path / "nvme")
+        settings["infinity"]["host_memory_budget"] = 300_000
+        more: dict[str, Any] = {"infinity_config": settings} if is_ours else {}
+        options = _QUIET | {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8}
+        torch.manual_seed(2)
+        trainer = (type("OwnTrainer", (InfinityTrainerMixin, trl.GRPOTrainer), {}) if is_ours else trl.GRPOTrainer)(
+            model=models.llama(),
+            reward_funcs=length,
+            args=trl.GRPOConfig(output_dir=str(tmp_path), bf16=False, gradient_checkpointing=False, **options),
+            train_dataset=datasets.Dataset.from_dict({"prompt": ["def self", "print for"] * 9}),
+            processing_class=tokenizer(),
+            **more,
+        )
+        trainer.train()
+        trainer.save_model(str(tmp_path / str(is_ours)))
+        saved = load_file(tmp_path / str(is_ours) / "model.safetensors")
+        log = [
+            {key: value for key, value in entry.items() if key != "step_time"} for entry in trainer.state.log_history
+        ]
+        found.append((log_of(log), {name: value.tolist() for name, value in saved.items()}))
+    assert trainer.engine.report.read_bytes > 0
+    trainer.engine.close()
+    assert found[0] == found[1]
+
+
 class Params4bit(nn.Parameter):
     """As bitsandbytes has them."""
 

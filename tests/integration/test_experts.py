@@ -15,6 +15,8 @@ from infinity.errors import CheckpointError, ConfigError, OptimizerNotPageableEr
 from tests.exactness import mixtures
 from tests.exactness.lockstep import BF16, Lockstep, everything_on_nvme
 from tests.internals import Checkpoint
+from tests.quantized import quantize
+from tests.twins import Twins
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT
@@ -66,6 +68,19 @@ def test_experts_with_adapters_of_their_own_stay_whole(family: str, tmp_path: Pa
     with Lockstep.start(tmp_path, case=case, changes=_merged({"infinity": {"page_bytes": None}}, _ACCUMULATED)) as run:
         assert not any("_by_expert" in name for name, _ in run.model.named_parameters())
         _train(run, trains_experts=False)
+
+
+@pytest.mark.deep
+def test_adapters_on_packed_experts(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    case = mixtures.case("qwen3_moe", wrap=mixtures.with_adapters_on_experts)
+    plain = quantize(case.make("none"))
+    changes = {"frozen_dtype": "nf4", "page_bytes": None}
+    with Twins(tmp_path, case.make("none"), plain=plain, infinity=changes) as both:
+        assert any(unit.layout.slots[-1].spec.packed for unit in both.engine._parts.parameter_map.units)
+        for step in range(2):
+            both.step(lambda model, step=step: model(**case.batch(_draw(step))).loss)
+        both.require_equal()
 
 
 _ACCUMULATED: dict[str, Any] = {"gradient_accumulation_steps": 2}
@@ -279,7 +294,7 @@ def test_checkpoints_of_packed_experts_have_their_names(tmp_path: Path) -> None:
             if (tmp_path / "saved").exists():
                 assert engine.load_checkpoint(tmp_path / "saved")[0] is not None
             engine.save_checkpoint(tmp_path / "saved")
-    assert not any("_by_expert" in name for name in Checkpoint.open(tmp_path / "saved").excluded)
+    assert not any("_by_expert" in name for name in Checkpoint.open(tmp_path / "saved").beside.excluded)
 
 
 def test_afterwards_the_model_is_what_it_was(tmp_path: Path) -> None:
@@ -300,3 +315,12 @@ def test_refusals_name_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"infinity\.experts"):
         config = everything_on_nvme(tmp_path, {"infinity": {"experts": "sparse"}})
         infinity.initialize(model=mixtures.make("qwen3_moe"), config=config)
+
+
+@pytest.mark.parametrize("choice", ["by_expert", "touched_only"])
+def test_experts_with_adapters_of_their_own_cannot_be_paged_one_by_one(choice: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = mixtures.with_adapters_on_experts(mixtures.make("qwen3_moe"))
+    config = everything_on_nvme(tmp_path, {"infinity": {"experts": choice, "page_bytes": None}})
+    with pytest.raises(ConfigError, match=r"mlp\.experts.*target_parameters"):
+        infinity.initialize(model=model, config=config)

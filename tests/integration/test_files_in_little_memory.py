@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from tests.libraries_in_little_memory import LIBRARIES
+from tests.loading_in_little_memory import OBJECTS_BYTES
 
 _MIB = 1 << 20
 _Run = Callable[..., list[dict[str, Any]]]
@@ -59,6 +62,32 @@ def test_weights_larger_than_memory_are_loaded_and_exported(
     first = "import infinity.as_deepspeed" if what == "as DeepSpeed" else ""
     *_, answer = run_in_little_memory("loading_in_little_memory", "run", str(nvme_dir), what, first=first)
     assert answer["weights_bytes"] > 2 * answer["slack_bytes"]
+
+
+def test_a_base_of_five_times_the_budget_is_packed_within_it(nvme_dir: Path, run_in_little_memory: _Run) -> None:
+    budget_bytes = 40 * _MIB
+    shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 15, "num_attention_heads": 8}
+    _write_llama(nvme_dir / "base", transformers.LlamaConfig(vocab_size=2000, **shape))
+    [answer] = run_in_little_memory("loading_in_little_memory", "pack", str(nvme_dir), budget_bytes)
+    assert answer["base_bytes"] > 5 * budget_bytes
+    assert answer["peak_bytes"] <= budget_bytes + OBJECTS_BYTES
+
+
+def _write_llama(directory: Path, config: transformers.LlamaConfig) -> None:
+    """Files of a Llama in bf16, a shard for each layer, without the whole of it in memory."""
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        file = f"{name.partition('.layers.')[2].partition('.')[0] or 'rest'}.safetensors"
+        shards.setdefault(file, {})[name] = parameter
+    config.save_pretrained(directory)
+    generator = torch.Generator().manual_seed(0)
+    for file, those in shards.items():
+        values = {name: torch.randn(each.shape, generator=generator).bfloat16() / 50 for name, each in those.items()}
+        save_file(values, directory / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, those in shards.items() for name in those}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_states_of_several_times_the_memory_are_saved_and_loaded(nvme_dir: Path, run_in_little_memory: _Run) -> None:

@@ -1,4 +1,4 @@
-"""`GatheredParameters`: writes inside the block, steps and graphs made in it, and what an exception leaves of one."""
+"""`GatheredParameters`: writes inside the block, graphs made in it, and what an exception leaves of one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint import stored_weights
+from infinity.errors import StepError
 from swapper import ALIGNMENT
 from tests.exactness.case import loss_of
-from tests.exactness.lockstep import BF16, IN_MEMORY, PLAIN, Lockstep, everything_on_nvme
+from tests.exactness.lockstep import BF16, PLAIN, Lockstep, everything_on_nvme
 from tests.exactness.written import MODES, FollowingTorch
 from tests.twins import Side, require_same
 
@@ -176,17 +177,6 @@ def test_reading_looks_for_no_changes(tmp_path: Path, monkeypatch: pytest.Monkey
                 assert parameter.detach().cpu().numpy().shape == parameter.shape
 
 
-_STEP_MODES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": BF16,
-    "fp32 beside bf16": {**BF16, "infinity": {"main_weights": "fp32"}},
-    "in memory": {**BF16, **IN_MEMORY},
-    "deferred": {**BF16, "gradient_clipping": 1.0},
-    "deferred in memory": {**BF16, **IN_MEMORY, "gradient_clipping": 1.0},
-    "step": {**BF16, "infinity": {"update": "step"}},
-}
-
-
 def _halve_first_rows(both: Lockstep) -> None:
     with torch.no_grad():
         for fqn, parameter in both.model.named_parameters():
@@ -197,20 +187,20 @@ def _halve_first_rows(both: Lockstep) -> None:
                 both.reference.trainable[fqn][0].copy_(value)
 
 
-@pytest.mark.deep(but=1)
-@pytest.mark.parametrize("mode", _STEP_MODES)
-def test_steps_and_changes_inside_the_block_keep_every_bit(mode: str, tmp_path: Path) -> None:
-    with Lockstep.start(tmp_path, changes=_STEP_MODES[mode]) as both:
+def test_a_step_inside_the_block_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    with Lockstep.start(tmp_path, changes={**BF16, "gradient_clipping": 1.0}) as both:
         both.engine_step(0)
+        loss = loss_of(both.engine(**both.batch(1)))
         with infinity.GatheredParameters(both.model.parameters(), modifier_rank=0):
-            both.engine_step(1)
+            for call in (lambda: both.engine.backward(loss), both.engine.step, both.optimizer.step):
+                with pytest.raises(StepError, match="Call it outside the GatheredParameters block"):
+                    call()
             _halve_first_rows(both)
-            both.engine_step(2)
-            with infinity.GatheredParameters(both.model.parameters(), modifier_rank=0):
-                _halve_first_rows(both)
-            both.engine_step(3)
-            _halve_first_rows(both)
-        both.engine_step(4)
+            assert torch.equal(
+                infinity.safe_get_full_fp32_param(both.model.get_parameter(_NAME))[0], both.reference.main[_NAME][0]
+            )
+        both.engine.reset()
+        both.engine_step(1)
         both.require_equal()
 
 

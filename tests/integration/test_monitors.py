@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import csv
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import infinity
-import infinity.deepspeed
 from infinity.deepspeed.monitor.monitor import MonitorMaster
 from infinity.errors import ConfigError
 from tests.exactness.lockstep import BF16, everything_on_nvme
@@ -143,90 +142,21 @@ def test_what_cannot_be_written_ends_no_training_and_is_told_once(
     assert caplog.text.count("csv_monitor gets no more values") == 1 and not monitors.enabled
 
 
-def test_comet_is_refused_by_name() -> None:
+def test_comet_gets_nothing_and_that_is_told() -> None:
     batch = {"train_micro_batch_size_per_gpu": 1}
-    with pytest.raises(ConfigError, match=r"'comet\.enabled'.*tensorboard, wandb and csv_monitor"):
-        infinity.load_config(batch | {"comet": {"enabled": True, "project": "x"}})
+    (notice,) = infinity.load_config(batch | {"comet": {"enabled": True, "project": "x"}}).notices
+    assert notice.startswith("comet: no effect: nothing is sent to Comet, but to what tensorboard, wandb")
     assert not infinity.load_config(batch | {"comet": {"enabled": False, "project": "x"}}).notices
 
 
-_WIDTH, _BATCH, _NUM_BLOCKS = 64, 4, 3
-_OPERATIONS = 2 * _BATCH * _WIDTH * _WIDTH
-
-
-def _blocks() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.GELU()) for _ in range(_NUM_BLOCKS)])
-
-
-def _profiled(nvme_dir: Path, **more: Any) -> dict[str, Any]:
-    place = {"device": "nvme", "nvme_path": str(nvme_dir)}
-    return {
-        "train_micro_batch_size_per_gpu": _BATCH,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-        "infinity": {"host_memory_budget": "4MB", "keep_in_memory": False, "schedule": "vertical"},
-    } | more
-
-
-def _batches() -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    while True:
-        yield torch.randn(_BATCH, _WIDTH, generator=generator)
-
-
-def _losses(config: dict[str, Any], num_steps: int = 3) -> list[torch.Tensor]:
-    with infinity.deepspeed.initialize(model=_blocks(), config=config)[0] as engine:
-        found = []
-        for _, x in zip(range(num_steps), _batches(), strict=False):
-            loss = engine(x).square().mean()
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.detach().clone())
-        return found
-
-
-def test_operations_are_printed_once_and_change_no_bit(nvme_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = _losses(_profiled(nvme_dir))
-    assert "operations" not in capsys.readouterr().out
-    block = {"enabled": True, "profile_step": 2, "module_depth": 1}
-    assert all(map(torch.equal, plain, _losses(_profiled(nvme_dir, flops_profiler=block))))
-    out = capsys.readouterr().out
-    assert out.count("operations of one forward in step 2:") == 1
-    lines = {name: int(number.replace(",", "")) for number, name in map(str.split, out.splitlines()[1:])}
-    assert lines["Global"] == lines["Sequential"] == _OPERATIONS * _NUM_BLOCKS
-    assert [lines[f"Sequential.{index}"] for index in range(_NUM_BLOCKS)] == [_OPERATIONS] * _NUM_BLOCKS
-    assert len(lines) == 2 + _NUM_BLOCKS
-
-
-def test_train_batch_goes_in_order_for_them(nvme_dir: Path, tmp_path: Path) -> None:
-    file = tmp_path / "profiles" / "step.txt"
-    block = {"enabled": True, "profile_step": 1, "output_file": str(file)}
-    config = _profiled(nvme_dir, flops_profiler=block, gradient_accumulation_steps=2)
-    with infinity.deepspeed.initialize(model=_blocks(), config=config)[0] as engine:
-        assert engine.flops_profiler_enabled()
-        schedules, batches = [], ((x,) for x in _batches())
-        for _ in range(3):
-            engine.train_batch(batches, loss_fn=lambda output, _: output.square().mean())
-            schedules.append(engine.report.schedule)
-            reason = engine.report.schedule_reason
-            assert ("flops_profiler" in reason) == (len(schedules) == 2), reason
-            assert file.exists() == (len(schedules) > 1)
-    assert schedules == ["vertical", "ordinary", "vertical"]
-    assert "Sequential.0.0" in file.read_text()
-
-
-def test_a_file_that_cannot_be_written_ends_no_training(
-    nvme_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    _losses(_profiled(nvme_dir, flops_profiler={"enabled": True, "output_file": str(tmp_path / "file" / "step.txt")}))
-    assert "flops_profiler.output_file" in caplog.text
-
-
-def test_the_native_engine_says_who_counts(nvme_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = _profiled(nvme_dir, flops_profiler={"enabled": True, "profile_step": 0})
-    with infinity.initialize(model=_blocks(), config=config)[0] as engine:
-        assert not hasattr(engine, "flops_profiler")
-    assert '"flops_profiler" counts nothing here: call infinity.deepspeed.initialize' in caplog.text
+def test_operations_are_counted_by_torch_as_the_notice_says(tmp_path: Path) -> None:
+    config = everything_on_nvme(
+        tmp_path,
+        {"train_micro_batch_size_per_gpu": 4, "flops_profiler": {"enabled": True, "profile_step": 1, "detailed": True}},
+    )
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        assert any("FlopCounterMode around engine(...)" in notice for notice in engine.config.notices)
+        with FlopCounterMode(display=False) as counted:
+            engine(torch.ones(4, 64, dtype=engine.config.compute_dtype))
+    assert counted.get_total_flops() == 3 * 2 * 4 * 64 * 64

@@ -13,7 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, ModelError
 from tests.exactness.lockstep import everything_on_nvme
-from tests.quantized import nf4, quantize
+from tests.quantized import quantize
 from tests.stand_in.models import llama
 from tests.twins import Twins
 
@@ -257,12 +257,8 @@ def test_experts_that_are_one_tensor(experts: str, tmp_path: Path) -> None:
     model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).requires_grad_(False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("norm" in name)
-    plain = quantize(copy.deepcopy(model))
-    for parameter in plain.parameters():
-        if parameter.dim() == 3:
-            parameter.data = nf4(parameter)
     changes = {"infinity": {"frozen_dtype": "nf4", "experts": experts}}
-    with Twins(tmp_path, model, plain=plain, **changes) as both:
+    with Twins(tmp_path, model, plain=quantize(copy.deepcopy(model)), **changes) as both:
         specs = [slot.spec for unit in both.engine._parts.plan.units for slot in unit.layout.slots]
         assert {spec.packed for spec in specs if len(spec.shape) == 3} == {"nf4"}
         _train(both)

@@ -20,7 +20,7 @@ from infinity.errors import ModelError
 from tests.killed import NEEDS_FORKS, run_killed
 from tests.stand_in.reference import with_main_weights
 
-_GUIDE = Path(__file__).resolve().parents[2] / "infinity" / "integrations" / "README.md"
+_GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "your-model.md"
 _MODEL = """
 import io, math, sysconfig
 from pathlib import Path

@@ -33,7 +33,7 @@ _OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 _ONE_BYTE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, FusedLion)
 _PAIRS = [
     pytest.param(state_dtype, make, options, id=f"{state_dtype}-{make.__name__}-{'-'.join(options) or 'plain'}")
-    for state_dtype in ("bf16", "int8")
+    for state_dtype in ("bf16", "int8", "int8_dynamic")
     for make, options in _OPTIMIZERS
     if state_dtype == "bf16" or (make in _ONE_BYTE and "amsgrad" not in options)
 ]

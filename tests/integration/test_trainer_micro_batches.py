@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -225,12 +224,6 @@ class Stopping(TrainerCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step == 1
-
-
-def _adapted() -> Any:
-    model = _llama()
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "embed_tokens", "lm_head"], r=2))
 
 
 @pytest.mark.deep

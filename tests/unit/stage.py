@@ -96,7 +96,7 @@ class PlainHandler(ParameterHandler):
 
 def make_handler(parameter_map: ParameterMap, pager: Pager) -> tuple[ModuleHooks, ParameterHandler]:
     """Hooks and handler of a model that no engine has."""
-    hooks = ModuleHooks(parameter_map, pager, {})
+    hooks = ModuleHooks(parameter_map, pager)
     nobody: Any = None
     return hooks, PlainHandler(parameter_map, hooks, pager, nobody, nobody, nobody, AssignedData())
 

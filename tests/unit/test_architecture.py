@@ -505,7 +505,7 @@ _PUBLIC = frozenset(
     {
         *("infinity", "infinity.errors", "infinity.as_deepspeed", "infinity.deepspeed"),
         *("infinity.integrations.accelerate", "infinity.integrations.lightning", "infinity.integrations.transformers"),
-        *("infinity.checkpoint.saved", "infinity.metrics"),  # documented in the READMEs of their folders
+        *("infinity.checkpoint.saved", "infinity.metrics"),  # documented in docs/reference
         *("swapper", "swapper.backend", "swapper.backends", "swapper.errors"),
     }
 )

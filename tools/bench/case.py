@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 import statistics
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import fio
 
 from bench.cgroup import Cgroup, why_unavailable
 from bench.measured.models import Workload
 from bench.participant import Participant, ParticipantFailed, ParticipantSpec
 
 Progress = Callable[[str], None]
-_COMMON = ("--name=mix", "--direct=1", "--bs=1M", "--ioengine=libaio", "--iodepth=32")
+_FIO = ("fio", "--output-format=json", "--eta=never", "--name=mix", "--direct=1")
+_REQUESTS = ("--bs=1M", "--ioengine=libaio", "--iodepth=32")
+_FIO_SECONDS = 120.0
+has_fio = shutil.which("fio") is not None
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,18 @@ def mixed_rate(
     path = directory / "fio.bin"
 
     def run(*options: str) -> dict[str, dict[str, float]]:
-        (job,) = fio.run(f"--filename={path}", f"--size={num_bytes}", *_COMMON, *options, wrap=group.command)
-        return job
+        command = group.command(*_FIO, *_REQUESTS, f"--filename={path}", f"--size={num_bytes}", *options)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=_FIO_SECONDS,
+            check=True,
+            start_new_session=True,  # Ctrl-C is for us; what fio does then would count as a result
+        )
+        (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]  # warnings come first
+        return dict(job)
 
     with contextlib.ExitStack() as stack:
         stack.callback(path.unlink, missing_ok=True)

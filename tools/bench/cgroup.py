@@ -15,7 +15,6 @@ import posixpath
 import re
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -232,19 +231,6 @@ class Cgroup:
     def command(self, *program: str) -> list[str]:
         """What starts a program that is in the group from its first instruction."""
         return ["/bin/sh", "-c", _JOINING, "sh", *map(str, self.task_files), "--", *program]
-
-    @contextlib.contextmanager
-    def joined(self) -> Iterator[None]:
-        """This process is in the group, and then again where it was. Children that it starts meanwhile stay in the group."""
-        found = (_find_hierarchy(controller) for controller in self._paths)
-        before = dict.fromkeys(hierarchy.own / "cgroup.procs" for hierarchy in found if hierarchy is not None)
-        for file in self.task_files:
-            file.write_text(str(os.getpid()))
-        try:
-            yield
-        finally:
-            for file in before:
-                file.write_text(str(os.getpid()))
 
     @property
     def counts_memory(self) -> bool:

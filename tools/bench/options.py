@@ -68,24 +68,15 @@ def problem_of(given: argparse.Namespace, **controllers: tuple[bool, str, str]) 
             what to do without.
     """
     path, python = given.nvme_path, given.peer_python
-    if not path.is_dir():
-        return f"--nvme-path {path}: no such directory; name one on the drive"
-    if not os.access(path, os.W_OK):
-        return f"--nvme-path {path} cannot be written to; change its permissions, or name another one"
     if block_device(path) is None:
         return (
             f"--nvme-path {path} lies on no block device, so its bytes could not be counted; "
             "name a directory on a drive"
         )
-    folder = None if given.json_file is None else given.json_file.absolute().parent
-    if folder is not None and not folder.is_dir():
-        return f"--json {given.json_file}: there is no directory {folder}; create it first"
     for controller, (is_needed, option, cure) in controllers.items():
         if is_needed and (reason := why_unavailable(controller)) is not None:
             return f"{option} cannot be used: {reason}; {cure}"
-    if given.peer and shutil.which(python) is None:
-        return f"--peer-python {python}: no such program; name the Python of the peer's environment"
-    if given.peer and version_in(python, given.peer) is None:
+    if given.peer and (shutil.which(python) is None or version_in(python, given.peer) is None):
         return f"{given.peer} is not installed for {python}; name another with --peer-python"
     return None
 

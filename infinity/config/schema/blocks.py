@@ -6,8 +6,7 @@ Every key that DeepSpeed 0.19 knows is here, and those of earlier versions that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -20,7 +19,6 @@ from infinity.config.schema.quantities import (
     parse_bytes,
     parse_choice,
     parse_count,
-    parse_flag,
     parse_frozen_dtype,
     parse_names,
     parse_number,
@@ -32,10 +30,6 @@ from swapper.volumes.directory import Directory
 DEFAULT_GRADIENT_CLIPPING = 1.0
 """What DeepSpeed does since 0.19 when the key is absent (it was 0 before)."""
 
-_PROCESSES = (
-    "no effect: it tunes how DeepSpeed's processes communicate and share the computing of a model, and here they do so in "
-    "other ways"
-)
 _TORCH_CHECKPOINT = (
     "no effect but on checkpointing.checkpoint after checkpointing.configure(None, config); to checkpoint the model's "
     "blocks, set infinity.activation_checkpointing, or call model.gradient_checkpointing_enable()"
@@ -52,13 +46,6 @@ def _steps_per_print(value: object) -> object:
 
 def _directory(value: object) -> str:
     return "" if value in ("", None) else parse_path(value)
-
-
-def _autotune(value: object) -> bool:
-    try:
-        return parse_flag(value)
-    except ValueError:
-        raise ValueError('must be true (measure at every start), false, or "auto" (once per machine)') from None
 
 
 def _strictness(value: object) -> object:
@@ -110,7 +97,7 @@ class InfinityBlock(Block):
     how far it is and what time is left."""
     durable: Flag = False
     """Commit every step: after a kill, a power cut or a full disk the same script goes on from the last one, see [Durable
-    runs](../infinity/README.md#durable-runs)."""
+    runs](../guides/checkpoints.md#durable-runs)."""
     durable_path: Annotated[tuple[Directory, ...] | None, BeforeValidator(parse_directories)] = None
     """Directory of the durable run, or a list with one for each drive. `"auto"`: `durable` below each `nvme_path`. One that is
     missing is made if its parent exists."""
@@ -125,12 +112,12 @@ class InfinityBlock(Block):
     tile_above: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     """Linear layers and embeddings whose weight is larger, in the compute dtype, are used in tiles of this size, of which
     each is paged by itself: so a layer that is larger than the budget can be trained. Off by default. What sums in which
-    order is said in [tiles](../infinity/README.md#tiles)."""
+    order is said in [tiles](../guides/larger-than-ram.md#tiles)."""
     experts: Literal["auto", "by_expert", "touched_only", "whole"] = "auto"
     """How the experts of a layer are paged whose weights are one tensor, as in transformers 5: `"by_expert"` reads only those
     that tokens go to, and updates all of them as torch does; `"touched_only"` updates only those that tokens went to;
     `"whole"` pages them with their layer. `"auto"` is `"by_expert"` for frozen experts, with `offload_param` on NVMe and one
-    process, and `"whole"` for all others. See [mixtures of experts](../infinity/README.md#mixtures-of-experts)."""
+    process, and `"whole"` for all others. See [mixtures of experts](../guides/mixtures-of-experts.md)."""
     strict: Annotated[Flag, BeforeValidator(_strictness)] = True
     """`false` turns unknown keys into a warning."""
     update: Literal["auto", "in_backward", "deferred", "step"] = "auto"
@@ -151,14 +138,15 @@ class InfinityBlock(Block):
     gradient_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of gradients that wait for their update. `"auto"` loses nothing; `"bf16"` rounds sums of several micro-batches,
     and is an error where several processes train together."""
-    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Of the optimizer's states where they rest: `"bf16"` (rounded stochastically) and `"int8"` (a byte each, and a
-    scale for every 256) are smaller and change the numbers a little, see [Smaller states](#smaller-states)."""
+    state_dtype: Literal["fp32", "bf16", "int8", "int8_dynamic"] = "fp32"
+    """Of the optimizer's states where they are stored: `"bf16"` (rounded stochastically) and `"int8"` (a byte each, and a
+    scale for every 256) are smaller and change the numbers a little; `"int8_dynamic"` has the levels and the rounding of
+    bitsandbytes' 8-bit optimizers. See [Smaller states](#smaller-states)."""
     frozen_dtype: Annotated[str | tuple[tuple[str, str], ...] | None, BeforeValidator(parse_frozen_dtype)] = None
     """How frozen weights are stored: `"nf4"`, `"int8"` or `"fp8_e4m3"` packs those of linear layers on drives and in RAM, and
     unpacks them when they are fetched; `"bf16"` stores them so under fp32. An object chooses by patterns of names, the first
     that matches: `{"lm_head": "bf16", "*": "nf4"}`. The model computes with the rounded weights, see [Packed
-    weights](../infinity/packed/README.md)."""
+    weights](packed-weights.md)."""
     schedule: Literal["auto", "vertical", "ordinary"] = "auto"
     """Order of `engine.train_batch`, and of `InfinityTrainer`: `"vertical"` takes all micro-batches through a unit before
     the next, `"ordinary"` one micro-batch after the other; `"auto"` takes the one that moves fewer bytes, beside a GPU the
@@ -180,38 +168,25 @@ class InfinityBlock(Block):
     """Go past the page cache (O_DIRECT) where the file system can."""
     io_backend: Annotated[BackendName, BeforeValidator(parse_choice)] = "auto"
     """What moves the bytes; `"auto"` takes the fastest that proves to work, see [the engine for
-    I/O](../swapper/README.md#backends)."""
-    autotune_io: Annotated[bool, BeforeValidator(_autotune)] = False
-    """`"auto"` measures the drives once per machine and set of directories (a few seconds) and takes the best settings;
-    `true` measures at every start. `false` measures nothing, and still takes what `infinity profile` has found here, unless
-    the config sets a value of its own."""
+    I/O](swapper.md#backends). Where neither this key nor `aio` has a setting, engines use those that `infinity
+    profile` found best on these drives."""
     verify_checksums: Flag = False
     """Keep a crc32c of what is written to drives and compare it with what is read; a difference is an error that names
     parameter, file and offset."""
     timeline: Annotated[str | None, BeforeValidator(parse_path)] = None
     """A file for a trace of who was busy when, which ui.perfetto.dev opens; written when the engine is closed."""
     run_log: Annotated[str | None, BeforeValidator(parse_path)] = None
-    """A directory for the [log of the run](../infinity/metrics/README.md): config, plan, every step and what happened, a line
+    """A directory for the [log of the run](run-log.md): config, plan, every step and what happened, a line
     of JSON each. A run that is resumed goes on behind what is there."""
 
 
+@with_inert_keys
 class ActivationCheckpointingBlock(Block):
     """`activation_checkpointing`: as in DeepSpeed, how `checkpointing.checkpoint` works once a script has called
     `checkpointing.configure(None, config)`. It switches nothing on; `infinity.activation_checkpointing` does."""
 
     cpu_checkpointing: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
     """Inputs of checkpointed functions wait for backward in pinned host memory. On a CPU they are there anyway."""
-    synchronize_checkpoint_boundary: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
-    """Wait for the device before and after each checkpointed function."""
-    profile: Annotated[Flag, NoEffect(_TORCH_CHECKPOINT, silent=(False,))] = False
-    """Log how long each checkpointed function takes."""
-    partition_activations: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    contiguous_memory_optimization: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-    number_checkpoints: Annotated[Count | None, NoEffect(_PROCESSES)] = None
-    contiguous_checkpointing: Annotated[Flag, NoEffect(_PROCESSES, silent=(False,))] = False
-
-
-_OneRank = Annotated[Count, Refused("tensor parallelism is not implemented", "Set it to 1", allowed=(0, 1))]
 
 
 @with_inert_keys
@@ -232,11 +207,6 @@ class PipelineBlock(Block):
 
 
 @with_inert_keys
-class ParallelWriteBlock(Block):
-    """`checkpoint.parallel_write`."""
-
-
-@with_inert_keys
 class CheckpointBlock(Block):
     """`checkpoint`: how DeepSpeed writes its own checkpoints."""
 
@@ -245,7 +215,6 @@ class CheckpointBlock(Block):
         BeforeValidator(parse_choice),
         NoEffect(_CHECKPOINTS, silent=("warn", "ignore")),
     ] = "warn"
-    parallel_write: ParallelWriteBlock = ParallelWriteBlock()
 
 
 class TensorBoardBlock(Block):
@@ -258,22 +227,6 @@ class TensorBoardBlock(Block):
     """A directory; empty for the one in which the script was started."""
     job_name: Annotated[str, BeforeValidator(parse_path)] = "DeepSpeedJobName"
     """Of the directory in it for this run."""
-
-
-@with_inert_keys
-class FlopsProfilerBlock(Block):
-    """`flops_profiler`: the operations of each module in one forward, as torch's `FlopCounterMode` counts them."""
-
-    enabled: Flag = False
-    """Print them, on the first process, and log as with `wall_clock_breakdown`, as in DeepSpeed. Counted are matrix products,
-    convolutions and attention, at two operations for a multiplication with an addition, by the engine of
-    `infinity.deepspeed.initialize`."""
-    profile_step: Count = 1
-    """After so many steps: the last forward of `engine(...)` in the next one is looked at. It goes in the ordinary order."""
-    module_depth: Annotated[int, BeforeValidator(parse_count), Field(ge=-1)] = -1
-    """Modules down to this depth; -1 for all."""
-    output_file: Annotated[str, BeforeValidator(_directory)] = ""
-    """Where to; its directory is made. Empty for stdout."""
 
 
 class CsvMonitorBlock(Block):
@@ -302,18 +255,8 @@ class WandbBlock(Block):
 
 
 @with_inert_keys
-class CometBlock(Block):
-    """`comet`. Nothing is sent there, so a block that is switched on is an error."""
-
-    enabled: Flag = False
-    """Only `false`."""
-
-
-@with_inert_keys
 class RootBlock(Block):
     """The top level."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
     train_batch_size: Annotated[Count | None, Field(gt=0)] = None
     """Samples per optimizer step: the product of the next two. One of the three may be left out, or two."""
@@ -348,10 +291,8 @@ class RootBlock(Block):
     dataloader_drop_last: Flag = False
     """Of the loader that `initialize` makes of `training_data`: leave out a last batch that is not full."""
     tensorboard: TensorBoardBlock = TensorBoardBlock()
-    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
     csv_monitor: CsvMonitorBlock = CsvMonitorBlock()
     wandb: WandbBlock = WandbBlock()
-    comet: CometBlock = CometBlock()
     infinity: InfinityBlock = InfinityBlock()
 
     # ---- what would change the numbers

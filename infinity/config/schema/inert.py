@@ -1,17 +1,17 @@
-"""Keys whose values nobody reads, from the table `inert.toml`: they are part of the models without a line of code each."""
+"""What the table `inert.toml` adds to the models: keys whose values nobody reads, and other spellings of keys."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, create_model
 
 from infinity.config.schema.block import Block, Count, Elements, Flag, Keys, NoEffect, Number, Refused, Untyped
 
-_GROUPS: dict[str, list[dict[str, str]]] = tomllib.loads(Path(__file__).with_name("inert.toml").read_text("utf-8"))
+_GROUPS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("inert.toml").read_text("utf-8"))
 _KINDS: dict[str, Any] = {
     "flag": Flag,
     "count": Count,
@@ -26,8 +26,8 @@ _B = TypeVar("_B", bound=Block)
 
 
 def with_inert_keys(block: type[_B]) -> type[_B]:
-    """The model with the keys that the table has for it."""
-    fields: dict[str, Any] = {}
+    """The model with the keys and spellings that the table has for it."""
+    fields: dict[str, Any] = {"renamed": (ClassVar, _GROUPS["renamed"].get(block.__name__, {}))}
     for group in _GROUPS[block.__name__]:
         for line in group["keys"].strip().splitlines():
             name, kind, *words = line.split()

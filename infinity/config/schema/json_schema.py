@@ -1,12 +1,12 @@
-"""A JSON schema of the config, for editors: made of pydantic's, with what the reader takes besides.
+"""A JSON schema of the config, for editors, made from the models that read it.
 
-Pydantic's describes what the models hold; a file may also say "auto" or null, write sizes and numbers as texts, take other
-spellings, and hold comments. Whatever loads fits the schema; what fits may still contradict itself.
+A file may also say "auto" or null, write sizes and numbers as texts, take other spellings, and hold comments. Whatever loads
+fits the schema; what fits may still contradict itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BeforeValidator
@@ -15,11 +15,27 @@ from pydantic.fields import FieldInfo
 from infinity.config.schema import quantities
 from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
-from infinity.config.schema.reference import leaves, rules_of, texts_of
-from infinity.config.schema.vocabulary import blocks, child_block
+from infinity.config.schema.reference import choices_of, leaves, rules_of, texts_of
+from infinity.config.schema.vocabulary import child_block
 
-_NUMBER = {"type": "string", "pattern": r"^\s*[-+]?[0-9.][-+0-9.eE_]*\s*([KMGTkmgt]?[Ii]?[Bb]?)\s*$"}
-_FLAG = {"enum": [0, 1, "true", "false", "True", "False", "on", "off", "yes", "no"]}
+_NUMBERS: list[dict[str, Any]] = [
+    {"type": "number"},
+    {"type": "string", "pattern": r"^\s*[-+]?[0-9.][-+0-9.eE_]*\s*([KMGTkmgt]?[Ii]?[Bb]?)\s*$"},
+]
+_FLAGS: list[dict[str, Any]] = [
+    {"type": "boolean"},
+    {"enum": [0, 1, "true", "false", "True", "False", "on", "off", "yes", "no"]},
+]
+_OF_READERS: dict[Any, list[dict[str, Any]]] = {
+    quantities.parse_bytes: _NUMBERS,
+    quantities.parse_count: _NUMBERS,
+    quantities.parse_rounded: _NUMBERS,
+    quantities.parse_number: _NUMBERS,
+    quantities.parse_flag: _FLAGS,
+    quantities.parse_path: [{"type": "string"}],
+}
+"""What a file may write for a key, by the function that reads it. What others read is not described."""
+_OF_TYPES: dict[Any, list[dict[str, Any]]] = {str: [{"type": "string"}], int: _NUMBERS[:1]}
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _COMMENTS = r"^(\$schema|\$?_*([cC][oO][mM][mM][eE][nN][tT])[sS]?[0-9]*|//.*|#.*)$"
 _DOTTED = r"^[a-z]\w*(\.\w+)+$"
@@ -28,15 +44,9 @@ _OLD = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_u
 
 def json_schema() -> dict[str, Any]:
     """The schema (draft 2020-12) of a whole config, as plain values."""
-    schema = RootBlock.model_json_schema()
-    definitions = schema["$defs"]
-    for path, block in blocks():
-        found = schema if not path else definitions[block.__name__]
-        found["properties"] = _properties(block, found["properties"])
-        found["patternProperties"] = {_COMMENTS: {}}
-        found.pop("title", None)
+    schema = _block(RootBlock)
     schema["patternProperties"][_DOTTED] = {"description": "The key of that block, in place of the value there."}
-    zero = definitions["ZeroBlock"]["properties"]
+    zero = schema["properties"]["zero_optimization"]["anyOf"][0]["properties"]
     zero.update({name: {"description": "An older form of the offload blocks.", "deprecated": True} for name in _OLD})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -45,57 +55,54 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _properties(block: type[Block], of_pydantic: dict[str, Any]) -> dict[str, Any]:
+def _block(block: type[Block]) -> dict[str, Any]:
     texts = texts_of(block)
-    found = {}
+    properties = {}
     for name, field in block.model_fields.items():
-        made = _property(field, of_pydantic[name])
+        properties[name] = _property(field)
         if text := " ".join(filter(None, [texts.get(name, ""), *rules_of(field)])):
-            made["description"] = text
-        found[name] = made
+            properties[name]["description"] = text
     for old, new in block.renamed.items():
-        found[old] = {**found[new], "description": f"Another name of `{new}`.", "deprecated": True}
-    return found
+        properties[old] = {**properties[new], "description": f"Another name of `{new}`.", "deprecated": True}
+    return _object(properties)
 
 
-def _property(field: FieldInfo, of_pydantic: dict[str, Any]) -> dict[str, Any]:
-    own = {key: value for key, value in of_pydantic.items() if key not in ("title", "default", "description")}
-    kinds = [taken for kind in own.pop("anyOf", [own]) for taken in _taken(_bounded(kind))]
-    readers = [part.func for part in (*field.metadata, *leaves(field.annotation)) if isinstance(part, BeforeValidator)]
-    own_forms = (quantities.parse_names, quantities.parse_frozen_dtype)
-    if any(reader.__module__ != quantities.__name__ or reader in own_forms for reader in readers):
-        kinds.append({})  # what one takes that is written for a few keys is not told here
-    child = child_block(field)
-    if field.annotation == Untyped or (
-        child is not None and ("enabled" in child.model_fields or "stage" in child.model_fields)
-    ):
-        kinds.append({"type": "boolean"})
-    if any(isinstance(item, Keys) for item in field.metadata):
-        names = next(item.names for item in field.metadata if isinstance(item, Keys))
-        for kind in kinds:
-            if kind.get("type") == "object":
-                kind.update(properties={name: {} for name in names}, patternProperties={_COMMENTS: {}})
-                kind["additionalProperties"] = False
-    kinds += [{"const": "auto"}, {"type": "null"}]
-    made: dict[str, Any] = {"anyOf": [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]}
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "patternProperties": {_COMMENTS: {}},
+        "additionalProperties": False,
+    }
+
+
+def _property(field: FieldInfo) -> dict[str, Any]:
+    made: dict[str, Any] = {"anyOf": [*_kinds(field), {"const": "auto"}, {"type": "null"}]}
     if isinstance(field.default, bool | int | float | str):
         made["default"] = field.default
     return made
 
 
-def _taken(kind: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a file may write for what the model holds."""
-    if kind.get("type") == "string" and "enum" in kind:
-        return [kind, _in_any_case(kind["enum"])]
-    of_type = {"integer": [{**kind, "type": "number"}, _NUMBER], "number": [kind, _NUMBER], "boolean": [kind, _FLAG]}
-    return of_type.get(kind.get("type", ""), [kind])
+def _kinds(field: FieldInfo) -> list[dict[str, Any]]:
+    if (child := child_block(field)) is not None:
+        is_switch = "enabled" in child.model_fields or "stage" in child.model_fields
+        return [_block(child), *([{"type": "boolean"}] if is_switch else [])]
+    if field.annotation == Untyped:
+        names = next((item.names for item in field.metadata if isinstance(item, Keys)), None)
+        return [{"type": "object"} if names is None else _object({name: {} for name in names}), {"type": "boolean"}]
+    parts = [*field.metadata, *leaves(field.annotation)]
+    readers = [part.func for part in parts if isinstance(part, BeforeValidator)]
+    if not all(reader in _OF_READERS or reader is quantities.parse_choice for reader in readers):
+        return [{}]
+    if choices := choices_of(field):
+        cased = ("".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in name) for name in choices)
+        return [{"enum": choices}, {"type": "string", "pattern": rf"^\s*({'|'.join(cased)})\s*$"}]
+    kinds = _OF_READERS[readers[0]] if readers else next((_OF_TYPES[part] for part in parts if part in _OF_TYPES), [{}])
+    bounds = dict(_bounds(parts))
+    return [kind | bounds if kind.get("type") == "number" else kind for kind in kinds]
 
 
-def _in_any_case(names: Sequence[str]) -> dict[str, Any]:
-    cased = ("".join(f"[{c.lower()}{c.upper()}]" if c.isalpha() else c for c in name) for name in names)
-    return {"type": "string", "pattern": rf"^\s*({'|'.join(cased)})\s*$"}
-
-
-def _bounded(kind: dict[str, Any]) -> dict[str, Any]:
-    """Bounds that pydantic leaves in its own words where a function reads the value first."""
-    return {_BOUNDS.get(key, key): value for key, value in kind.items()}
+def _bounds(parts: list[Any]) -> Iterator[tuple[str, float]]:
+    for part in parts:
+        for item in getattr(part, "metadata", None) or [part]:
+            yield from ((word, getattr(item, name)) for name, word in _BOUNDS.items() if hasattr(item, name))

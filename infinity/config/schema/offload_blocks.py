@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -38,20 +37,6 @@ class OffloadBlock(Block):
 class ZeroBlock(Block):
     """`zero_optimization`."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-        "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-        "param_persistence_threshold": "stage3_param_persistence_threshold",
-        "model_persistence_threshold": "stage3_model_persistence_threshold",
-        "max_live_parameters": "stage3_max_live_parameters",
-        "max_reuse_distance": "stage3_max_reuse_distance",
-        "module_granularity_threshold": "stage3_module_granularity_threshold",
-        "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
-        "allgather_sequential": "stage3_allgather_sequential",
-        "allgather_size": "allgather_bucket_size",
-    }
-
     stage: Annotated[Count | None, Field(le=3)] = None
     """What several processes divide among them: from 1 on main weights, optimizer states and their updates; with 3
     also model weights. The numbers are the same with all of them (but see `bf16.check_grad_overflow`), and one process takes
@@ -66,11 +51,6 @@ class ZeroBlock(Block):
 @with_inert_keys
 class AioBlock(Block):
     """`aio`. Two of DeepSpeed's own tools write the number of threads under names that DeepSpeed does not read."""
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        "thread_count": "intra_op_parallelism",
-        "num_threads": "intra_op_parallelism",
-    }
 
     block_size: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     """Largest single request, rounded up to a multiple of 4096; 1 MiB by default."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -63,8 +62,6 @@ class Fp16Block(Block):
 @with_inert_keys
 class Bf16Block(Block):
     """`bf16`. Also takes the loss scaling keys of `fp16`, which many files repeat here."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"check_overflow": "check_grad_overflow"}
 
     enabled: Flag = False
     """Train in bf16, with exact fp32 main weights and fp32 gradient accumulation."""

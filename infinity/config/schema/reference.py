@@ -1,39 +1,16 @@
-"""What can be told of a key without a config: the text under its field, what it takes, its default, and whether it has an effect.
-
-Knows the models of the JSON as a reader sees them; `tools/config_reference.py` and ``infinity config`` print it.
-"""
+"""What the models of the JSON say of a key besides its type: the text under its field, and whether it has an effect."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import json
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from infinity.config.schema import directories, quantities
 from infinity.config.schema.block import Block, NoEffect, Refused
-from infinity.config.schema.vocabulary import blocks, child_block
-
-_KINDS = {
-    quantities.parse_bytes: "a size",
-    quantities.parse_count: "a whole number",
-    quantities.parse_rounded: "a whole number",
-    quantities.parse_number: "a number",
-    quantities.parse_names: "a text or a list of texts",
-    quantities.parse_path: "a path",
-    quantities.parse_frozen_dtype: "one of "
-    + ", ".join(f'`"{name}"`' for name in quantities.FROZEN_DTYPES)
-    + ", or an object",
-    directories.parse_directories: "a path, an object, or a list of those",
-}
-_TYPES = {bool: "`true` or `false`", dict: "an object", str: "a text", int: "a whole number", float: "a number"}
-_LEAST, _MOST = {"gt": "more than", "ge": "at least"}, {"lt": "less than", "le": "at most"}
 
 
 def texts_of(block: type[Block]) -> dict[str, str]:
@@ -47,29 +24,6 @@ def texts_of(block: type[Block]) -> dict[str, str]:
         is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         name = node.target.id if is_field else None
     return found
-
-
-class Key(NamedTuple):
-    """What can be told of one key."""
-
-    name: str
-    """Dotted."""
-    kind: str
-    """What it takes."""
-    default: str
-    text: str
-    """What it does, or why it has no effect or is refused."""
-    has_effect: bool
-
-
-def keys() -> Iterator[Key]:
-    """Every key that holds a value, the top level first."""
-    for path, block in blocks():
-        texts = texts_of(block)
-        for name, field in block.model_fields.items():
-            if child_block(field) is None:
-                text = " ".join(filter(None, [texts.get(name, ""), *rules_of(field)]))
-                yield Key(path + name, kind_of(field), default_of(field, text), text, has_effect(field))
 
 
 def rules_of(field: FieldInfo) -> Iterator[str]:
@@ -96,36 +50,7 @@ def leaves(annotation: Any) -> Iterator[Any]:
             yield from leaves(inner)
 
 
-def kind_of(field: FieldInfo) -> str:
-    """What a key takes, in words, with bounds."""
+def choices_of(field: FieldInfo) -> list[Any]:
+    """The values of a key that takes some alone; empty for others."""
     parts = [*field.metadata, *leaves(field.annotation)]
-    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-    if choices:
-        return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
-    readers = [part.func for part in parts if isinstance(part, BeforeValidator)]
-    kind = next((_KINDS[reader] for reader in readers if reader in _KINDS), None)
-    kind = kind or next((_TYPES[part] for part in parts if part in _TYPES), "a value")
-    items = [item for part in parts for item in getattr(part, "metadata", None) or [part]]
-    bounds = [*_limits(items, _LEAST)[-1:], *_limits(items, _MOST)[:1]]
-    return f"{kind}{', ' if bounds else ''}{' and '.join(bounds)}"
-
-
-def _limits(items: list[Any], signs: Mapping[str, str]) -> list[str]:
-    """In words, the smallest first; of two at one number "more than" is the larger, and "less than" the smaller."""
-    found = [
-        (getattr(item, sign, None), sign in ("gt", "le"), words) for item in items for sign, words in signs.items()
-    ]
-    given = sorted(each for each in found if isinstance(each[0], int | float))
-    return [f"{words} {limit:g}" for limit, _, words in given]
-
-
-def default_of(field: FieldInfo, text: str) -> str:
-    """A key's default, in words; ``text``: what stands under its field."""
-    value = field.default
-    if value is PydanticUndefined:
-        return "required"
-    if value is None:
-        return 'default `"auto"`' if '`"auto"`:' in text else "not set by default"
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return f"default `{json.dumps(value if value != () else [])}`"
+    return [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]

@@ -1,32 +1,25 @@
 """DeepSpeed's module ``checkpointing``: activation checkpointing as scripts call it, by torch's own.
 
-Activations are not divided among processes; `configure` checks and keeps what it is given about that all the same.
+Activations are not divided among processes: what scripts say of that is taken without effect.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from infinity.config.schema.blocks import ActivationCheckpointingBlock
 from infinity.deepspeed.contents.accelerator import get_accelerator
 from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.distributed.meshes import current_mesh
-from infinity.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 _TRACKED = "model-parallel-rng"
-
-
-_configured = SimpleNamespace(settings=ActivationCheckpointingBlock(), is_made=False)
+_configured = SimpleNamespace(keeps_on_cpu=False, is_made=False)
 """What `configure` was told last."""
 
 
@@ -118,52 +111,29 @@ def _part_seed(seed: int) -> int:
     return seed + 2718 + current_mesh().place.tensor
 
 
-class _Run:
-    """A function that draws from the same tracked states whenever it is called, as the first time."""
+def _replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which draws from the same tracked states whenever it is called, as the first time."""
+    states, has_run = _tracker.get_states(), False
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._states = _tracker.get_states()
-        self._has_run = False
-
-    def __call__(self, *args: Any) -> Any:
-        if not self._has_run:
-            self._has_run = True
-            with _watched("forward"):
-                return self._function(*args)
+    def run(*args: Any) -> Any:
+        nonlocal has_run
+        if not has_run:
+            has_run = True
+            return function(*args)
         before = _tracker.get_states()
-        _tracker.set_states(dict(self._states))
+        _tracker.set_states(dict(states))
         try:
-            with _watched("recomputation"):
-                return self._function(*args)
+            return function(*args)
         finally:
             _tracker.set_states(before)
 
-
-@contextmanager
-def _watched(what: str) -> Iterator[None]:
-    """``synchronize_checkpoint_boundary`` and ``profile``."""
-    settings = _configured.settings
-    if settings.synchronize_checkpoint_boundary:
-        get_accelerator().synchronize()
-    begin = time.perf_counter()
-    yield
-    if settings.synchronize_checkpoint_boundary:
-        get_accelerator().synchronize()
-    if settings.profile:
-        logger.info("checkpoint: %s took %.2f ms", what, 1e3 * (time.perf_counter() - begin))
-
-
-def _keeping() -> AbstractContextManager[Any]:
-    """Where inputs wait for backward: with ``cpu_checkpointing`` on a GPU, in pinned host memory."""
-    if _configured.settings.cpu_checkpointing and get_accelerator().device_name() != "cpu":
-        return torch.autograd.graph.save_on_cpu(pin_memory=True)
-    return nullcontext()
+    return run
 
 
 def _checkpoint(function: Callable[..., Any], args: tuple[Any, ...], *, use_reentrant: bool) -> Any:
-    with _keeping():
-        return torch_checkpoint.checkpoint(_Run(function), *args, use_reentrant=use_reentrant)
+    on_cpu = _configured.keeps_on_cpu and get_accelerator().device_name() != "cpu"
+    with torch.autograd.graph.save_on_cpu(pin_memory=True) if on_cpu else nullcontext():
+        return torch_checkpoint.checkpoint(_replayed(function), *args, use_reentrant=use_reentrant)
 
 
 def _by_position(
@@ -224,36 +194,17 @@ def configure(
     Args:
         mpu_: taken as DeepSpeed takes it, without effect: `model_parallel_cuda_manual_seed` goes by ``mesh_param``.
         deepspeed_config: a config as `infinity.load_config` takes it; its block ``activation_checkpointing`` counts.
-        partition_activations, contiguous_checkpointing, num_checkpoints: checked, without effect: they divide activations
-            between processes.
+        partition_activations, contiguous_checkpointing, num_checkpoints: without effect: they divide activations between
+            processes.
         checkpoint_in_cpu: inputs wait in pinned host memory for backward. On a CPU they are there anyway.
-        synchronize: wait for the device before and after each call of a checkpointed function.
-        profile: log how long each such call takes.
+        synchronize, profile: without effect: torch.profiler tells how long functions take.
 
     Raises:
-        ConfigError: the config cannot be read, or contiguous checkpointing lacks what it needs.
+        ConfigError: the config cannot be read.
     """
-    given = {
-        "partition_activations": partition_activations,
-        "contiguous_memory_optimization": contiguous_checkpointing,
-        "number_checkpoints": num_checkpoints,
-        "cpu_checkpointing": checkpoint_in_cpu,
-        "synchronize_checkpoint_boundary": synchronize,
-        "profile": profile,
-    }
-    settings = ActivationCheckpointingBlock()
-    if deepspeed_config is not None:
-        settings = DeepSpeedConfig(deepspeed_config).activation_checkpointing_config
-    settings = settings.model_copy(update={name: value for name, value in given.items() if value is not None})
-    if settings.contiguous_memory_optimization and not settings.partition_activations:
-        raise ConfigError("contiguous checkpointing needs partition_activations. Set both to true, or neither")
-    if settings.contiguous_memory_optimization and settings.number_checkpoints is None:
-        raise ConfigError("contiguous checkpointing needs the number of checkpoints. Give num_checkpoints")
-    _configured.settings, _configured.is_made = settings, True
-
-
-def _change(**changes: Any) -> None:
-    _configured.settings, _configured.is_made = _configured.settings.model_copy(update=changes), True
+    if checkpoint_in_cpu is None and deepspeed_config is not None:
+        checkpoint_in_cpu = DeepSpeedConfig(deepspeed_config).activation_checkpointing_config.cpu_checkpointing
+    _configured.keeps_on_cpu, _configured.is_made = bool(checkpoint_in_cpu), True
 
 
 def is_configured() -> bool:
@@ -263,12 +214,10 @@ def is_configured() -> bool:
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Taken without effect: activations are not divided among processes."""
-    _change(partition_activations=partition_activation)
 
 
 def set_num_layers(nlayers: int) -> None:
     """Taken without effect: there are no contiguous buffers."""
-    _change(number_checkpoints=nlayers)
 
 
 def reset() -> None:

@@ -12,33 +12,9 @@ from infinity.config import ConfigSource, InfinityConfig, load_config
 from infinity.config.reading import tidy, validate
 from infinity.config.schema.block import Findings
 from infinity.config.schema.blocks import RootBlock
-from infinity.deepspeed.contents.constants import DEEPSPEED_OPTIMIZERS
+from infinity.deepspeed.contents.names import TABLE
 
-_BLOCKS = {
-    "activation_checkpointing": "activation_checkpointing_config",
-    "aio": "aio_config",
-    "bf16": "bfloat16_config",
-    "checkpoint": "checkpoint_config",
-    "flops_profiler": "flops_profiler_config",
-    "fp16": "float16_config",
-    "hybrid_engine": "hybrid_engine",
-    "sparse_attention": "sparse_attention",
-}
-"""Key of a block -> the attribute that shows it."""
-_KEYS = (
-    *("dataloader_drop_last", "disable_allgather", "dump_state", "gradient_allreduce_op", "gradient_predivide_factor"),
-    *("graph_harvesting", "log_level", "managed_gradient_accumulation", "memory_breakdown", "prescale_gradients"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-)
-"""Keys whose values are attributes of the same name."""
-_SCALING = {
-    "initial_scale_power": "init_scale",
-    "loss_scale_window": "scale_window",
-    "hysteresis": "delayed_shift",
-    "consecutive_hysteresis": "consecutive_hysteresis",
-    "min_loss_scale": "min_scale",
-}
-"""Key of ``fp16`` -> its name in ``dynamic_loss_scale_args``."""
+_NAMES = TABLE["config"]
 
 
 class DeepSpeedConfig(Mapping[str, Any]):
@@ -60,9 +36,11 @@ class DeepSpeedConfig(Mapping[str, Any]):
         root: Any = validate(tidy(read.source, Findings()))  # keys of the table of inert ones have no types
         self._param_dict = dict(read.source)
         self.world_size = read.world_size
-        for key, name in (*_BLOCKS.items(), *((key, key) for key in _KEYS)):
+        for key, name in _NAMES["attributes"].items():
             setattr(self, name, getattr(root, key))
-        for attributes in (_of_sizes(read), _of_precision(read, root), _of_zero(read, root), _of_optimizer(read)):
+        for name in _NAMES["decided"]:
+            setattr(self, name, getattr(read, name))
+        for attributes in (_of_precision(read, root), _of_zero(read, root), _of_optimizer(read)):
             vars(self).update(attributes)
         mode = root.checkpoint.tag_validation
         self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "ignore", mode == "fail"
@@ -92,19 +70,8 @@ def _num_data_ranks(mpu: Any, mesh_device: Any) -> int | None:
     return None if mesh_device is None else int(mesh_device["data_parallel"].size())
 
 
-def _of_sizes(read: InfinityConfig) -> dict[str, Any]:
-    return {
-        "train_batch_size": read.train_batch_size,
-        "train_micro_batch_size_per_gpu": read.train_micro_batch_size_per_gpu,
-        "gradient_accumulation_steps": read.gradient_accumulation_steps,
-        "gradient_clipping": read.gradient_clipping,
-        "steps_per_print": read.steps_per_print,
-        "wall_clock_breakdown": read.wall_clock_breakdown,
-    }
-
-
 def _of_precision(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
-    scaling = {name: getattr(root.fp16, key) for key, name in _SCALING.items()}
+    scaling = {name: getattr(root.fp16, key) for key, name in _NAMES["loss_scaling"].items()}
     scaling["init_scale"] = 2 ** scaling["init_scale"]
     has_dtype = "communication_data_type" in root.model_fields_set
     return {
@@ -117,7 +84,7 @@ def _of_precision(read: InfinityConfig, root: RootBlock) -> dict[str, Any]:
         "loss_scale": root.fp16.loss_scale,
         "initial_dynamic_scale": 1.0 if read.loss_scaling is None else read.loss_scaling.initial,
         "dynamic_loss_scale_args": scaling
-        if root.fp16.enabled and _SCALING.keys() & root.fp16.model_fields_set
+        if root.fp16.enabled and _NAMES["loss_scaling"].keys() & root.fp16.model_fields_set
         else None,
         "communication_data_type": read.communication_dtype if has_dtype else None,
         "grad_accum_dtype": root.data_types.grad_accum_dtype,
@@ -142,6 +109,6 @@ def _of_optimizer(read: InfinityConfig) -> dict[str, Any]:
     for what, section in (("optimizer", read.optimizer), ("scheduler", read.scheduler)):
         found[f"{what}_name"] = None if section is None else section.type
         found[f"{what}_params"] = None if section is None else dict(section.params)
-    if str(found["optimizer_name"]).lower() in DEEPSPEED_OPTIMIZERS:
+    if str(found["optimizer_name"]).lower() in TABLE["constants"]["runtime.config"]["DEEPSPEED_OPTIMIZERS"]:
         found["optimizer_name"] = found["optimizer_name"].lower()
     return found

@@ -84,7 +84,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy = {
         fqn: LazyTensor(saved) for group in ("parameters", "buffers") for fqn, saved in checkpoint.of(group).items()
     }
-    lazy |= {fqn: lazy[first] for fqn, first in checkpoint.tied.items() if first in lazy and fqn not in lazy}
+    lazy |= {fqn: lazy[first] for fqn, first in checkpoint.beside.tied.items() if first in lazy and fqn not in lazy}
     return dict(lazy) if lazy_mode else _read(lazy)
 
 

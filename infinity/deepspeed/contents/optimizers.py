@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from infinity.config.resolved import OptimizerSection
+from infinity.deepspeed.contents.names import TABLE
 from infinity.errors import ConfigError
 from infinity.optim.registry import resolve
 
@@ -44,6 +45,8 @@ class _Named:
         if not given.get("amsgrad", True):
             del given["amsgrad"]  # of Adagrad, too
         made = resolve(OptimizerSection(cls._name, given), torch.device("cpu"))(params)
+        if cls._name == "Adagrad":
+            made.register_step_pre_hook(_unfuse_sparse)
         foreign = sorted(_OF_OTHERS.intersection(*map(set, made.param_groups)) - made.defaults.keys())
         if foreign:
             logger.warning(
@@ -55,55 +58,6 @@ class _Named:
         return made
 
 
-class DeepSpeedCPUAdam(_Named):
-    """Makes ``torch.optim.AdamW``, or ``Adam`` with ``adamw_mode=False``."""
-
-    _name = "Adam"
-    _arguments = "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states"
-
-
-class FusedAdam(_Named):
-    """Makes ``torch.optim.AdamW``, or ``Adam`` with ``adam_w_mode=False``."""
-
-    _name = "Adam"
-    _arguments = "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
-
-
-class FusedLamb(_Named):
-    """Makes `infinity.optim.classes.Lamb`."""
-
-    _name = "Lamb"
-    _arguments = (
-        "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad"
-    )
-
-
-class DeepSpeedCPULion(_Named):
-    """Makes `infinity.optim.classes.Lion`."""
-
-    _name = "Lion"
-    _arguments = "model_params lr betas weight_decay fp32_optimizer_states"
-
-
-class FusedLion(_Named):
-    """Makes `infinity.optim.classes.Lion`."""
-
-    _name = "Lion"
-    _arguments = "params lr betas weight_decay set_grad_none"
-
-
-class DeepSpeedCPUAdagrad(_Named):
-    """Makes ``torch.optim.Adagrad``."""
-
-    _name = "Adagrad"
-    _arguments = "model_params lr eps weight_decay amsgrad fp32_optimizer_states"
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:  # type: ignore[misc]
-        made = super().__new__(cls, *args, **kwargs)
-        made.register_step_pre_hook(_unfuse_sparse)
-        return made
-
-
 def _unfuse_sparse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Groups with sparse gradients go without torch's fused kernel, which takes none; DeepSpeed's optimizer does."""
     if type(optimizer) is not torch.optim.Adagrad:  # an engine's: it makes gradients dense
@@ -111,3 +65,8 @@ def _unfuse_sparse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
             group["fused"] = False
+
+
+for _class, _known in TABLE["optimizers"].items():
+    _made = {"__doc__": _known["doc"], "__module__": __name__}
+    globals()[_class] = type(_class, (_Named,), {**_made, "_name": _known["name"], "_arguments": _known["arguments"]})

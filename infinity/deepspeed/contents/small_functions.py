@@ -126,6 +126,14 @@ def is_zero_param(parameter: Any) -> bool:
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, *_: Any, **__: Any) -> Any:
+    """``fn`` as it is. transformers puts a function of its own around this one while it builds a model."""
+    return fn
+
+
+_orig_torch_arange = torch.arange
+
+
 def has_moe_layers(m: Any) -> tuple[bool, int]:
     """(False, 0): there is no layer of DeepSpeed's for experts."""
     return False, 0

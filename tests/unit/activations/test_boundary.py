@@ -11,7 +11,7 @@ import torch
 
 from infinity.activations import spilled as module
 from infinity.activations.boundary import Boundary, Kept
-from infinity.activations.spill_space import SpillSpace
+from infinity.activations.spilled import SpillSpace
 from infinity.metrics.clock import StepClock
 from swapper import StallError, Swapper, SwapperConfig, TransferError
 from swapper.backends.memory import MemoryBackend

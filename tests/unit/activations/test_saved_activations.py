@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from infinity.activations.saved_activations import SavedActivations
-from infinity.activations.spill_space import SpillSpace
+from infinity.activations.spilled import SpillSpace
 from infinity.device.compute import ComputeDevice
 from infinity.errors import EngineClosedError
 from infinity.metrics.clock import StepClock

@@ -23,8 +23,7 @@ def _refuse(options: list[str]) -> None:
         (["--budget", "12 parsecs"], "such as 384MB,2GB"),
         (["--set", "update"], "such as update=deferred"),
         (["--throttle", "fast"], "such as 300,600,none"),
-        (["--throttle", "none", "--json", "missing/step.json"], "create it first"),
-        (["--throttle", "none", "--peer", "deepspeed", "--peer-python", "no-such-python"], "name the Python"),
+        (["--throttle", "none", "--peer", "deepspeed", "--peer-python", "no-such-python"], "name another with"),
     ],
     ids=str,
 )

@@ -213,7 +213,7 @@ def test_an_interrupt(
 @pytest.mark.deep(but=3)
 @pytest.mark.parametrize(
     "arguments",
-    [["config", "schema"], ["config", "show", "--key", "a"], ["config", "show", "ds.json"], ["--help"]],
+    [["config", "schema"], ["config", "show", "ds.json"], ["--help"]],
     ids=str,
 )
 def test_a_closed_pipe(
@@ -241,9 +241,6 @@ def test_what_is_printed_as_json_is_json(tmp_path: Path, capsys: pytest.CaptureF
     for arguments in (["config", "check"], ["config", "show"]):
         assert main([*arguments, "config.json", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["file"] == "config.json"
-    assert main(["config", "show", "--key", "budget", "--json"]) == 0
-    names = [key["name"] for key in json.loads(capsys.readouterr().out)["keys"]]
-    assert names == ["infinity.host_memory_budget", "infinity.device_memory_budget"]
 
 
 def test_shells_are_told_commands_and_options(

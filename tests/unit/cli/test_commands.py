@@ -76,8 +76,7 @@ def test_a_machine_is_told(tmp_path: Path, capsys: Captured) -> None:
     found = _json(["doctor", "--nvme-path", str(tmp_path), "--no-measure"], capsys)
     assert found["is_ready"] is True
     by_name = {finding["what"]: finding for finding in found["findings"]}
-    assert by_name["free space"]["facts"]["free_bytes"] > 0
-    assert by_name["processors"]["facts"]["usable"] > 0
+    assert "room for" in by_name["free space"]["text"] and "usable" in by_name["processors"]["text"]
     assert {"memory", "GPU", "O_DIRECT", "backend", "drive", "speed", "memory that may be locked"} <= set(by_name)
     assert list(tmp_path.iterdir()) == []
 

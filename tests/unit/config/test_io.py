@@ -26,7 +26,7 @@ def test_backend(name: str) -> None:
     for written in (name, name.upper(), f" {name} "):
         config = _load(io_backend=written)
         assert config.io.backend == name
-        assert config.io.given == {"backend"}
+        assert config.io.is_from_config
         assert _decided(config)["infinity.io_backend"] == (name, "config")
 
 
@@ -34,7 +34,7 @@ def test_backend(name: str) -> None:
 def test_backend_left_open(value: object) -> None:
     config = _load(io_backend=value)
     assert config.io.backend == "auto"
-    assert config.io.given == frozenset()
+    assert not config.io.is_from_config
 
 
 @pytest.mark.parametrize(
@@ -52,42 +52,18 @@ def test_no_such_backend(value: object, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "mode", "who"),
+    ("aio", "is_from_config"),
     [
-        ("auto", "once", "config"),
-        (True, "always", "config"),
-        (1, "always", "config"),
-        (False, "off", "config"),
-        (None, "off", "default"),
+        ({}, False),
+        ({"block_size": "auto", "queue_depth": "auto", "intra_op_parallelism": "auto"}, False),
+        ({"block_size": "4MiB"}, True),
+        ({"queue_depth": 16, "block_size": None}, True),
+        ({"thread_count": 8}, True),
+        ({"single_submit": True}, False),
     ],
 )
-def test_autotune(value: object, mode: str, who: str) -> None:
-    config = _load(autotune_io=value)
-    assert config.io.autotune == mode
-    assert _decided(config)["infinity.autotune_io"] == (mode, who)
-
-
-@pytest.mark.parametrize("value", ["always", "once", 2, [True]])
-def test_no_such_way_of_measuring(value: object) -> None:
-    with pytest.raises(ConfigError, match=r'must be true \(measure at every start\), false, or "auto"') as caught:
-        _load(autotune_io=value)
-    assert caught.value.key == "infinity.autotune_io"
-
-
-@pytest.mark.parametrize(
-    ("aio", "given"),
-    [
-        ({}, set()),
-        ({"block_size": "auto", "queue_depth": "auto", "intra_op_parallelism": "auto"}, set()),
-        ({"block_size": "4MiB"}, {"request_bytes"}),
-        ({"queue_depth": 16, "block_size": None}, {"max_inflight"}),
-        ({"thread_count": 8}, {"num_threads"}),
-        ({"num_threads": 8, "block_size": 1, "queue_depth": 1}, {"num_threads", "request_bytes", "max_inflight"}),
-        ({"single_submit": True}, set()),
-    ],
-)
-def test_what_the_user_wrote_is_known(aio: dict[str, Any], given: set[str]) -> None:
-    assert _load(aio).io.given == given
+def test_what_the_user_wrote_is_known(aio: dict[str, Any], is_from_config: bool) -> None:
+    assert _load(aio).io.is_from_config == is_from_config
 
 
 def test_a_rounded_block_size_is_said() -> None:

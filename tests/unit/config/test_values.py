@@ -21,7 +21,7 @@ def test_defaults() -> None:
     assert config.compute_dtype is torch.float32
     assert config.optimizer is None and config.scheduler is None
     assert config.offload_param == config.offload_optimizer == OffloadSection("none", ())
-    assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", autotune="off", given=frozenset())
+    assert config.io == IOSection(1 << 20, 4, 32, 120.0, True, backend="auto", is_from_config=False)
     assert dataclasses.astuple(config.infinity) == (
         *(None, None, None, True, True, None, (), True),
         *(
@@ -192,11 +192,6 @@ def test_old_form_of_zero() -> None:
         ({"infinity": {"update": "in_backward"}}, "infinity.update", "gradient_clipping = 1.0 needs all gradients"),
         ({"infinity": {"io_deadline_seconds": 0}}, "infinity.io_deadline_seconds", "at least 0.01"),
         ({"checkpoint": {"tag_validation": "foo"}}, "checkpoint.tag_validation", '"ignore", "warn", "fail"'),
-        (
-            {"checkpoint": {"parallel_write": {"pipeline_stage": "?"}}},
-            "checkpoint.parallel_write.pipeline_stage",
-            "true or",
-        ),
     ],
 )
 def test_wrong_values(config: dict[str, Any], key: str, words: str) -> None:

@@ -10,10 +10,9 @@ import torch
 
 from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
-from infinity.gradients.sources import in_slot_order
 from infinity.gradients.store import GradientStore
 from infinity.metrics.clock import StepClock
-from infinity.units.layout import Slot
+from infinity.units.layout import Slot, in_slot_order
 from infinity.units.unit import Unit
 from swapper import Swapper
 from tests.unit.stage import trainable_unit

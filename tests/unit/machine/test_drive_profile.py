@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from infinity.config import load_config
-from infinity.machine.autotune import keep, tune_io
-from infinity.machine.bandwidth_cache import measured_bandwidth
 from infinity.machine.drive_profile import (
     QUICK,
     DriveProfile,
     candidates,
-    default_io,
     default_setting,
     directories_of,
     settings_for,
@@ -58,7 +55,7 @@ def _unavailable(name: str) -> BackendUnavailableError:
 @pytest.mark.parametrize("num_drives", [1, 2])
 def test_settings_that_are_measured_can_be_put_into_a_config(backend: str, num_drives: int) -> None:
     found = DriveProfile([])
-    for setting in candidates(default_io(), [backend], 64 * _MIB * num_drives, num_drives):  # type: ignore[list-item]
+    for setting in candidates([backend], num_drives):  # type: ignore[list-item]
         block = found.block(setting) | {"train_micro_batch_size_per_gpu": 1}
         io = load_config(block, check_storage=False).io
         assert IOSetting(io.backend, io.request_bytes, io.num_threads, io.max_inflight) == setting
@@ -80,23 +77,3 @@ def test_half_a_measurement_gives_no_advice(tmp_path: Path) -> None:
     found.stopped_by = "interrupted"
     assert found.advice() is None
     assert DriveProfile(directories_of([tmp_path])).advice() is None
-
-
-def test_plans_and_autotune_take_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INFINITY_CACHE_DIR", str(tmp_path / "cache"))
-    found = measured(tmp_path, FakeDrive(speed=lambda setting: 2e9 if setting == _THREADS else 1e9))
-    advice = found.advice()
-    assert advice is not None
-    keep(advice, found.directories, default_io())
-    known = measured_bandwidth([tmp_path])
-    assert known == advice.bandwidth
-    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = load_config(
-        {
-            "train_batch_size": 1,
-            "zero_optimization": {"stage": 3, "offload_optimizer": offload},
-            "infinity": {"autotune_io": "auto"},
-        }
-    )
-    tuned = tune_io(config).io
-    assert (tuned.backend, tuned.request_bytes, tuned.num_threads) == ("threads", 2 * _MIB, 8)

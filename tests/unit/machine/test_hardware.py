@@ -20,7 +20,7 @@ from infinity.machine.hardware import (
     copy_finding,
     health,
     link_finding,
-    node_findings,
+    node_finding,
     parse_health,
 )
 from infinity.machine.here import this_machine
@@ -79,18 +79,24 @@ def test_a_slow_link_is_told_with_what_the_device_could_do_but_a_gpu_at_rest_is_
 
 
 def test_nodes_are_compared_where_there_are_several(sys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert node_findings([_GPU], [_DRIVE]) == []
+    assert node_finding([_GPU, _DRIVE]) is None
     for node, processors in ((0, "0-3,8"), (1, "4-7")):
         _write(sys / f"devices/system/node/node{node}/cpulist", processors)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 4})
-    (both,) = node_findings([_GPU], [_DRIVE])
-    assert both.verdict is Verdict.POOR and both.cure.startswith("numactl --cpunodebind=0 --membind=0")
+    both = node_finding([_GPU, _DRIVE])
+    assert (
+        both is not None
+        and both.verdict is Verdict.POOR
+        and both.cure.startswith("numactl --cpunodebind=0 --membind=0")
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 8})
-    assert node_findings([_GPU], [_DRIVE])[0].verdict is Verdict.GOOD
+    near = node_finding([_GPU, _DRIVE])
+    assert near is not None and near.verdict is Verdict.GOOD
     far = PciDevice("nvme1n1", 1, 16.0, 4, 16.0, 4)
-    (told,) = node_findings([_GPU], [_DRIVE, far])
-    assert told.verdict is Verdict.POOR and "GPU 0 sits on 0, nvme1n1 on 1" in told.text
-    assert node_findings([], [PciDevice("vda", None, 8.0, 1, 8.0, 1)])[0].verdict is Verdict.NOTE
+    told = node_finding([_GPU, _DRIVE, far])
+    assert told is not None and told.verdict is Verdict.POOR and "GPU 0 sits on 0, nvme1n1 on 1" in told.text
+    unknown = node_finding([PciDevice("vda", None, 8.0, 1, 8.0, 1)])
+    assert unknown is not None and unknown.verdict is Verdict.NOTE
 
 
 def test_heat_is_read_without_rights_and_wear_only_where_the_drive_tells(sys: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.numerics import state_codec
+from infinity.numerics import dynamic_map, state_codec
 from infinity.numerics.state_codec import Noise, StateWindow, decode, encode
 from infinity.numerics.state_format import StateFormat
 from tests.exactness.rounding import rounded
 
 _STATES = ("exp_avg", "exp_avg_sq")
-_SMALL = (StateFormat.BF16, StateFormat.INT8)
+_STOCHASTIC = (StateFormat.BF16, StateFormat.INT8)
+_SMALL = (*_STOCHASTIC, StateFormat.INT8_DYNAMIC)
 _NUMELS = (1, 255, 256, 257, 5000)
 _EACH = [pytest.param(form, state, id=f"{form.value}-{state}") for form in _SMALL for state in _STATES]
 
@@ -78,7 +79,7 @@ def test_what_was_read_is_stored_as_it_was(form: StateFormat, state: str) -> Non
         assert torch.equal(_round_trip(form, state, first, None), first)
 
 
-@pytest.mark.parametrize("form", _SMALL, ids=lambda form: form.value)
+@pytest.mark.parametrize("form", _STOCHASTIC, ids=lambda form: form.value)
 def test_second_moments_follow_gradients_that_fall(form: StateFormat) -> None:
     """Half of the elements get smaller gradients; what is rounded to nearest does not notice."""
     squares = torch.ones(512)
@@ -103,9 +104,10 @@ def test_what_is_not_finite_is_seen(bad: float, has_kernels: bool, monkeypatch: 
         _without_kernels(monkeypatch)
     values = torch.ones(1000)
     values[300] = bad
-    found = _round_trip(StateFormat.INT8, "exp_avg", values, Noise.of("a", "exp_avg", 1, 0))
-    assert bool(found[256:512].isnan().all())
-    assert torch.equal(found[:256], values[:256]) and torch.equal(found[512:], values[512:])
+    for form in (StateFormat.INT8, StateFormat.INT8_DYNAMIC):
+        found = _round_trip(form, "exp_avg", values, Noise.of("a", "exp_avg", 1, 0))
+        assert bool(found[256:512].isnan().all())
+        assert torch.equal(found[:256], values[:256]) and torch.equal(found[512:], values[512:])
     halves = _round_trip(StateFormat.BF16, "exp_avg", values, Noise.of("a", "exp_avg", 1, 0))
     torch.testing.assert_close(halves, values, rtol=0, atol=0, equal_nan=True)
 
@@ -136,3 +138,19 @@ def test_a_window_stores_what_was_changed_in_it(form: StateFormat) -> None:
         expected = _stored(form, numel)
         encode(form, state, wholes[state].mul_(0.999), expected, noise(state, 0))
         assert torch.equal(stored[state], expected)
+
+
+@pytest.mark.parametrize("is_square", [False, True])
+def test_the_dynamic_map_is_that_of_bitsandbytes(is_square: bool) -> None:
+    """Against numbers of its own map; and each start is at most one level away from what it stands for."""
+    found = dynamic_map.code_values(is_square)
+    assert found.numel() == 256 and bool((found[1:] > found[:-1]).all())
+    known = {0: 0.0, 1: 3.25e-7, 2: 7.75e-7, 255: 1.0, 254: 0.996484375} if is_square else _SIGNED
+    for code, value in known.items():
+        assert found[code].item() == pytest.approx(value, rel=1e-6)
+    starts, middles = dynamic_map.starts(is_square).int(), dynamic_map.middles(is_square)
+    last = (torch.arange(len(starts) - 1, dtype=torch.int32) << 16 | 0xFFFF).view(torch.float32)
+    assert int((torch.bucketize(last, middles) - starts[:-1]).max()) == 1
+
+
+_SIGNED = {0: -0.99296875, 126: -5.5e-7, 127: 0.0, 128: 5.5e-7, 129: 3.25e-6, 254: 0.99296875, 255: 1.0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -132,12 +131,6 @@ class Mixed(torch.nn.Module):
         for name, param in self.named_parameters():
             grad = torch.randn(param.shape, generator=generator)
             param.grad = None if name in skip else grad
-
-
-def different(left: torch.nn.Module, right: torch.nn.Module) -> list[str]:
-    """Names of the parameters that differ in a bit."""
-    pairs: Iterator[Any] = zip(left.named_parameters(), right.parameters(), strict=True)
-    return [name for (name, one), other in pairs if not equal_bits(one, other)]
 
 
 def different_state(paged: dict[str, Any], plain: dict[str, Any]) -> list[str]:

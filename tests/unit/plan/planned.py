@@ -10,7 +10,7 @@ import torch
 from infinity.numerics.chunk_format import ChunkFormat
 from infinity.plan.placement import place
 from infinity.plan.plan import Plan
-from infinity.plan.sizes import Request, UnitSize
+from infinity.plan.sizes import Request, UnitSize, guessed_order
 
 
 def request_of(**changes: Any) -> Request:
@@ -37,15 +37,11 @@ def plan_of(units: Sequence[UnitSize], request: Request, **changes: Any) -> Plan
     values: dict[str, Any] = {
         "num_parameters": numel,
         "num_trainable": numel,
-        "units": tuple((unit.name, unit.weight_bytes) for unit in units),
-        "param_tier": request.param_tier,
-        "optimizer_tier": request.optimizer_tier,
-        "update": request.update,
-        "resting_bytes": {"host": {"weights": 5_000_000, "states": 0}, "nvme": {"remainders": 7_000_000}},
-        "host_budget_bytes": request.budget_bytes,
-        "host_budget_source": "from the config",
-        "minimum_budget_bytes": 1 << 20,
+        "sizes": tuple(units),
+        "request": request,
         "placement": place(units, request),
-        "num_micro_batches": request.num_micro_batches,
+        "order": tuple(guessed_order(len(units))),
+        "backward_start": len(units),
+        "host_budget_source": "from the config",
     }
     return Plan(**values | changes)

@@ -12,7 +12,7 @@ from infinity.paging.trace import Trace
 from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
 from infinity.plan.plan import Plan
-from infinity.plan.sizes import UnitSize
+from infinity.plan.sizes import Request, UnitSize
 from infinity.plan.tracker import PlanTracker
 from infinity.units.layout import CHUNK_GRANULE
 from tests.unit.plan.planned import plan_of, request_of
@@ -24,9 +24,9 @@ _REQUEST = request_of(budget_bytes=1 << 25, gradient_itemsize=2, keeps_in_memory
 _GUESS = [*range(8), *reversed(range(8))]
 
 
-def _plan(read: int = 0, write: int = 0, **changes: Any) -> Plan:
+def _plan(read: int = 0, write: int = 0, request: Request = _REQUEST, **changes: Any) -> Plan:
     moved = {"predicted_read_bytes_per_step": read, "predicted_write_bytes_per_step": write}
-    return plan_of(_UNITS, _REQUEST, **moved, **changes)
+    return plan_of(_UNITS, request, **moved, **changes)
 
 
 def _report(seconds: float, compute: float, optimizer: float = 0.0) -> StepReport:
@@ -86,15 +86,18 @@ def test_the_life_of_drives() -> None:
 
 def test_the_table_says_what_rests_where() -> None:
     text = str(_plan(4_000_000, 1_000_000, bandwidth=_SPEED, compute_seconds=0.25))
-    for words in ("weights 5.0 MB", "remainders 7.0 MB", "2.00 s: I/O 2.00 s", "2026-01-02", "compute 0.25 s"):
+    megabytes = f"{8 * 2 * _NUMEL / 1e6:.1f} MB"
+    at_rest = f"at rest: nvme                 weights {megabytes}, remainders {megabytes}, states "
+    for words in (at_rest, "2.00 s: I/O 2.00 s", "2026-01-02", "compute 0.25 s"):
         assert words in text
-    assert "states 0" not in text and "micro-batches" not in text
-    assert "4, one after the other" in str(_plan(num_micro_batches=4))
-    assert "4, all through a unit" in str(_plan(num_micro_batches=4, traffic=Traffic(is_vertical=True)))
+    assert "at rest: host" not in text and "micro-batches" not in text
+    several = dataclasses.replace(_REQUEST, num_micro_batches=4)
+    assert "4, one after the other" in str(_plan(request=several))
+    assert "4, all through a unit" in str(_plan(request=several, traffic=Traffic(is_vertical=True)))
 
 
 def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
-    plan_tracker = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, _GUESS)
+    plan_tracker = PlanTracker(_plan(bandwidth=_SPEED))
     trace = Trace(_GUESS)
     first = plan_tracker.plan(trace, Traffic())
     assert first.predicted_read_bytes_per_step > 0
@@ -125,7 +128,7 @@ def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
 
 
 def test_pauses_of_the_script_do_not_count() -> None:
-    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED), _UNITS, _REQUEST, _GUESS), Trace(_GUESS)
+    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED)), Trace(_GUESS)
     for step in range(12):
         pause = 30.0 * (step % 2)
         report = dataclasses.replace(

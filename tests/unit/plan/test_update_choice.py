@@ -39,7 +39,7 @@ def test_all_in_memory_is_updated_in_the_step_with_the_same_bits(
     twin = copy.deepcopy(model)
     config = _config(tier, tmp_path, gradient_clipping=clip, infinity=own)
     engine, *_ = infinity.initialize(model=model, config=config)
-    assert (engine.plan.update, engine.plan.update_workers) == ("step", torch.get_num_threads())
+    assert (engine.plan.update, engine.plan.request.update_workers) == ("step", torch.get_num_threads())
     assert engine.plan.predicted_read_bytes_per_step == engine.plan.predicted_write_bytes_per_step == 0
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
     for step in range(3):
@@ -69,7 +69,7 @@ def test_what_is_asked_for_or_paged_is_updated_beside_the_model(
     own: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     with infinity.initialize(model=_model(), config=_config("nvme", tmp_path, infinity=own))[0] as engine:
-        assert (engine.plan.update, engine.plan.update_workers) == (expected, 1)
+        assert (engine.plan.update, engine.plan.request.update_workers) == (expected, 1)
 
 
 def test_the_smallest_budget_is_what_it_was(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[RunLog]:
     found = RunLog(tmp_path / "run")
-    found.note_start(0, {"a": 1}, {"cores": 2}, as_record(*known(0.1, 1e8)))
+    found.note_start(0, {"a": 1}, {"cores": 2}, as_record(known(0.1, 1e8)))
     yield found
     found.release()
 

@@ -17,7 +17,7 @@ _VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 def _run(directory: Path) -> Run:
-    run = run_of(*known(0.1, 1e8), num_steps=30)
+    run = run_of(known(0.1, 1e8), num_steps=30)
     run.directory = directory
     run.steps[7] = step(8, loss=float("nan"), lr=(), grad_norm=None)
     run.steps[9] = step(10, is_skipped=True, num_tokens=4096, device_peak_bytes=10**9)

@@ -8,59 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from infinity.metrics import Run, StepReport
-from infinity.numerics.chunk_format import ChunkFormat
-from infinity.plan.cost_model import Traffic, best_placement, predict
-from infinity.plan.plan import Plan, Workload, as_record
-from infinity.plan.sizes import Request, UnitSize, guessed_order
+from infinity.plan.cost_model import best_placement, predict
+from infinity.plan.plan import Plan, as_record
+from infinity.plan.sizes import UnitSize, guessed_order
 from infinity.reporting.verdict import alternatives, judge
 from infinity.units.layout import CHUNK_GRANULE
 from tests.step_reports import report
+from tests.unit.plan.planned import plan_of, request_of
 
 _NUMEL = 4000 * CHUNK_GRANULE
 _UNITS = tuple(UnitSize(f"layers.{index}", 2 * _NUMEL, _NUMEL, 2, True) for index in range(8))
 _ORDER = tuple(guessed_order(8))
 
 
-def known(compute_seconds: float, bytes_per_second: float, **changes: Any) -> tuple[Workload, Plan]:
+def known(compute_seconds: float, bytes_per_second: float, **changes: Any) -> Plan:
     """Eight units on NVMe, in a budget that holds little more than is needed."""
-    request = Request(
-        budget_bytes=10 * _NUMEL,
-        device_budget_bytes=None,
-        param_tier="nvme",
-        optimizer_tier="nvme",
-        record_format=ChunkFormat.of(torch.bfloat16, has_remainder=True),
-        shares_host_memory=True,
-        update="in_backward",
-        num_micro_batches=1,
-        page_bytes=None,
-        prefetches=True,
-        can_spill=True,
-        gradient_itemsize=2,
-    )
-    request = dataclasses.replace(request, **changes)
-    workload = Workload(_UNITS, request, _ORDER, 8, Traffic())
-    plan = Plan(
-        num_parameters=8 * _NUMEL,
-        num_trainable=8 * _NUMEL,
-        units=tuple((unit.name, unit.weight_bytes) for unit in _UNITS),
-        param_tier="nvme",
-        optimizer_tier="nvme",
-        update="in_backward",
-        resting_bytes={"nvme": {"weights": 16 * _NUMEL, "states": 80 * _NUMEL}},
-        host_budget_bytes=request.budget_bytes,
-        host_budget_source="from the config",
-        minimum_budget_bytes=1,
-        placement=best_placement(_UNITS, request, _ORDER, 8),
-        num_micro_batches=1,
-        predicted_read_bytes_per_step=0,
-        predicted_write_bytes_per_step=0,
-        seen_bytes_per_second=bytes_per_second,
-        compute_seconds=compute_seconds,
-    )
-    return workload, workload.predicted(plan)
+    request = request_of(**{"budget_bytes": 10 * _NUMEL, "gradient_itemsize": 2} | changes)
+    placement = best_placement(_UNITS, request, _ORDER, 8)
+    seen = {"seen_bytes_per_second": bytes_per_second, "compute_seconds": compute_seconds}
+    return plan_of(_UNITS, request, placement=placement, **seen).predicted()
 
 
 def step(number: int, **changes: Any) -> StepReport:
@@ -72,17 +40,17 @@ def step(number: int, **changes: Any) -> StepReport:
     return report(number, **waits | moved | busy | others | memory | changes)
 
 
-def run_of(workload: Workload, plan: Plan, num_steps: int = 6, **changes: Any) -> Run:
+def run_of(plan: Plan, num_steps: int = 6, **changes: Any) -> Run:
     steps = [step(number, **changes) for number in range(1, num_steps + 1)]
-    record = json.loads(json.dumps(as_record(workload, plan)))
+    record = json.loads(json.dumps(as_record(plan)))
     start = {"config": {"train_batch_size": 4}, "machine": {"cores": 2}}
     times = [1.7e9 + 10 * number for number in range(num_steps)]
     return Run(Path("runs/a"), start, record, steps, times, num_starts=1, has_ended=True)
 
 
 def test_a_run_that_drives_bound() -> None:
-    workload, plan = known(compute_seconds=0.1, bytes_per_second=1e8)
-    verdict = judge(run_of(workload, plan))
+    plan = known(compute_seconds=0.1, bytes_per_second=1e8)
+    verdict = judge(run_of(plan))
     assert verdict.words.startswith("Reads of the optimizer state bound this run: 82 % of the step. ")
     assert (verdict.bound_by, verdict.measured_seconds) == ("read", 10.0)
     assert verdict.predicted_seconds == plan.predicted_step_seconds
@@ -93,20 +61,21 @@ def test_a_run_that_drives_bound() -> None:
 
 
 def test_gains_are_those_of_the_cost_model() -> None:
-    workload, plan = known(compute_seconds=0.1, bytes_per_second=1e8)
-    with_memory = [each for each in alternatives(workload, plan) if "RAM" in each.means]
+    plan = known(compute_seconds=0.1, bytes_per_second=1e8)
+    with_memory = [each for each in alternatives(plan) if "RAM" in each.means]
     half = with_memory[1]  # of what rests on drives; all of it is faster, a quarter slower
-    assert len(with_memory) == 3 and f"{48 * _NUMEL / 1e6:.3g} MB" in half.means
-    request = dataclasses.replace(workload.request, budget_bytes=workload.request.budget_bytes + 48 * _NUMEL)
+    more = round(plan.states_bytes["nvme"] / 2)
+    assert len(with_memory) == 3 and f"{more / 1e6:.3g} MB" in half.means
+    request = dataclasses.replace(plan.request, budget_bytes=plan.request.budget_bytes + more)
     moved = predict(_UNITS, request, best_placement(_UNITS, request, _ORDER, 8), _ORDER, 8)
     assert half.seconds == pytest.approx((moved.read_bytes + moved.write_bytes) / 1e8)
     assert half.gain == pytest.approx((plan.predicted_step_seconds or 0) / half.seconds) and half.gain > 1.2
 
 
 def test_a_run_that_computing_bound() -> None:
-    workload, plan = known(compute_seconds=10.0, bytes_per_second=1e12)
+    plan = known(compute_seconds=10.0, bytes_per_second=1e12)
     quick = {"read_wait_seconds": 0.0, "compute_seconds": 10.0, "compute_busy_seconds": 9.1}
-    verdict = judge(run_of(workload, plan, **quick))
+    verdict = judge(run_of(plan, **quick))
     assert verdict.words.startswith(
         "Computing bound this run: 91 % of the step. Twice the speed of computing would give"
     )
@@ -114,27 +83,25 @@ def test_a_run_that_computing_bound() -> None:
 
 
 def test_memory_that_the_config_leaves_unused_is_told() -> None:
-    workload, plan = known(0.1, 1e8, keeps_in_memory=False, budget_bytes=60 * _NUMEL)
-    gains = {each.means: each.gain for each in alternatives(workload, plan)}
+    plan = known(0.1, 1e8, keeps_in_memory=False, budget_bytes=60 * _NUMEL)
+    gains = {each.means: each.gain for each in alternatives(plan)}
     assert gains["infinity.keep_in_memory: true"] > 1.2
 
 
 def test_a_run_of_few_steps_or_of_another_version_is_not_judged_further() -> None:
-    workload, plan = known(0.1, 1e8)
+    plan = known(0.1, 1e8)
     assert judge(Run(Path("a"))).words == "No step has ended yet."
-    assert judge(run_of(workload, plan, num_steps=2)).words.endswith(
-        "too few steps to say what would make them faster."
-    )
-    other = run_of(workload, plan)
-    other.plan["plan"]["unknown"] = 1
+    assert judge(run_of(plan, num_steps=2)).words.endswith("too few steps to say what would make them faster.")
+    other = run_of(plan)
+    other.plan["unknown"] = 1
     assert judge(other).alternatives == () and judge(other).words.startswith("Reads bound this run")
     unseen = dataclasses.replace(plan, seen_bytes_per_second=None, compute_seconds=None)
-    assert "not known yet" in judge(run_of(workload, unseen)).words
+    assert "not known yet" in judge(run_of(unseen)).words
 
 
 def test_skipped_steps_and_the_first_ones_do_not_count() -> None:
-    workload, plan = known(0.1, 1e8)
-    run = run_of(workload, plan)
+    plan = known(0.1, 1e8)
+    run = run_of(plan)
     run.steps[0] = step(1, seconds=100.0)
     run.steps[4] = step(5, seconds=1000.0, is_skipped=True)
     assert judge(run).measured_seconds == 10.0
@@ -142,10 +109,10 @@ def test_skipped_steps_and_the_first_ones_do_not_count() -> None:
 
 @pytest.mark.parametrize("name", ["write", "optimizer", "other"])
 def test_what_else_may_bind(name: str) -> None:
-    workload, plan = known(0.1, 1e8)
+    plan = known(0.1, 1e8)
     changes = {
         "write": {"write_busy_seconds": 9.5},
         "optimizer": {"optimizer_seconds": 9.5},
         "other": {"compute_seconds": 9.9, "read_wait_seconds": 0.1},
     }
-    assert judge(run_of(workload, plan, **changes[name])).bound_by == name
+    assert judge(run_of(plan, **changes[name])).bound_by == name

@@ -59,10 +59,6 @@ class _Store:
     def read_ahead(self, chunk: Chunk) -> bool:
         return self.records.read_ahead(self.unit, chunk)
 
-    def await_pages(self) -> None:
-        """Return when nobody has a page: what reads into one may have to end first."""
-        wait_until(lambda: self.num_leased == 0)
-
     @property
     def num_leased(self) -> int:
         return self.arena.statistics().num_leased

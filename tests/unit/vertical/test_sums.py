@@ -88,7 +88,7 @@ def test_a_unit_that_is_complete_later_than_its_last_gradient_is_spilled_then(un
         store.add(unit, gradients)
 
     stepper: Any = SimpleNamespace(gradients=store, deliver=deliver)
-    sums = UnitSums(stepper, ComputeDevice(), updates_now=False, step=0)
+    sums = UnitSums(stepper, ComputeDevice(), False, 0)
     for _ in range(2):
         sums.add(unit, _all(unit, 1.0))
     sums.end_moment({})

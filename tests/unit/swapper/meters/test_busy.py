@@ -59,11 +59,6 @@ def test_against_counting_every_second(events: list[tuple[str, Direction, bool, 
             assert list(times.seconds()) == expected
 
 
-def _fill(opened: Swapper, name: str, num_blocks: int = 1) -> None:
-    extent = opened.allocate(num_blocks * ALIGNMENT, name)
-    opened.write(extent, np.zeros(num_blocks * ALIGNMENT, dtype=np.uint8))
-
-
 def test_statistics_give_the_union_at_any_moment(clock: _Clock) -> None:
     backend = ManualBackend(_CAPACITY)
     with Swapper(backend, SwapperConfig(max_inflight=2)) as opened:

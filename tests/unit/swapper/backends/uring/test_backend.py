@@ -23,7 +23,6 @@ from tests.conformance.suite import Completion, aligned_bytes, random_bytes, rea
 from tests.uring import needs_uring
 from tests.waiting import wait_until
 
-_ROOT = Path(__file__).resolve().parents[5]
 _READ, _WRITE = Direction.READ, Direction.WRITE
 _SECONDS = 20.0
 

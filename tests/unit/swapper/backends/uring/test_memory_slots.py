@@ -21,7 +21,6 @@ from swapper.wrappers.base import BackendWrapper
 from tests.conformance.suite import aligned_bytes, random_bytes, read, write
 from tests.uring import needs_uring
 
-_ROOT = Path(__file__).resolve().parents[5]
 _SECONDS = 20.0
 pytestmark = needs_uring
 

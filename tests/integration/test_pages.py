@@ -1,4 +1,4 @@
-"""What the README files say: their code runs, their commands, links and names exist, their tables are complete."""
+"""What the pages of docs/ and the README files say: code runs; commands, links and names exist; tables are complete."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import api_reference
+import commands_reference
 import config_reference
 import deepspeed_names
 import peer_chart
@@ -24,32 +25,37 @@ import pytest
 
 import infinity.errors
 import swapper
-from tests.internals import keys, main
+from tests.internals import main
 from tests.unit.test_architecture import folder_graph, load_modules
 from tests.warm_process import run_script
 
 _ROOT = Path(__file__).resolve().parents[2]
-_WITH_CODE = (
-    *("", "infinity", "swapper", "configs", "tools/examples"),
-    *("infinity/deepspeed", "infinity/checkpoint", "infinity/metrics", "infinity/packed"),
-)
+_DOCS = _ROOT / "docs"
 _FOLDERS = ("infinity", "swapper", "configs", "tools", "tests")
 _READMES = [_ROOT / "README.md", *(page for folder in _FOLDERS for page in sorted((_ROOT / folder).rglob("README.md")))]
-_GUIDES = _ROOT / "tools" / "examples" / "README.md"
-_ERRORS = _ROOT / "infinity" / "TROUBLESHOOTING.md"
-_PAGES = [
-    *_READMES,
-    _ROOT / "CONTRIBUTING.md",
-    _ROOT / "SECURITY.md",
-    _ROOT / "CHANGELOG.md",
-    api_reference.PAGE,
-    _ERRORS,
-]
-_EACH_PAGE = pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
+_ERRORS = _DOCS / "reference" / "errors.md"
+_FROM_DEEPSPEED = _DOCS / "guides" / "from-deepspeed.md"
+_SITE = sorted(_DOCS.rglob("*.md"))
+_NOTEBOOKS = sorted((_ROOT / "tools" / "examples").glob("*.ipynb"))
+_PAGES = [*_READMES, *_SITE, *(_ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
+
+
+def _id(page: Path) -> str:
+    return page.relative_to(_ROOT).as_posix()
+
+
+_EACH_PAGE = pytest.mark.parametrize("page", _PAGES, ids=_id)
 
 
 def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _code(page: Path) -> str:
+    if page.suffix == ".ipynb":
+        cells = json.loads(page.read_text())["cells"]
+        return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    return "\n".join(_blocks(page, "python"))
 
 
 def _prose(page: Path) -> str:
@@ -59,7 +65,6 @@ def _prose(page: Path) -> str:
 def test_the_first_page_is_short() -> None:
     lines = (_ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 150
-    assert [line for page in (_GUIDES, _ERRORS) for line in page.read_text().splitlines() if len(line) > 120] == []
     assert [line for line in lines if len(line) > 120] == []
 
 
@@ -67,21 +72,17 @@ def test_the_first_page_is_short() -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("folder", _WITH_CODE)
-def test_the_code_runs(folder: str, tmp_path: Path) -> None:
-    page = _ROOT / folder / "README.md"
-    (tmp_path / "script.py").write_text("\n".join(_blocks(page, "python")))
-    if folder == "infinity/deepspeed":  # must be imported before the libraries, so it cannot be run in the warm process
-        command = [sys.executable, "script.py"]
-        subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(_ROOT)}, timeout=560, check=True)
-        return
+@pytest.mark.parametrize("page", [page for page in [*_PAGES, *_NOTEBOOKS] if _code(page)], ids=_id)
+def test_the_code_runs(page: Path, tmp_path: Path) -> None:
+    """All blocks of a page, or cells of a notebook, one after the other, as one script."""
+    code = _code(page)
+    for library in ("peft", "transformers", "lightning", "accelerate", "trl"):
+        is_imported = re.search(rf"^(import|from) {library}\b", code, re.MULTILINE)
+        if is_imported and importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    (tmp_path / "script.py").write_text(code)
     status, printed = run_script(tmp_path / "script.py", tmp_path, {"TMPDIR": str(tmp_path)})
     assert status == 0, printed
-
-
-def test_no_other_page_has_code() -> None:
-    with_code = {page.parent for page in _PAGES if _blocks(page, "python")}
-    assert with_code == {_ROOT / folder for folder in _WITH_CODE}
 
 
 def _commands(page: Path) -> list[list[str]]:
@@ -151,6 +152,8 @@ def _problem(command: list[str]) -> str:
         case [_, "-m", "pytest", *rest]:
             known_options = _help("pytest")
             exists = all((_ROOT / word).exists() for word in rest if word.startswith("tests/"))
+        case ["torchrun", "--nproc-per-node", _, script, *rest]:
+            return _problem(["python", script, *rest])
         case ["infinity", ("config" | "checkpoint") as group, command, *rest]:
             exists, known_options = True, _help(f"-m infinity {group} {command}")
         case ["infinity", command, *rest] | [_, "-m", "infinity", command, *rest]:
@@ -188,6 +191,35 @@ def _problem(command: list[str]) -> str:
 def test_commands_can_be_run(page: Path) -> None:
     problems = {" ".join(command): problem for command in _commands(page) if (problem := _problem(command))}
     assert problems == {}
+
+
+_QWEN3_30B = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32}
+_QWEN3_30B |= {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+_QWEN3_30B |= {"vocab_size": 151936, "tie_word_embeddings": False}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["index", "guides/lora-70b", "guides/full-8b-24gb", "guides/mixtures-of-experts"])
+def test_predictions_on_pages_are_those_of_their_commands(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = _DOCS / f"{name}.md"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **_QWEN3_30B}))
+    text = page.read_text()
+    commands = [words for words in _commands(page) if words[:2] == ["infinity", "plan"]]
+    assert commands
+    for words in commands:
+        places = {"path/to/config.json": str(tmp_path / "config.json")}
+        assert main([*(places.get(word, word) for word in words[1:]), "--json"]) == 0
+        step = json.loads(capsys.readouterr().out)["chosen"]
+        seconds = step["step_seconds"]
+        told = [
+            f"{seconds:.1f} s" if 1 < seconds < 100 else f"{seconds:.3g} s",
+            f"{step['tokens_per_second']:,.0f} tokens/s",
+        ]
+        if written := step["write_bytes_per_step"]:
+            told.append(f"{written / 1e9:.1f} GB" if written > 1e9 else f"{written / 1e6:.0f} MB")
+        assert [figure for figure in told if figure not in text] == [], " ".join(words)
 
 
 @pytest.mark.deep
@@ -249,7 +281,7 @@ def test_no_page_names_a_place_in_a_file(page: Path) -> None:
 
 
 def test_errors_that_are_named_exist() -> None:
-    for page in [*_READMES, _ERRORS]:
+    for page in [*_READMES, *_SITE]:
         for name in re.findall(r"`(?:swapper\.)?([A-Z]\w+(?:Error|Warning))`", page.read_text()):
             known = any(
                 hasattr(module, name) for module in (infinity.errors, infinity, infinity.deepspeed, swapper, builtins)
@@ -277,7 +309,7 @@ def test_rooms_are_all_there_and_import_only_what_stands_below(package: str) -> 
 def test_the_tree_of_errors_is_that_of_the_code() -> None:
     tree = (_ROOT / "swapper" / "errors.py").read_text().split("\n\n")[1]
     told = "\n".join(
-        f"    {line}" if line else line for line in _blocks(_ROOT / "swapper" / "README.md", "text")[0].splitlines()
+        f"    {line}" if line else line for line in _blocks(_DOCS / "reference" / "swapper.md", "text")[0].splitlines()
     )
     assert told == tree
 
@@ -295,13 +327,16 @@ def test_every_folder_of_tests_is_described() -> None:
 
 
 def test_the_reference_of_the_config_is_what_its_tool_prints() -> None:
-    assert config_reference.README.read_text() == config_reference.page(), (
-        "run: python tools/config_reference.py --write"
-    )
+    assert config_reference.PAGE.read_text() == config_reference.page(), "run: python tools/config_reference.py --write"
+
+
+def test_the_reference_of_the_commands_is_what_its_tool_prints() -> None:
+    told = "run: python tools/commands_reference.py --write"
+    assert commands_reference.PAGE.read_text() == commands_reference.page(), told
 
 
 def test_the_table_of_deepspeeds_names_is_what_its_tool_prints() -> None:
-    assert deepspeed_names.README.read_text() == deepspeed_names.page(), "run: python tools/deepspeed_names.py --write"
+    assert deepspeed_names.PAGE.read_text() == deepspeed_names.page(), "run: python tools/deepspeed_names.py --write"
 
 
 def test_each_error_is_explained() -> None:
@@ -323,26 +358,34 @@ def test_each_error_is_explained() -> None:
     assert {name for name, parts in told.items() if len(parts) != 2 or len(parts[1]) < 10} == set()
 
 
-@pytest.mark.parametrize("page", [_GUIDES, _ERRORS], ids=["guides", "errors"])
-def test_settings_in_guides_are_taken(page: Path) -> None:
-    found = re.findall(r'`"infinity": (\{[^`]*\})`', page.read_text())
-    assert len(found) > 4
+def test_settings_on_pages_are_taken() -> None:
+    found = {text for page in _SITE for text in re.findall(r'`"infinity": (\{[^`.]*\})`', page.read_text())}
+    assert len(found) > 10
     drive = {"device": "nvme", "nvme_path": "/nowhere"}
     for text in found:
         zero = {"stage": 3, "offload_param": drive, "offload_optimizer": drive}
-        config = {"train_batch_size": 1, "zero_optimization": zero, "infinity": json.loads(text)}
+        config = {
+            "train_batch_size": 1,
+            "gradient_clipping": 0,
+            "zero_optimization": zero,
+            "infinity": json.loads(text),
+        }
         infinity.load_config(config, check_storage=False)
 
 
 @pytest.mark.deep
 def test_the_keys_of_a_deepspeed_config_are_explained() -> None:
     """Each key of the config in the guide, and whether it has an effect."""
-    section = _GUIDES.read_text().split("The config stays, too.")[1].split("\n## ")[0]
+    section = _FROM_DEEPSPEED.read_text().split("\n## One changed line")[1].split("\n## ")[0]
     source = re.search(r"ds_config = (\{.*?\n\})", section, re.DOTALL)
     assert source is not None
     rows = re.findall(r"^\| (`.*`) \| (.*) \|$", section, re.MULTILINE)
     told = {key: here != "no effect" for keys, here in rows for key in re.findall(r"`([\w.]+)`", keys)}
-    known = {key.name: key.has_effect for key in keys()}
+    known = {
+        path + name: config_reference.has_effect(field)
+        for path, block in config_reference.blocks()
+        for name, field in block.model_fields.items()
+    }
     assert told == {key: known[key] for key in _keys_of(ast.literal_eval(source[1]))}
 
 
@@ -360,13 +403,25 @@ def test_answers_of_commands_are_what_they_print(
 ) -> None:
     """Each line that is shown, in its order; "..." stands for lines that are left out."""
     monkeypatch.setenv("COLUMNS", "112")
-    shown = [block.split("\n", 1) for block in _blocks(_GUIDES, "text") if block.startswith("$ infinity ")]
+    page = _DOCS / "guides" / "choosing-offload.md"
+    shown = [block.split("\n", 1) for block in _blocks(page, "text") if block.startswith("$ infinity ")]
     assert len(shown) == 4
     for command, answer in shown:
         main(shlex.split(command)[2:])
         printed = iter([line.rstrip() for line in capsys.readouterr().out.splitlines()])
         for line in answer.splitlines():
             assert line == "..." or line in printed, f"{command}: {line}"
+
+
+@pytest.mark.deep
+def test_the_site_can_be_built(tmp_path: Path) -> None:
+    """Strictly: mkdocs ends with an error where a link or an anchor leads nowhere."""
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("mkdocs-material is not installed: the extra dev has it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    subprocess.run(command, cwd=_ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, timeout=560, check=True)
+    assert "Tiles" in (tmp_path / "site" / "guides" / "larger-than-ram" / "index.html").read_text()
+    assert "The rooms" in (tmp_path / "site" / "how-it-works" / "code" / "index.html").read_text()
 
 
 def test_the_page_of_public_names_is_what_its_tool_prints() -> None:
@@ -380,7 +435,7 @@ def test_the_page_of_public_names_is_what_its_tool_prints() -> None:
 
 
 def test_the_chart_shows_the_figures_that_are_recorded() -> None:
-    table = peer_chart.rows((_ROOT / "tools" / "README.md").read_text())
+    table = peer_chart.rows(peer_chart.PAGE.read_text())
     shown = peer_chart.PICTURE.read_text()
     assert len(table) == 9
     for cells in table:

@@ -1,4 +1,4 @@
-"""What predictions are made from is the same after it was written down as JSON."""
+"""A plan is the same after it was written down as JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from infinity.numerics.state_format import StateFormat
 from infinity.plan import cost_model
 from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
-from infinity.plan.plan import Plan, Workload, as_record, of_record
-from infinity.plan.sizes import Request, UnitSize, guessed_order
+from infinity.plan.plan import Plan, as_record, of_record
+from infinity.plan.sizes import Request, UnitSize
 from infinity.units.layout import CHUNK_GRANULE
 from tests.unit.plan.planned import plan_of, request_of
 
@@ -37,11 +37,10 @@ def _request(**changes: Any) -> Request:
     return request_of(**values | changes)
 
 
-def _both(request: Request, traffic: Traffic) -> tuple[Workload, Plan]:
-    workload = Workload(_UNITS, request, tuple(guessed_order(len(_UNITS))), len(_UNITS), traffic)
+def _plan(request: Request, traffic: Traffic) -> Plan:
     speed = Bandwidth(2e9, 1e9, 1.5e9, "2026-01-02T03:04:05+00:00")
-    plan = plan_of(_UNITS, request, bandwidth=speed, seen_bytes_per_second=1e9, compute_seconds=0.5)
-    return workload, workload.predicted(plan)
+    plan = plan_of(_UNITS, request, bandwidth=speed, seen_bytes_per_second=1e9, compute_seconds=0.5, traffic=traffic)
+    return plan.predicted()
 
 
 @pytest.mark.parametrize(
@@ -53,22 +52,21 @@ def _both(request: Request, traffic: Traffic) -> tuple[Workload, Plan]:
     ],
 )
 def test_a_record_gives_the_same_again(request_: Request, traffic: Traffic) -> None:
-    workload, plan = _both(request_, traffic)
-    again, known = of_record(json.loads(json.dumps(as_record(workload, plan))))
-    assert (again, known) == (workload, plan)
-    assert again.predicted(known) == plan and known.predicted_step_seconds == plan.predicted_step_seconds
+    plan = _plan(request_, traffic)
+    again = of_record(json.loads(json.dumps(as_record(plan))))
+    assert again == plan and again.predicted() == plan
+    assert again.predicted_step_seconds == plan.predicted_step_seconds
 
 
 def test_every_field_is_recorded() -> None:
-    workload, plan = _both(_request(), Traffic())
-    record = as_record(workload, plan)
-    assert {each.name for each in dataclasses.fields(Plan)} | {"predicted_seconds"} == set(record["plan"])
-    assert {each.name for each in dataclasses.fields(Request)} == set(record["workload"]["request"])
+    record = as_record(_plan(_request(), Traffic()))
+    assert {each.name for each in dataclasses.fields(Plan)} | {"predicted_seconds"} == set(record)
+    assert {each.name for each in dataclasses.fields(Request)} == set(record["request"])
 
 
-@pytest.mark.parametrize("path", ["plan", "workload", "workload.request", "plan.placement"])
+@pytest.mark.parametrize("path", ["request", "placement", "sizes", "traffic.is_vertical"])
 def test_what_is_damaged_is_refused(path: str) -> None:
-    record = json.loads(json.dumps(as_record(*_both(_request(), Traffic()))))
+    record = json.loads(json.dumps(as_record(_plan(_request(), Traffic()))))
     block = record
     *parents, name = path.split(".")
     for parent in parents:
@@ -84,7 +82,7 @@ def test_many_micro_batches_are_predicted_from_a_few(
     megabytes: int, update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def predicted(number: int) -> Plan:
-        return _both(_request(num_micro_batches=number, budget_bytes=megabytes << 20, update=update), Traffic())[1]
+        return _plan(_request(num_micro_batches=number, budget_bytes=megabytes << 20, update=update), Traffic())
 
     counts = (33, 34, 47)
     with monkeypatch.context() as whole:

@@ -1,0 +1,101 @@
+"""The 8-bit states of bitsandbytes: blocks of 256 elements, each a level of its dynamic map times the block's largest magnitude.
+
+Knows values and codes; must not know optimizers or where states are stored. From "8-bit Optimizers via Block-wise Quantization"
+(Dettmers et al., 2021) and the numbers that bitsandbytes makes by it; the code is our own.
+
+A decade has half as many levels as the one above it, evenly spaced: the middles of so many parts of the decade.
+
+    signed     64 levels from 0.1 to 1, 32 from 0.01 to 0.1, ... 1 from 1e-7 to 1e-6; the same below zero; 0 and 1
+    squares   128 levels from 0.1 to 1, 64 from 0.01 to 0.1, ... 2 from 1e-7 to 1e-6; 0 and 1
+
+A code is the level's number, from the lowest on. A value gets the nearest level (of two that are equally near, the smaller
+magnitude), and what is below zero never becomes zero. There is no -1: where the largest magnitude of a block belongs to a
+negative value, that shrinks by 0.7 %.
+
+[Note: loading] State that is loaded has to have the same values as when it was read, or a run would not go on with the same
+bits. As the largest magnitude of a block may be 0.993 times its scale, `scales_of_loaded` looks for the scale for which all
+values of the block are levels; only where there is none, the largest magnitude is the scale.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+_DECADES = 7
+
+
+@functools.cache
+def magnitudes(is_square: bool) -> Tensor:
+    """The levels that are not negative: increasing, from 0 to 1, float32."""
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
+    levels = [ends[:1]]
+    for decade in range(_DECADES):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + is_square) + 1, dtype=torch.float32, device="cpu")
+        levels.append((edges[:-1] + edges[1:]) / 2.0 * 10.0 ** (decade + 1 - _DECADES))
+    return torch.cat([*levels, ends[1:]])
+
+
+@functools.cache
+def code_values(is_square: bool) -> Tensor:
+    """What all 256 codes stand for: increasing, float32."""
+    levels = magnitudes(is_square)
+    return levels if is_square else torch.cat([-levels[1:-1].flip(0), levels])
+
+
+def zero_code(is_square: bool) -> int:
+    """The code of 0. Those of larger magnitudes lie above it, and below it if they are negative."""
+    return 256 - magnitudes(is_square).numel()
+
+
+@functools.cache
+def middles(is_square: bool) -> Tensor:
+    """Between two levels each: a quotient that is larger gets the upper one. The last is infinity, float32."""
+    levels = magnitudes(is_square)
+    return torch.cat([(levels[1:] + levels[:-1]) / 2, levels.new_full((1,), torch.inf)])
+
+
+@functools.cache
+def starts(is_square: bool) -> Tensor:
+    """For the upper 16 bits of a quotient from 0 to 1: how many middles lie below the least such quotient, uint8.
+
+    The next middle is the only one that may lie among the quotients with these bits.
+    """
+    least = (torch.arange((0x3F800000 >> 16) + 1, dtype=torch.int32, device="cpu") << 16).view(torch.float32)
+    return torch.bucketize(least, middles(is_square)).to(torch.uint8)
+
+
+def codes_of(quotients: Tensor, *, is_square: bool) -> Tensor:
+    """Codes of values divided by their block's scale, in torch's operations: what the kernel does. uint8, of the same shape."""
+    found = torch.bucketize(quotients.abs(), middles(is_square).to(quotients.device))
+    if is_square:
+        return found.to(torch.uint8)
+    below = found.clamp(1, zero_code(False))
+    return (zero_code(False) + torch.where(quotients < 0, -below, found)).to(torch.uint8)
+
+
+def scales_of_loaded(blocks: Tensor, largest: Tensor, *, is_square: bool) -> Tensor:
+    """Scales by which loaded values are levels, as far as there are such: see [Note: loading].
+
+    Args:
+        blocks: float32, [blocks, 256].
+        largest: the largest magnitude of each block, [blocks, 1].
+    """
+    if is_square:
+        return largest
+    levels = code_values(False).to(blocks.device)
+    near = largest / levels[0].abs()
+    up = torch.full_like(near, torch.inf)
+    scales, is_known = largest, _are_levels(blocks, largest, levels)
+    for candidate in (near, torch.nextafter(near, up), torch.nextafter(near, -up)):
+        is_it = ~is_known & _are_levels(blocks, candidate, levels)
+        scales, is_known = torch.where(is_it, candidate, scales), is_known | is_it
+    return scales
+
+
+def _are_levels(blocks: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
+    """Whether all values of each block are levels times its scale, [blocks, 1]."""
+    codes = codes_of(torch.where(scales > 0, blocks / scales, 0.0), is_square=False)
+    return (levels[codes.int()] * scales == blocks).all(1, keepdim=True)

@@ -1,0 +1,52 @@
+"""Prints the help of every command: the reference in docs/reference/commands.md.
+
+python tools/commands_reference.py            # prints it
+python tools/commands_reference.py --write    # puts it into docs/reference/commands.md, between its two marks
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pages import between, print_or_write
+
+from infinity.cli.main import PROGRAM, commands
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "commands.md"
+MARKS = (
+    "<!-- printed by tools/commands_reference.py: change the commands, not this -->",
+    "<!-- end of what is printed -->",
+)
+_WIDTH = 100
+
+
+def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            child = command.get_command(context, name)
+            assert child is not None
+            inner = click.Context(child, context, name, terminal_width=_WIDTH, **child.context_settings)
+            yield from _sections(child, inner)
+    else:
+        text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+        yield f"### `{context.command_path}`\n\n```text\n{text}\n```\n"
+
+
+def reference() -> str:
+    """The help of all commands, as Markdown."""
+    return "\n".join(_sections(commands, click.Context(commands, info_name=PROGRAM, **commands.context_settings)))
+
+
+def page() -> str:
+    """The page, with the reference as it is now."""
+    return between(MARKS, reference(), PAGE)
+
+
+if __name__ == "__main__":
+    print_or_write(__doc__, PAGE, reference, page)
