@@ -242,11 +242,13 @@ def run_in_little_memory(
     """
 
     def run(module: str, function: str, *args: Any, first: str = "", **kwargs: Any) -> list[dict[str, Any]]:
-        group = str(memory_cgroup.task_files[0].parent)
+        group, memory = str(memory_cgroup.task_files[0].parent), memory_cgroup.memory
         words = [*map(repr, (group, *args)), *(f"{name}={value!r}" for name, value in kwargs.items())]
         code = f"{first}\nfrom tests.{module} import {function}\n{function}({', '.join(words)})\n"
         ended = run_in_cgroup(memory_cgroup, code, 580.0)
-        assert memory_cgroup.num_out_of_memory_kills == 0, "the kernel ended it: it took more memory than its limit"
+        assert memory is not None and not memory.num_out_of_memory_kills, (
+            "the kernel ended it: it took more memory than its limit"
+        )
         assert ended.returncode == 0, ended.stderr
         return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"')]
 

@@ -244,13 +244,14 @@ def kill_in_a_step(process: subprocess.Popen[bytes], notes: Notes) -> None:
 def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
     """All processes, and what they came to; whether all of it was right."""
     table = Table("", "first", "then", "", title="Compared")
-    peaks = Table("process", "peak of the group" if group.counts_memory else "peak", title="Memory")
+    memory = group.memory if group.memory is not None and group.memory.has_peak else None
+    peaks = Table("process", "peak" if memory is None else "peak of the group", title="Memory")
     is_right = True
     notes: dict[str, Notes] = {}
     for name in PROCESSES:
         notes[name] = Notes(arguments.directory / f"{name}.jsonl")
         console.rule(name)
-        counts_group = group.counts_memory and group.reset_peak()
+        counts_group = memory is not None and memory.reset_peak()
         process = start(arguments, name, group)
         try:
             if name == "train":
@@ -262,7 +263,7 @@ def run(arguments: argparse.Namespace, group: Cgroup) -> bool:
             process.kill()
             process.wait()
         own_peaks = (facts["peak"] for facts in notes[name].of("part"))
-        peak = group.peak_bytes if counts_group else max(own_peaks)
+        peak = memory.peak_bytes if memory is not None and counts_group else max(own_peaks)
         peaks.add_row(name, f"{peak / 1e6:,.0f} MB")
         is_right &= peak <= arguments.limit
     trained, resumed, loaded = notes["train"], notes["resume"], notes["load"]
@@ -320,8 +321,8 @@ def main() -> int:
         Cgroup("larger", ("memory",) if reason is None else ()) as group,
     ):
         arguments.directory = Path(directory)
-        if group.counts_memory:
-            group.limit_memory(arguments.limit)
+        if group.memory is not None:
+            group.memory.limit(arguments.limit)
         is_right = run(arguments, group)
     console.print("All equal." if is_right else "NOT all right: see the tables.", style="green" if is_right else "red")
     return 0 if is_right else 1

@@ -186,6 +186,9 @@ def set_bandwidth(folder: Path, device: str, read: int | None, write: int | None
 class Cgroup:
     """A named group with the controllers "memory" and "blkio", or one of them. On exit it is removed, its processes killed.
 
+    Attributes:
+        memory: its memory limit and peak; None without that controller.
+
     Raises:
         OSError: it cannot be made here; `why_unavailable` says why.
     """
@@ -197,22 +200,11 @@ class Cgroup:
             self._paths[controller] = parent / f"{_PREFIX}_{os.getpid()}_{name}"
         for path in self._folders:
             path.mkdir()
-        self._memory = MemoryGroup(self._paths["memory"]) if "memory" in self._paths else None
+        self.memory = MemoryGroup(self._paths["memory"]) if "memory" in self._paths else None
 
     @property
     def _folders(self) -> list[Path]:
         return list(dict.fromkeys(self._paths.values()))  # of version 2 there is one for all controllers
-
-    @property
-    def memory(self) -> MemoryGroup:
-        """Its memory limit and peak."""
-        if self._memory is None:
-            raise RuntimeError("this control group was made without the controller 'memory': ask for it")
-        return self._memory
-
-    def limit_memory(self, num_bytes: int) -> None:
-        """The kernel kills a process of the group that cannot stay under `num_bytes`."""
-        self.memory.limit(num_bytes)
 
     def throttle(self, path: Path, bytes_per_second: int) -> None:
         """Holds reads and writes, each, of the disk under `path` to `bytes_per_second`."""
@@ -232,29 +224,10 @@ class Cgroup:
         """What starts a program that is in the group from its first instruction."""
         return ["/bin/sh", "-c", _JOINING, "sh", *map(str, self.task_files), "--", *program]
 
-    @property
-    def counts_memory(self) -> bool:
-        """Whether there is a peak, which takes the controller ``memory``."""
-        return self._memory is not None and self._memory.has_peak
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most memory charged to the group since it was made, or since `reset_peak`."""
-        return self.memory.peak_bytes
-
-    def reset_peak(self) -> bool:
-        """Start `peak_bytes` again from the present usage; False if that is impossible here."""
-        return self.memory.reset_peak()
-
-    @property
-    def num_out_of_memory_kills(self) -> int:
-        """Processes the kernel has killed because of the memory limit."""
-        return 0 if self._memory is None else self._memory.num_out_of_memory_kills
-
     def close(self) -> None:
         """Kills what still runs in the group and removes it. May be called twice."""
-        if self._memory is not None:
-            self._memory.close()
+        if self.memory is not None:
+            self.memory.close()
         for folder in self._folders:
             _remove(folder)
 

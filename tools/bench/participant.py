@@ -74,8 +74,9 @@ class Participant:
             resources.enter_context(scratch)
             self._log = resources.enter_context(tempfile.TemporaryFile("w+", dir=directory))
             self._group = resources.enter_context(Cgroup(spec.name, tuple(controllers)))
-            if controllers and spec.memory_limit_bytes is not None:
-                self._group.limit_memory(spec.memory_limit_bytes)
+            self._memory = self._group.memory
+            if self._memory is not None and spec.memory_limit_bytes is not None:
+                self._memory.limit(spec.memory_limit_bytes)
             if controllers and bytes_per_second is not None:
                 self._group.throttle(directory, bytes_per_second)
             self._process = self._start(workload, scratch.name)
@@ -123,12 +124,12 @@ class Participant:
         except BrokenPipeError:
             pass  # the answer says why
         turn = self._answer()
-        if self._group.counts_memory:
-            self.peak_bytes = max(self.peak_bytes or 0, self._group.peak_bytes)
+        if self._memory is not None and self._memory.has_peak:
+            self.peak_bytes = max(self.peak_bytes or 0, self._memory.peak_bytes)
             if not counts:
-                self._resets_peak = self._group.reset_peak()
+                self._resets_peak = self._memory.reset_peak()
             elif self._resets_peak:
-                self.steady_peak_bytes = self._group.peak_bytes
+                self.steady_peak_bytes = self._memory.peak_bytes
         if counts:
             self.turns.append(turn)
         return turn
@@ -145,7 +146,7 @@ class Participant:
 
     def _how_it_ended(self) -> str:
         code = self._process.wait()
-        if self._group.num_out_of_memory_kills:
+        if self._memory is not None and self._memory.num_out_of_memory_kills:
             limit = self.spec.memory_limit_bytes or 0
             return f"killed by the kernel: it needs more than its memory limit of {limit / 1e9:.2f} GB"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -103,11 +103,12 @@ def test_a_group_is_made_beside_the_process_that_limits_it(tree: _Tree) -> None:
     with Cgroup("case", ("memory",)) as group:
         (folder,) = {file.parent for file in group.task_files}
         assert folder == user / f"infinity_bench_{os.getpid()}_case"
-        group.limit_memory(5_000_000)
+        assert group.memory is not None
+        group.memory.limit(5_000_000)
         assert (folder / "memory.max").read_text() == "5000000"
         assert (folder / "memory.swap.max").read_text() == "0", "swap is no way around the limit"
-        assert group.counts_memory
-        assert group.num_out_of_memory_kills == 3
+        assert group.memory.has_peak
+        assert group.memory.num_out_of_memory_kills == 3
         assert str(folder / "cgroup.procs") in group.command("true")
         group.memory.limit(None)
         assert {(folder / name).read_text() for name in ("memory.max", "memory.swap.max")} == {"max"}
@@ -130,7 +131,8 @@ def test_a_controller_of_version_1_beside_version_2(
     with Cgroup("case") as group:
         assert {file.parent.parent for file in group.task_files} == {first, tree.root}
         (folder,) = {file.parent for file in group.task_files if file.is_relative_to(first)}
-        group.limit_memory(64)
+        assert group.memory is not None
+        group.memory.limit(64)
         assert (folder / "memory.limit_in_bytes").read_text() == "64"
         group.task_files[0].touch()
         (folder / "cgroup.procs").touch()
