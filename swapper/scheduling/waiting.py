@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from swapper.errors import SwapperError
-from swapper.scheduling.operation import Operation
 from swapper.sync.callbacks import log_raised
+
+if TYPE_CHECKING:
+    from swapper.scheduling.handle import Handle
+    from swapper.scheduling.operation import Operation
 
 TICKS_PER_DEADLINE = 16
 """What has lasted for so many ticks of the watchdog is late. Counting ticks instead of reading a clock makes a stopped process
@@ -51,30 +55,29 @@ class PendingErrors:
             raise error.with_traceback(None)
 
 
-def observe(operation: Operation) -> SwapperError | None:
+def observe(operation: Handle) -> SwapperError | None:
     """Return the error of a finished operation if nobody has seen it; from now on it is seen."""
     if operation.is_observed or not operation.is_finished:
         return None
-    operation.is_observed = operation.error is not None
-    return operation.error
+    operation.is_observed = operation.failure is not None
+    return operation.failure
 
 
-def announce(over: Iterable[Operation]) -> None:
-    """Wake who waits for these operations and call back who asked for it; not under the scheduler's lock."""
+def announce(over: Iterable[Handle]) -> None:
+    """Wake who waits for these operations and call back who asked for it; not under the scheduler's lock.
+
+    From any thread: each takes one callback after the other out of the list.
+    """
     for operation in over:
         for waiter in operation.waiters:
             waiter.release()
         operation.waiters = ()
-        if operation.callbacks:
-            announce_callbacks(operation)
-
-
-def announce_callbacks(operation: Operation) -> None:
-    """Call back who asked for it. From any thread, each of which takes one after the other out of the list."""
-    while operation.callbacks:
-        with contextlib.suppress(IndexError):  # another thread was faster
-            function, argument = operation.callbacks.pop(0)
+        while operation.callbacks:
             try:
-                function(argument)
+                function = operation.callbacks.pop(0)
+            except IndexError:  # another thread was faster
+                break
+            try:
+                function(operation)
             except BaseException as error:
                 log_raised(error, "a callback of a finished read or write")
