@@ -65,11 +65,6 @@ class IORequest:
     may_pad: bool = False
     batch: Batch | None = None
 
-    def divide(self, parts: set[Any]) -> Batch:
-        """It is over when all of these parts are; they are called by the first byte of each."""
-        self.batch = Batch(parts, len(self.memory), self.complete)
-        return self.batch
-
     def let_go(self) -> None:
         """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over."""
         self.memory = NO_MEMORY

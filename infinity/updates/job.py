@@ -141,6 +141,7 @@ class UpdateJob:
         """Of workers alone."""
         self.has_begun = False
         """Whether the stream has taken it."""
+        self.is_finished = False
         self._finished = Latch()
         self._error: BaseException | None = None
         self.flushes_denormals = flushes_denormals()
@@ -207,10 +208,11 @@ class UpdateJob:
         self._error = error
         self.flat = self._weights = None
         self.flat_arrival = None
+        self.is_finished = True
         self._finished.set()
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        return self.is_finished
 
     def promote(self) -> None:
         """Somebody waits for the unit: the job goes next."""

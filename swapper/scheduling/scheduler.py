@@ -250,14 +250,20 @@ class IOScheduler(Uncopyable):
         taken: deque[Operation | Transfer] = deque()
         queue = self.queues[request.direction]
         with self._lock:
-            is_whole = queue.end(request, transferred_bytes, error)
-            if is_whole is None:
+            num_bytes = queue.inflight.pop(request, None)
+            if num_bytes is None:
                 logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
                 return
+            queue.inflight_bytes -= num_bytes
             operation: Operation = request if request.__class__ is Operation else request.operation
             operation.outstanding -= 1
             is_again = False
-            if not is_whole and operation.failure is None:
+            if error is None and transferred_bytes == num_bytes:
+                queue.num_bytes += num_bytes
+                queue.num_transfers += 1
+                if self.observers.present:
+                    queue.note(request, num_bytes)
+            elif operation.failure is None:
                 is_again = self._on_trouble(request, queue, transferred_bytes, error)
             if not is_again and request is not operation:
                 request.memory = NO_MEMORY

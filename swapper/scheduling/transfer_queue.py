@@ -12,10 +12,6 @@ from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers, TransferRecord
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 
-_FEW_BYTES = 256 << 10
-"""Transfers that are shorter are handed over beyond the backend's concurrency, up to so much for each that it carries out at
-once: a thread that is done with one finds the next, and nobody waits for them noticeably longer."""
-
 _QUEUED, _RUNNING, _STALLED = OperationState.QUEUED, OperationState.RUNNING, OperationState.STALLED
 
 
@@ -49,7 +45,9 @@ class TransferQueue:
         self._boundary_bytes = backend.boundary_bytes
         run_bytes: int = getattr(backend, "run_bytes", 0)
         self._longest_bytes = max(run_bytes, config.request_bytes)
-        self._few_bytes = self.limit * _FEW_BYTES if run_bytes else 0
+        self._few_bytes = self.limit * config.request_bytes if run_bytes else 0
+        """Short transfers are handed over beyond ``limit`` up to so much: a thread that is done with one finds the next, and
+        whoever is waited for is no further behind than with long ones."""
         self._most_inflight = config.max_inflight
         self._most_bytes = run_bytes or sys.maxsize
         """Nothing more is handed over while more than this is at the backend: what somebody waits for must not be far behind."""
@@ -144,7 +142,9 @@ class TransferQueue:
             tick: The watchdog's time.
             taken: Where they are put.
         """
-        while self.num_queued and not self.is_full:
+        while self.num_queued and not (len(self.inflight) >= self.limit and self.is_full):
+            if self.inflight_bytes > self._most_bytes:
+                break
             operation = self._choose()
             if operation is None:
                 break
@@ -176,27 +176,14 @@ class TransferQueue:
             self._is_busy = False
             self.busy.end(self.direction)
 
-    def end(self, transfer: Operation | Transfer, transferred_bytes: int, error: OSError | None) -> bool | None:
-        """A transfer is not at the backend any more; whether it has moved all of its bytes. None: it was not there."""
-        num_bytes = self.inflight.pop(transfer, None)
-        if num_bytes is None:
-            return None
-        self.inflight_bytes -= num_bytes
-        if error is not None or transferred_bytes != num_bytes:
-            return False
-        self.num_bytes += num_bytes
-        self.num_transfers += 1
-        if self._observers.present:
-            self._note(transfer, num_bytes)
-        return True
-
     def count_part(self, transfer: Operation | Transfer, num_bytes: int, *, is_again: bool) -> None:
         """What a transfer has moved that has not moved all; ``is_again``: it will be tried again."""
         self.num_retries += is_again
         self.num_bytes += num_bytes
-        self._note(transfer, num_bytes)
+        self.note(transfer, num_bytes)
 
-    def _note(self, transfer: Operation | Transfer, num_bytes: int) -> None:
+    def note(self, transfer: Operation | Transfer, num_bytes: int) -> None:
+        """Tell who observes that a transfer has moved so much."""
         if transfer.began_seconds and self._observers.present:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
