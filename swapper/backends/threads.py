@@ -72,7 +72,7 @@ class ThreadsBackend(VolumeBackend):
             starts = set[int]()
             for part in parts:
                 starts.add(part[0][2])
-            batch = request.batch = Batch(starts, num_bytes, then)
+            batch = Batch(starts, num_bytes, then, request)
         for part in parts:
             column, _, start, _ = part[0]
             if batch is not None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swapper.backend import Direction
 from swapper.config import Priority, as_priority
 from swapper.errors import SwapperError
-from swapper.scheduling.waiting import announce, observe
+from swapper.extents.extent import Extent
+from swapper.sync.callbacks import log_raised
 from swapper.uncopyable import Uncopyable
-
-if TYPE_CHECKING:
-    from swapper.extents.extent import Extent
 
 
 class Handle(Uncopyable):
@@ -93,3 +91,31 @@ class Handle(Uncopyable):
         self.__dict__.setdefault("callbacks", []).append(function)
         if self.is_finished:  # he may have come before the function: each of us takes what is there
             announce((self,))
+
+
+def observe(operation: Handle) -> SwapperError | None:
+    """Return the error of a finished operation if nobody has seen it; from now on it is seen."""
+    if operation.is_observed or not operation.is_finished:
+        return None
+    operation.is_observed = operation.failure is not None
+    return operation.failure
+
+
+def announce(over: Iterable[Handle]) -> None:
+    """Wake who waits for these operations and call back who asked for it; not under the scheduler's lock.
+
+    From any thread: each takes one callback after the other out of the list.
+    """
+    for operation in over:
+        for waiter in operation.waiters:
+            waiter.release()
+        operation.waiters = ()
+        while operation.callbacks:
+            try:
+                function = operation.callbacks.pop(0)
+            except IndexError:  # another thread was faster
+                break
+            try:
+                function(operation)
+            except BaseException as error:
+                log_raised(error, "a callback of a finished read or write")

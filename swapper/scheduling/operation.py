@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,6 @@ from swapper.config import ALIGNMENT, Priority
 from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
 from swapper.scheduling.handle import Handle
-
-if TYPE_CHECKING:
-    from swapper.scheduling.scheduler import IOScheduler
 
 _as_character = c_char.from_buffer
 """With `addressof` the cheapest way to a buffer's address."""
@@ -63,6 +60,8 @@ class Operation(IORequest, Handle):
         callbacks: What is called with it when it is over.
     """
 
+    __slots__ = ()  # and a dictionary: that of the handle
+
     # Of the class as long as they are the same for each: millions are made, and most never set these. None is changed in place.
     number: int = 0
     cursor: int = 0
@@ -84,7 +83,7 @@ class Operation(IORequest, Handle):
 
     def __init__(
         self,
-        scheduler: IOScheduler,
+        scheduler: Any,
         direction: Direction,
         extent: Extent,
         first: int,

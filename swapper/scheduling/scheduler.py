@@ -38,17 +38,12 @@ from swapper.memory.held import watch_requests
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
+from swapper.scheduling.handle import announce, observe
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 from swapper.scheduling.statistics import Statistics, take_snapshot
 from swapper.scheduling.transfer_queue import TransferQueue
-from swapper.scheduling.waiting import (
-    TICKS_PER_DEADLINE,
-    PendingErrors,
-    announce,
-    observe,
-    tick_seconds,
-)
+from swapper.scheduling.waiting import TICKS_PER_DEADLINE, PendingErrors, tick_seconds
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
 from swapper.sync.interrupts import uninterrupted
@@ -250,20 +245,14 @@ class IOScheduler(Uncopyable):
         taken: deque[Operation | Transfer] = deque()
         queue = self.queues[request.direction]
         with self._lock:
-            num_bytes = queue.inflight.pop(request, None)
-            if num_bytes is None:
+            is_whole = queue.end(request, transferred_bytes, error)
+            if is_whole is None:
                 logger.warning("a transfer of bytes from %d on was completed twice, or is unknown", request.offset)
                 return
-            queue.inflight_bytes -= num_bytes
             operation: Operation = request if request.__class__ is Operation else request.operation
             operation.outstanding -= 1
             is_again = False
-            if error is None and transferred_bytes == num_bytes:
-                queue.num_bytes += num_bytes
-                queue.num_transfers += 1
-                if self.observers.present:
-                    queue.note(request, num_bytes)
-            elif operation.failure is None:
+            if not is_whole and operation.failure is None:
                 is_again = self._on_trouble(request, queue, transferred_bytes, error)
             if not is_again and request is not operation:
                 request.memory = NO_MEMORY

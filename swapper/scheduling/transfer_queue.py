@@ -176,14 +176,27 @@ class TransferQueue:
             self._is_busy = False
             self.busy.end(self.direction)
 
+    def end(self, transfer: Operation | Transfer, transferred_bytes: int, error: OSError | None) -> bool | None:
+        """A transfer is not at the backend any more; whether it has moved all of its bytes. None: it was not there."""
+        num_bytes = self.inflight.pop(transfer, None)
+        if num_bytes is None:
+            return None
+        self.inflight_bytes -= num_bytes
+        if error is not None or transferred_bytes != num_bytes:
+            return False
+        self.num_bytes += num_bytes
+        self.num_transfers += 1
+        if self._observers.present:
+            self._note(transfer, num_bytes)
+        return True
+
     def count_part(self, transfer: Operation | Transfer, num_bytes: int, *, is_again: bool) -> None:
         """What a transfer has moved that has not moved all; ``is_again``: it will be tried again."""
         self.num_retries += is_again
         self.num_bytes += num_bytes
-        self.note(transfer, num_bytes)
+        self._note(transfer, num_bytes)
 
-    def note(self, transfer: Operation | Transfer, num_bytes: int) -> None:
-        """Tell who observes that a transfer has moved so much."""
+    def _note(self, transfer: Operation | Transfer, num_bytes: int) -> None:
         if transfer.began_seconds and self._observers.present:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from swapper.errors import SwapperError
-from swapper.sync.callbacks import log_raised
-
-if TYPE_CHECKING:
-    from swapper.scheduling.handle import Handle
-    from swapper.scheduling.operation import Operation
+from swapper.scheduling.handle import observe
+from swapper.scheduling.operation import Operation
 
 TICKS_PER_DEADLINE = 16
 """What has lasted for so many ticks of the watchdog is late. Counting ticks instead of reading a clock makes a stopped process
@@ -53,31 +48,3 @@ class PendingErrors:
         error = self.take()
         if error is not None:
             raise error.with_traceback(None)
-
-
-def observe(operation: Handle) -> SwapperError | None:
-    """Return the error of a finished operation if nobody has seen it; from now on it is seen."""
-    if operation.is_observed or not operation.is_finished:
-        return None
-    operation.is_observed = operation.failure is not None
-    return operation.failure
-
-
-def announce(over: Iterable[Handle]) -> None:
-    """Wake who waits for these operations and call back who asked for it; not under the scheduler's lock.
-
-    From any thread: each takes one callback after the other out of the list.
-    """
-    for operation in over:
-        for waiter in operation.waiters:
-            waiter.release()
-        operation.waiters = ()
-        while operation.callbacks:
-            try:
-                function = operation.callbacks.pop(0)
-            except IndexError:  # another thread was faster
-                break
-            try:
-                function(operation)
-            except BaseException as error:
-                log_raised(error, "a callback of a finished read or write")
