@@ -65,11 +65,6 @@ class IORequest:
     may_pad: bool = False
     batch: Batch | None = None
 
-    def divide(self, parts: set[Any]) -> Batch:
-        """It is over when all of these parts are; they are called by the first byte of each."""
-        self.batch = Batch(parts, len(self.memory), self.complete)
-        return self.batch
-
     def let_go(self) -> None:
         """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over."""
         self.memory = NO_MEMORY
@@ -102,9 +97,18 @@ class Batch:
         left: The parts; all that are not over yet.
         num_bytes: What ``then`` is told if all went well.
         then: Called when the last part is over, with the first byte that is not moved, and with the error if that is 0.
+        request: What was divided, if that was one; the parts are called by the first byte of each.
     """
 
-    def __init__(self, left: set[Any], num_bytes: int, then: Callable[[int, OSError | None], None]) -> None:
+    def __init__(
+        self,
+        left: set[Any],
+        num_bytes: int,
+        then: Callable[[int, OSError | None], None],
+        request: IORequest | None = None,
+    ) -> None:
+        if request is not None:
+            request.batch = self
         self.left = left
         self._lock = threading.RLock()
         self._num_bytes = self._moved_bytes = num_bytes

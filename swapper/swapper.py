@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Sequence
 from threading import get_ident
 
+from numpy import ndarray
+
 from swapper.backend import Direction, IOBackend, register_memory
 from swapper.backends.memory import MemoryBackend
 from swapper.config import Priority, SwapperConfig, as_priority, whole_number
@@ -16,7 +18,7 @@ from swapper.extents.allocator import SpaceAllocator
 from swapper.extents.extent import Extent, NameOf
 from swapper.measure.choice import open_backend
 from swapper.measure.speeds import with_speeds
-from swapper.memory.buffer import Buffer, bytes_of
+from swapper.memory.buffer import BYTE, Buffer, bytes_of
 from swapper.memory.region import AlignedRegion
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observer
@@ -238,7 +240,10 @@ class Swapper(Closable):
             offset = whole_number("offset", offset)
         if priority.__class__ is not Priority:
             priority = as_priority(priority)
-        array = bytes_of(buffer, for_read=direction is Direction.READ)
+        array, is_read = buffer, direction is Direction.READ
+        is_flat = buffer.__class__ is ndarray and buffer.dtype is BYTE and buffer.ndim == 1 and buffer.size
+        if not (is_flat and buffer.flags.c_contiguous and (buffer.flags.writeable or not is_read)):
+            array = bytes_of(buffer, for_read=is_read)
         if num_bytes is not None and whole_number("num_bytes", num_bytes) != array.size:
             if not 0 <= num_bytes <= array.size:
                 raise ArgumentError(f"the buffer has {array.size} bytes, fewer than num_bytes={num_bytes}")
@@ -248,13 +253,13 @@ class Swapper(Closable):
                 f"extent {extent.name!r} has {extent.num_bytes} bytes: {array.size} bytes at offset {offset} are not inside it; "
                 "pass a smaller num_bytes or allocate a larger extent"
             )
-        operation = Operation(direction, extent, offset, array, priority, self._block_bytes)
+        operation = Operation(scheduler, direction, extent, offset, array, priority, self._block_bytes)
         if get_ident() == interrupts.main:
             with interrupts.uninterrupted():
                 scheduler.submit(operation)
         else:
             scheduler.submit(operation)
-        return Handle(operation, scheduler)
+        return operation
 
     def flush(self) -> None:
         """Wait until all writes started so far are over, then raise the first error that nobody has seen."""

@@ -241,14 +241,11 @@ class ComputeDevice:
     def compute_waits_for(self, fence: Fence) -> None:
         """The calling thread's stream waits for the fence; the host does not."""
 
-    def stamp(self) -> Any:
-        """A mark behind everything launched so far in the compute stream, of which `seconds_at` tells the time."""
-        return time.perf_counter()
-
-    def seconds_at(self, stamp: Any) -> float | None:
-        """When the device passed a mark, as ``time.perf_counter`` counts; None if it has not yet."""
-        seconds: float = stamp
-        return seconds
+    # Called several times for each module: without Python in between.
+    stamp: Callable[[], Any] = staticmethod(time.perf_counter)
+    """Returns a mark behind everything launched so far in the compute stream, of which `seconds_at` tells the time."""
+    seconds_at: Callable[[Any], float | None] = staticmethod(float)
+    """Returns when the device passed a mark, as ``time.perf_counter`` counts; None if it has not yet."""
 
     def take_copies(self) -> list[tuple[Copy, float, float]]:
         """Copies that have ended since the last call, with begin and end in seconds. Any thread, one at a time."""

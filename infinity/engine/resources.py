@@ -17,6 +17,7 @@ from infinity.distributed.collectives import Ranks
 from infinity.distributed.pulls import pulls_of
 from infinity.errors import BudgetTooSmallError, EngineClosedError, StorageError
 from infinity.gradients.unit_grads import Arrivals
+from infinity.machine.here import room_bytes
 from infinity.metrics.reporter import DriveCounters
 from infinity.plan.placement import HOST_KEY, Placement
 from infinity.plan.sizes import Request, UnitSize
@@ -94,6 +95,7 @@ class EngineResources:
             num_bytes = sum(sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
             self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
         try:
+            self._check_room()
             for key, num_bytes in self._volumes.num_bytes.items():
                 self._swappers[key] = self._open(key, num_bytes)
             self.weights, self.records = self._build(device, param_key, self._volumes.state_key)
@@ -104,6 +106,22 @@ class EngineResources:
         except BaseException:
             self._close_swappers()
             raise
+
+    def _check_room(self) -> None:
+        """Look at all volumes together before the first takes its space: they may lie on one drive."""
+        directories = tuple(dict.fromkeys(each for _, of_key in self._volumes.num_bytes for each in of_key))
+        try:
+            problem = self._volumes.problem(room_bytes) if len(self._volumes.num_bytes) > 1 else None
+            beside = None if problem else self._volumes.checkpoint_problem(room_bytes)
+        except VolumeError:  # to open it says more
+            return
+        if problem is not None:
+            cure = "Choose another nvme_path or durable_path, or give several as a list"
+            raise StorageError(
+                _names(directories), f"cannot hold the states and what is stored with them: {problem}", cure=cure
+            )
+        if beside is not None:
+            logger.warning("%s: save elsewhere", beside)
 
     def _open(self, key: TierKey, num_bytes: int) -> Swapper:
         tier, directories = key

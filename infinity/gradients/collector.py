@@ -18,6 +18,7 @@ too. One that fires after it was delivered is an error: the gradient that was de
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -82,24 +83,15 @@ class GradientCollector:
         for unit in self._units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 if slot.spec.is_trainable:
-                    handles.append(hook_gradient(parameter, self._hook(unit, slot)))
+                    # Weak: the hook lives as long as the parameter, and must not keep the engine alive.
+                    hook = functools.partial(GradientCollector._on_gradient, weakref.ref(self), unit, slot)
+                    handles.append(hook_gradient(parameter, hook))
 
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def _hook(self, unit: Unit, slot: Slot) -> Callable[[torch.Tensor], None]:
-        # Weak: the hook lives as long as the parameter, and must not keep the engine alive.
-        collector = weakref.ref(self)
-
-        def on_gradient(parameter: torch.Tensor) -> None:
-            present = collector()
-            if present is not None:
-                present._on_gradient(unit, slot, parameter)
-
-        return on_gradient
 
     def note_call(self, unit: Unit, slots: Sequence[Slot]) -> None:
         """A module that owns these parameters is called in a training forward."""
@@ -139,8 +131,14 @@ class GradientCollector:
                 step=step,
             )
 
-    def _on_gradient(self, unit: Unit, slot: Slot, parameter: torch.Tensor) -> None:
+    @staticmethod
+    def _on_gradient(
+        collector: weakref.ref[GradientCollector], unit: Unit, slot: Slot, parameter: torch.Tensor
+    ) -> None:
         # For each parameter in each backward: so what is asked for in the usual case are attributes.
+        self = collector()
+        if self is None:
+            return
         with as_plain():
             if AUTOGRAD_FIELD.__get__(parameter) is None:
                 return  # the function that got the parameter has no gradient for it

@@ -37,8 +37,10 @@ class GradientSource:
         self.used_bytes = 0
         """Bytes of their memory, from its beginning, that the update has used up."""
         self._slots = list(slots)
+        self._values: torch.Tensor | None = None
+        """Those in memory. Gone with the release: a view would keep the memory from being unmapped."""
         self._is_released = False
-        self._on_release: Callable[[], None] = lambda: None
+        self._on_release: Callable[[], None] | None = None
 
     def slots(self) -> Sequence[Slot]:
         """The parameters that have a gradient."""
@@ -60,8 +62,10 @@ class GradientSource:
 
     def release(self) -> None:
         """The update has used them up, or failed."""
+        self._values = None
         self._is_released = True
-        self._on_release()
+        if self._on_release is not None:
+            self._on_release()
 
     def is_released(self) -> bool:
         """Whether the memory is free."""
@@ -221,7 +225,7 @@ class MemoryGradients(GradientSource):
     def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot], *, is_kept: bool = False) -> None:
         super().__init__(slots, buffer.values.dtype, is_kept=is_kept)
         self.is_lent = buffer.is_lent
-        self._values: torch.Tensor | None = buffer.values
+        self._values = buffer.values
 
     def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
         if self._values is None:
@@ -231,11 +235,8 @@ class MemoryGradients(GradientSource):
 
     def note_used(self, chunk: Chunk) -> None:
         self.used_bytes = chunk.stop * self.dtype.itemsize
-        self._on_release()
-
-    def release(self) -> None:
-        self._values = None  # a view would keep the memory from being unmapped
-        super().release()
+        if self._on_release is not None:
+            self._on_release()
 
 
 class SpilledGradients(GradientSource):

@@ -13,7 +13,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity.numerics.remainder import REMAINDER_DTYPE, join, split
@@ -60,7 +63,12 @@ class ChunkBuffer:
     state_format: StateFormat
     """How ``states`` are stored."""
 
-    @property
+    @cached_property
+    def raw_record(self) -> npt.NDArray[np.uint8]:
+        """``record`` in host memory, as reads and writes take it with the fewest steps."""
+        return self.record.numpy()
+
+    @cached_property
     def needs_weight(self) -> bool:
         """Whether the model weight is a part of the main weight, so that an update needs it from where weights rest."""
         return self.main is None or self.main is self.weight

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,7 +30,6 @@ VECTOR_NUMEL = 16
 STATES = ("exp_avg", "exp_avg_sq")
 """Names of the per-element states, in the order in which torch makes them."""
 
-_NUM_VALUES = 10
 _PROBE_NUMEL = 1 << 13
 _PROBE_STEPS = (0, 1, 2, 999, 123_456)
 # Each way through the kernel: with decay and without, and both sides of torch's interpolation.
@@ -118,15 +118,6 @@ class FusedAdam:
         numbers = (*group.get("betas", (None,)), group.get("eps"), group.get("weight_decay"))
         return {*map(type, numbers)} <= {float, int, bool}
 
-    def runs_all(self, groups: Iterable[Mapping[str, Any]]) -> bool:
-        """Whether that is so of all of these. Many of them may be one and the same."""
-        last: Mapping[str, Any] | None = None
-        for group in groups:
-            if group is not last and not self.runs(group):
-                return False
-            last = group
-        return True
-
     def update(
         self,
         group: Mapping[str, Any],
@@ -151,8 +142,9 @@ class FusedAdam:
             The scalars after the step.
         """
         step = torch.as_tensor(scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
-        values = self.values(group, 1.0 if scale is None else float(scale), float(step))
-        self.update_slices(weight, remainder, gradient, state, [(0, weight.numel(), 0)], [values])
+        values = np.array([self.values(group, 1.0 if scale is None else float(scale), float(step))])
+        where = np.array([(0, weight.numel())], dtype=np.int64)
+        self.update_slices(weight, remainder, gradient, state, where, np.zeros(1, dtype=np.int64), values)
         return {"step": step}
 
     def update_slices(
@@ -161,8 +153,9 @@ class FusedAdam:
         remainder: Tensor | None,
         gradient: Tensor,
         states: Mapping[str, Tensor],
-        places: Sequence[tuple[int, int, int]],
-        values: Sequence[tuple[np.float32, ...]],
+        where: npt.NDArray[np.int64],
+        rows_of_values: npt.NDArray[np.int64],
+        values: npt.NDArray[np.float32],
     ) -> None:
         """One step on each of some slices of a chunk's tensors, which are 1-D without gaps, on the CPU.
 
@@ -171,20 +164,21 @@ class FusedAdam:
             remainder: int16, or None.
             gradient: fp32 or bf16.
             states: fp32, by `STATES`.
-            places: of each slice its first element, how many it has (a multiple of `vector_numel`), and which of ``values``.
-            values: what `values` gave.
+            where: a row for each slice: its first element, and how many it has, a multiple of `vector_numel`.
+            rows_of_values: of each slice, which row of ``values``.
+            values: each row is what `values` gave.
         """
         average, square = states[STATES[0]], states[STATES[1]]
         bases, sizes = np.zeros(5, dtype=np.int64), np.zeros(5, dtype=np.int64)
         for column, tensor in enumerate((main, remainder, gradient, average, square)):
             if tensor is not None:
                 bases[column], sizes[column] = tensor.data_ptr(), tensor.element_size()
-        where = np.array(places, dtype=np.int64).reshape(-1, 3)
         rows = np.empty((len(where), 8), dtype=np.int64)
         rows[:, [0, 1, 2, 4, 5]] = bases + where[:, :1] * sizes
         rows[:, 3] = gradient.dtype == torch.bfloat16
-        rows[:, 6:] = where[:, 1:]
-        self._adam(rows, np.array(values, dtype=np.float32).reshape(-1, _NUM_VALUES))
+        rows[:, 6] = where[:, 1]
+        rows[:, 7] = rows_of_values
+        self._adam(rows, values)
 
     def values(self, group: Mapping[str, Any], scale: float, count: float) -> tuple[np.float32, ...]:
         """The kernel's numbers.

@@ -22,7 +22,6 @@ from infinity.config.load import ConfigSource
 from infinity.config.reading import tidy
 from infinity.config.resolved import OptimizerSection
 from infinity.config.schema.block import Findings
-from infinity.config.schema.directories import describe_directories
 from infinity.device.host_memory import free_share
 from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageableError, format_bytes
 from infinity.optim.template import Template, absent_template, build_template
@@ -206,30 +205,13 @@ class Ladder:
             drive_tbw=machine.drive_tbw or plan.drive_tbw,
             compute_seconds=None if not speed else per_parameter * num_active * self._tokens / speed,
         )
-        problem = self._drive_problem(inputs.volumes(plan.placement))
+        problem = inputs.volumes(plan.placement).problem(self._room_bytes)
         if problem is None and plan.host_budget_bytes > machine.host_free_bytes:
             taken = plan.placement.host_bytes(inputs.request)
             if taken > machine.host_free_bytes:
                 free = format_bytes(machine.host_free_bytes)
                 problem = f"the budget takes {format_bytes(taken)} of memory, of which {free} are free"
         return Outcome(*tiers, keys, plan, plan.minimum_budget_bytes, problem, self._tokens)
-
-    def _drive_problem(self, volumes: Volumes) -> str | None:
-        """Which drives are too small: those of one volume, or all of them for all volumes."""
-        needs = volumes.reserved_bytes
-        everywhere = tuple(dict.fromkeys(each for directories in needs for each in directories))
-        for directories, needed in [*needs.items(), (everywhere, sum(needs.values()))]:
-            room = self._room_bytes(directories) if directories else None
-            if room is not None and needed > room:
-                is_plain = directories == everywhere and all(each.capacity_bytes is None for each in directories)
-                where = "the drives" if is_plain else describe_directories(directories)
-                kept = volumes.retention
-                cure = None
-                if kept is not None and directories == volumes.state_key[1]:
-                    cure = dataclasses.replace(kept, room_bytes=room).cure()
-                told = f"{format_bytes(needed)} on {where}, of which {format_bytes(room)} are free"
-                return f"{told}: {cure}" if cure else told
-        return None
 
     def _config(self, keys: Mapping[str, Any]) -> InfinityConfig:
         return load_config(self._source, overrides=keys, world_size=1, check_storage=False)
@@ -288,7 +270,7 @@ class Ladder:
                 placement, _ = place_for_schedule(config.infinity.schedule, sizes, request, order)
             except BudgetTooSmallError:
                 return False
-            return self._drive_problem(Volumes.of(config, sizes, request, placement)) is None
+            return Volumes.of(config, sizes, request, placement).problem(self._room_bytes) is None
 
         count = bisect_left(range(1, MOST_LAYERS + 1), True, key=lambda count: not fits(count))
         return None if not count else (count, layers.num_parameters(count))

@@ -6,10 +6,13 @@ Pure arithmetic on sizes; must not know tensors, or open files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.config import InfinityConfig
+from infinity.config.schema.directories import describe_directories
+from infinity.errors import format_bytes
 from infinity.numerics.chunk_format import MainWeight
+from infinity.plan.machine import RoomBytes
 from infinity.plan.placement import Placement
 from infinity.plan.sizes import FP32_BYTES, Request, UnitSize
 from swapper.volumes.directory import Directory
@@ -121,6 +124,7 @@ class Volumes:
         spill_key: of gradients that are spilled; None if nothing can be.
         num_bytes: of each volume on drives, what may lie in it at the same time.
         retention: of the drives, what a durable run takes.
+        checkpoint_bytes: of a checkpoint of this process, at most. It may go elsewhere, so no volume has room for it.
     """
 
     param_key: TierKey
@@ -128,6 +132,7 @@ class Volumes:
     spill_key: TierKey | None
     num_bytes: Mapping[TierKey, int]
     retention: Retention | None
+    checkpoint_bytes: int
 
     @classmethod
     def of(cls, config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, placement: Placement) -> Volumes:
@@ -149,7 +154,14 @@ class Volumes:
             needed[state_key] = needed.get(state_key, 0) + all_bytes - resting["weights"]
         if spill_key is not None:
             needed[spill_key] = needed.get(spill_key, 0) + spilled_bytes
-        return cls(param_key, state_key, spill_key, needed, _retention(config, sizes, request, all_bytes))
+        frozen_bytes = _frozen_bytes(sizes, request)
+        retention = None
+        if durable is not None:
+            # What is frozen is written once. Of the rest, writes that run beside each other and blocks at the edges need some.
+            spare_bytes = min(all_bytes, config.io.max_inflight * config.io.request_bytes)
+            retention = Retention(all_bytes + spare_bytes, all_bytes - frozen_bytes, durable.most_kept)
+        in_fp32 = sum(size.state_numel * (1 + size.num_states) for size in sizes) * FP32_BYTES
+        return cls(param_key, state_key, spill_key, needed, retention, in_fp32 + frozen_bytes)
 
     @property
     def durable_bytes(self) -> int:
@@ -161,13 +173,34 @@ class Volumes:
         """By directories, what is reserved in them together."""
         return {key[1]: self.durable_bytes if key[0] == "durable" else size for key, size in self.num_bytes.items()}
 
-
-def _retention(config: InfinityConfig, sizes: Sequence[UnitSize], request: Request, all_bytes: int) -> Retention | None:
-    durable = config.infinity.durable
-    if durable is None:
+    def problem(self, room_bytes: RoomBytes) -> str | None:
+        """Which drives are too small: those of one volume, or all of them for all volumes. None: there is room."""
+        needs = self.reserved_bytes
+        everywhere = tuple(dict.fromkeys(each for directories in needs for each in directories))
+        for directories, needed in [*needs.items(), (everywhere, sum(needs.values()))]:
+            room = room_bytes(directories) if directories else None
+            if room is not None and needed > room:
+                is_plain = directories == everywhere and all(each.capacity_bytes is None for each in directories)
+                where = "the drives" if is_plain else describe_directories(directories)
+                told, cure = f"{format_bytes(needed)} on {where}, of which {format_bytes(room)} are free", None
+                if self.retention is not None and directories == self.state_key[1]:
+                    cure = replace(self.retention, room_bytes=room).cure()
+                return f"{told}: {cure}" if cure else told
         return None
+
+    def checkpoint_problem(self, room_bytes: RoomBytes) -> str | None:
+        """Why no checkpoint can be saved beside all that; None if one can."""
+        needs = self.reserved_bytes
+        everywhere = tuple(dict.fromkeys(each for directories in needs for each in directories))
+        room, reserved = room_bytes(everywhere) if everywhere else None, sum(needs.values())
+        if room is None or reserved + self.checkpoint_bytes <= room:
+            return None
+        return (
+            f"a checkpoint takes up to {format_bytes(self.checkpoint_bytes)}, and beside the {format_bytes(reserved)} that are "
+            f"reserved the drives have {format_bytes(max(room - reserved, 0))}"
+        )
+
+
+def _frozen_bytes(sizes: Sequence[UnitSize], request: Request) -> int:
     itemsize = request.record_format.weight_dtype.itemsize
-    frozen_bytes = sum(size.stored_weight_bytes - size.written_numel * itemsize for size in sizes)
-    # What is frozen is written once. Of the rest, writes that run beside each other and blocks at the edges need a little.
-    spare_bytes = min(all_bytes, config.io.max_inflight * config.io.request_bytes)
-    return Retention(all_bytes + spare_bytes, all_bytes - frozen_bytes, durable.most_kept)
+    return sum(size.stored_weight_bytes - size.written_numel * itemsize for size in sizes)

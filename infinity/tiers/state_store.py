@@ -49,30 +49,31 @@ class _UnitRecords:
 
 @dataclass(eq=False)
 class Lease:
-    """A chunk in working memory, of which a part lies in a page, if only scratch; or none."""
+    """A chunk in working memory, of which a part lies in a page, if only scratch; or none.
+
+    Attributes:
+        workspace: The working memory. It is gone after `write_back` and `discard`: what it sees of a flat buffer counts as a
+            view.
+        read: What brings the record; None if it is there.
+        on_end: Called when it may change nothing more of what is stored.
+        takes_memory: Whether it has working memory of its own: a chunk in memory, with its weights there, is worked on in
+            place.
+    """
 
     _page: Page | None
-    _workspace: ChunkBuffer | None
-    _read: Handle | None = None
+    workspace: ChunkBuffer
+    read: Handle | None = None
     _store: Callable[[bool], Handle | None] | None = None
-    _end: Callable[[], None] = _nothing
     takes_memory: bool = True
-    """Whether it has working memory of its own: a chunk in memory, with its weights there, is worked on in place."""
-    _remaining: list[None] = field(default_factory=list)
-    """One entry for each request but the last that has not ended: to take one out is a single step, in any thread."""
+    on_end: Callable[[], None] = _nothing
+    _writes: list[Handle] = field(default_factory=list)
+    """Requests that use the working memory, and have not ended when they were last looked at."""
     _then: Callable[[], None] = _nothing
-
-    @property
-    def workspace(self) -> ChunkBuffer:
-        """The working memory. It is gone after `write_back` and `discard`: what it sees of a flat buffer counts as a view."""
-        if self._workspace is None:
-            raise RuntimeError("the lease has ended")
-        return self._workspace
 
     def wait(self) -> None:
         """Return when the record is there."""
-        if self._read is not None:
-            self._read.wait()
+        if self.read is not None:
+            self.read.wait()
 
     def write_back(
         self, others: Sequence[Handle], *, main_only: bool = False, then: Callable[[], None] = _nothing
@@ -84,39 +85,32 @@ class Lease:
             main_only: the states are blank, store what comes before them alone; the next `open` gives zeros for the states.
             then: called when the memory is free, from any thread.
         """
-        handles = list(others)
-        self._then = then
+        self._writes, self._then = list(others), then
         own = None if self._store is None else self._store(main_only)
-        self._end()
-        self._workspace = None
         if own is not None:
-            handles.append(own)
-        if not handles:
-            self._release()
-            then()
-        self._remaining += [None] * (len(handles) - 1)
-        for handle in handles:
-            handle.add_done_callback(self._one_is_done)
+            self._writes.append(own)
+        self.on_end()
+        del self.workspace
+        self._when_written()
 
-    def _one_is_done(self, _: Handle) -> None:
-        try:
-            self._remaining.pop()
-        except IndexError:  # it was the last
-            self._release()
-            self._then()
+    def _when_written(self, _: Handle | None = None) -> None:
+        """Give the memory back if all requests are over, else look again when one more is: the last, as a rule, ends last."""
+        while self._writes:
+            if not self._writes[-1].is_finished:
+                self._writes[-1].add_done_callback(self._when_written)
+                return
+            self._writes.pop()
+        if self._page is not None:
+            self._page.release()
+        self._then()
 
     def discard(self) -> None:
         """Store nothing."""
-        self._end()
-        self._workspace = None
-        self._release()
-
-    def _release(self) -> None:
-        # Requests that were started with the page, of this record or of others, may not have ended: then it stays out of
-        # use until they have.
-        page, self._page = self._page, None
-        if page is not None:
-            page.release()
+        self.on_end()
+        del self.workspace
+        # Requests that were started with the page may not have ended: then it stays out of use until they have.
+        if self._page is not None:
+            self._page.release()
 
 
 class PagedStateStore:
@@ -134,9 +128,9 @@ class PagedStateStore:
         self._regions: list[AlignedRegion] = []
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held by whoever begins to read ahead, and while what follows changes."""
-        self._layouts: dict[tuple[int, int, tuple[str, ...]], tuple[ChunkBuffer, NDArray]] = {}
-        """Page, elements of the chunk, and names of states -> its working memory there, and the record as bytes."""
-        self._ahead: dict[tuple[int, int], tuple[Page, Handle, ChunkBuffer, NDArray]] = {}
+        self._layouts: dict[tuple[int, int, tuple[str, ...]], ChunkBuffer] = {}
+        """Page, elements of the chunk, and names of states -> its working memory there: pages stay where they are."""
+        self._ahead: dict[tuple[int, int], Lease] = {}
         """(unit index, chunk index) -> where its record is read to. Whoever opens the chunk gets it, so it is what is stored."""
         self._open: set[tuple[int, int]] = set()
         """(unit index, chunk index) of leases that may yet change what is stored."""
@@ -199,49 +193,49 @@ class PagedStateStore:
             reads: False: the record is zeros, as nothing of what is stored is needed.
         """
         records, key = self._records[unit.index], (unit.index, chunk.index)
-        is_in_memory = chunk.index < records.num_in_memory
         with self._lock:
             self._open.add(key)
-            page, read, workspace, record = self._ahead.pop(key, (None, None, None, None))
-        end = functools.partial(self._open.discard, key)
+            lease = self._ahead.pop(key, None)
         try:
-            if page is not None and not reads:
-                page.release()  # and stays out of use until the read has ended
-                page = read = workspace = None
-            if page is None and (not is_in_memory or weight is None or needs_scratch):
+            if lease is not None and not reads:
+                lease.discard()  # its page stays out of use until the read has ended
+                lease = None
+            if chunk.index < records.num_in_memory:
+                lease = self._open_in_place(unit, chunk, weight, is_blocking=is_blocking, needs_scratch=needs_scratch)
+                if lease is not None and not reads:
+                    clear(lease.workspace.record)
+            elif lease is None:
                 page = self._page_for(unit, is_blocking=is_blocking)
-                if page is None:
-                    end()
-                    return None
-            if page is None or is_in_memory:
-                scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if page is None else page.tensor
-                workspace = self._in_place(records, chunk, scratch, weight)
-                if not reads:
-                    clear(workspace.record)
-                return Lease(page, workspace, _end=end, takes_memory=page is not None)
-            if workspace is None or record is None:
-                workspace, record = self._laid_out(page, chunk, records)
-            if weight is not None:
-                workspace = workspace.with_weight(weight)
-            if not reads:
-                record[:] = 0
-            elif read is None:
-                read = self._read(records, chunk.index, record)
+                lease = None if page is None else self._begin(records, chunk, page, reads=reads)
         except BaseException:
-            end()
-            if page is not None:
-                page.release()
+            self._open.discard(key)
             raise
-        return Lease(page, workspace, read, functools.partial(self._write, records, chunk.index, record), end)
+        if lease is None:
+            self._open.discard(key)
+            return None
+        lease.on_end = functools.partial(self._open.discard, key)
+        if weight is not None and lease.workspace.weight is not weight:
+            lease.workspace = lease.workspace.with_weight(weight)
+        return lease
 
-    def _laid_out(self, page: Page, chunk: Chunk, records: _UnitRecords) -> tuple[ChunkBuffer, NDArray]:
-        """A chunk's working memory in a page, and its record as bytes. Pages stay where they are, and chunks are of few sizes."""
-        key = page.index, chunk.stop - chunk.start, records.names
-        found = self._layouts.get(key)
-        if found is None:
-            workspace = self._format.lay_out(page.tensor, chunk.numel, records.names)
-            found = self._layouts[key] = workspace, workspace.record.numpy()
-        return found
+    def _begin(self, records: _UnitRecords, chunk: Chunk, page: Page, *, reads: bool = True) -> Lease:
+        """A lease of a record of the extent, whose read has begun."""
+        layout = page.index, chunk.stop - chunk.start, records.names
+        try:
+            workspace = self._layouts.get(layout)
+            if workspace is None:
+                workspace = self._layouts[layout] = self._format.lay_out(page.tensor, chunk.numel, records.names)
+            record, read = workspace.raw_record, None
+            valid_bytes = records.valid_bytes[chunk.index] if reads else 0
+            if valid_bytes < record.size:
+                record[valid_bytes:] = 0
+            if valid_bytes and records.extent is not None and self._swapper is not None:
+                target, offset = record[:valid_bytes], records.offsets[chunk.index]
+                read = self._swapper.read(records.extent, target, offset=offset, priority=Priority.PREFETCH)
+        except BaseException:
+            page.release()
+            raise
+        return Lease(page, workspace, read, functools.partial(self._write, records, chunk.index, record))
 
     def _page_for(self, unit: Unit, *, is_blocking: bool) -> Page | None:
         owner = f"optimizer state of {unit.name}"
@@ -254,7 +248,7 @@ class PagedStateStore:
                 return self._arena.lease(_PATIENCE_SECONDS, owner=owner)
             with self._lock:
                 if self._ahead:
-                    self._ahead.popitem()[1][0].release()
+                    self._ahead.popitem()[1].discard()
         return self._arena.lease(owner=owner)
 
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
@@ -272,42 +266,35 @@ class PagedStateStore:
             page = self._arena.try_lease(owner=f"optimizer state of {unit.name}")
             if page is None:
                 return False
-            try:
-                workspace, record = self._laid_out(page, chunk, records)
-                read = self._read(records, chunk.index, record)
-            except BaseException:
-                page.release()
-                raise
-            if read is None:
-                page.release()
+            lease = self._begin(records, chunk, page)
+            if lease.read is None:
+                lease.discard()
             else:
-                self._ahead[key] = page, read, workspace, record
+                self._ahead[key] = lease
             return True
 
     def forget_ahead(self) -> None:
         """Give back what was read ahead and has not been opened."""
         with self._lock:
             while self._ahead:
-                self._ahead.popitem()[1][0].release()
+                self._ahead.popitem()[1].discard()
 
-    def _in_place(
-        self, records: _UnitRecords, chunk: Chunk, scratch: torch.Tensor, weight: torch.Tensor | None
-    ) -> ChunkBuffer:
+    def _open_in_place(
+        self, unit: Unit, chunk: Chunk, weight: torch.Tensor | None, *, is_blocking: bool, needs_scratch: bool
+    ) -> Lease | None:
+        """A lease of a record in memory, with a page for what else there has to be."""
+        records, page = self._records[unit.index], None
         if records.memory is None:
             raise RuntimeError("the record is not in memory")
+        if weight is None or needs_scratch:
+            page = self._page_for(unit, is_blocking=is_blocking)
+            if page is None:
+                return None
+        scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if page is None else page.tensor
         offset = records.offsets[chunk.index]
         record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
-        return self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
-
-    def _read(self, records: _UnitRecords, index: int, record: NDArray) -> Handle | None:
-        valid_bytes = records.valid_bytes[index]
-        if valid_bytes < record.size:
-            record[valid_bytes:] = 0
-        if not valid_bytes or records.extent is None or self._swapper is None:
-            return None
-        return self._swapper.read(
-            records.extent, record[:valid_bytes], offset=records.offsets[index], priority=Priority.PREFETCH
-        )
+        workspace = self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
+        return Lease(page, workspace, takes_memory=page is not None)
 
     def _write(self, records: _UnitRecords, index: int, record: NDArray, main_only: bool) -> Handle | None:
         if main_only:

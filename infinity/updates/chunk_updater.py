@@ -11,10 +11,12 @@ interpreter lock. A row's last elements, fewer than a vector of torch's kernel, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity.numerics.chunk_format import ChunkBuffer
@@ -27,6 +29,35 @@ from infinity.updates.job import ParameterState, UpdateJob
 
 _BLOCK_NUMEL = 1 << 18
 """Elements joined at a time on the CPU: few enough to stay in the processor's cache."""
+
+
+class _Table(NamedTuple):
+    """Where whole vectors of a chunk's pieces lie."""
+
+    pieces: Sequence[Piece]
+    places: Sequence[tuple[int, int, int]]
+    """First element in the chunk, number of elements, and slot index of each row."""
+    where: npt.NDArray[np.int64]
+    """The same."""
+    rest: Sequence[Piece]
+    """What is left of the pieces."""
+
+
+class _Numbers(NamedTuple):
+    """A job's hyperparameters and step counts, as `FusedAdam` takes them."""
+
+    values: npt.NDArray[np.float32]
+    """A row for each that differs, see `FusedAdam.values`."""
+    rows: npt.NDArray[np.int64]
+    """Slot index -> which row."""
+    after: Mapping[int, tuple[tuple[str, ...], dict[str, Any]]]
+    """Slot index -> states and scalars after the update."""
+    fresh: Set[int]
+    """Slot indices of parameters that have no states yet."""
+
+
+_TAKES_NOT_ALL = _Numbers(np.zeros((0, 10), dtype=np.float32), np.zeros(0, dtype=np.int64), {}, frozenset())
+"""Of a job of which the kernel does not take all groups."""
 
 
 class _Scratch(threading.local):
@@ -54,14 +85,16 @@ class ChunkUpdater:
 
     def __post_init__(self) -> None:
         self.mixes_elements = self.updater.mixes_elements
+        self.used_as_they_are = {torch.float32, torch.bfloat16} if self.has_halves else {torch.float32}
+        """Gradients of other dtypes are copied to fp32 before they are used."""
         self._window = StateWindow(self.state_format)
         is_fp32 = self.state_format is StateFormat.FP32
         self._goes_at_once = self.fused is not None and self.fused.takes_tables and is_fp32
         self._of_thread = _Scratch()
-
-    def widens(self, gradient_dtype: torch.dtype) -> bool:
-        """Whether gradients of this dtype are copied to fp32 before they are used."""
-        return not self.has_halves and gradient_dtype != torch.float32
+        self._tables: dict[tuple[int, int], _Table] = {}
+        """By unit index and chunk index."""
+        self._taken: Mapping[str, Any] | None = None
+        """A group of which is known that the kernel takes it. Any thread may replace it."""
 
     def update(self, job: UpdateJob, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """Update what of the chunk has a gradient; ``job.advanced`` gets the parameters' states and scalars after it."""
@@ -70,47 +103,78 @@ class ChunkUpdater:
             pieces = [piece for piece in pieces if piece.slot.index in job.slots]
         if not pieces:
             return
-        gradient = job.gradients.of_chunk(chunk, pieces, workspace.landing(job.gradients.dtype))
-        rest = pieces
-        if self.fused is not None and self._goes_at_once and job.suits(self.fused.runs_all):
-            rest = self._update_at_once(self.fused, job, pieces, workspace, gradient)
-        for piece in rest:
+        dtype = job.gradients.dtype
+        scratch = workspace.gradient if dtype == torch.float32 else workspace.landing(dtype)
+        gradient = job.gradients.of_chunk(chunk, pieces, scratch)
+        if self.fused is not None and self._goes_at_once:
+            if job.numbers is None:  # any worker: all of them find the same
+                job.numbers = self._numbers_of(job, self.fused)
+            if job.numbers is not _TAKES_NOT_ALL:
+                pieces = self._update_at_once(self.fused, job, chunk, pieces, workspace, gradient)
+        for piece in pieces:
             self._update_piece(job, piece, workspace, gradient)
+
+    def _numbers_of(self, job: UpdateJob, fused: FusedAdam) -> _Numbers:
+        """What the kernel needs to know of each parameter of a job."""
+        scale = 1.0 if job.clip_coefficient is None else float(job.clip_coefficient)
+        values: list[tuple[Any, ...]] = []
+        known: dict[tuple[int, float], int] = {}  # group and step count -> the row of their numbers
+        rows = np.zeros(max(job.slots) + 1, dtype=np.int64)
+        after, fresh = {}, set[int]()
+        for index in job.slots:  # hundreds
+            state, group = self.states[job.unit.index, index], job.groups[index]
+            if group is not self._taken:
+                if not fused.runs(group):
+                    return _TAKES_NOT_ALL
+                self._taken = group
+            step = torch.as_tensor(state.scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
+            key = id(group), float(step)
+            if key not in known:
+                known[key] = len(values)
+                values.append(fused.values(group, scale, key[1]))
+            rows[index] = known[key]
+            after[index] = STATES, {"step": step}
+            if state.names is None:
+                fresh.add(index)
+        return _Numbers(np.array(values, dtype=np.float32), rows, after, fresh)
+
+    def _table_of(self, fused: FusedAdam, job: UpdateJob, chunk: Chunk, pieces: Sequence[Piece]) -> _Table:
+        """The whole vectors of the pieces. Kept: a layout stays."""
+        bodies = [piece.numel - piece.numel % fused.vector_numel for piece in pieces]
+        places = [(p.offset, body, p.slot.index) for p, body in zip(pieces, bodies, strict=True) if body]
+        rest = [
+            Piece(piece.slot, piece.start + body, piece.stop, piece.offset + body)
+            for piece, body in zip(pieces, bodies, strict=True)
+            if body < piece.numel
+        ]
+        table = _Table(pieces, places, np.array(places, dtype=np.int64).reshape(-1, 3), rest)
+        if job.updates_all:
+            self._tables[job.unit.index, chunk.index] = table
+        return table
 
     def _update_at_once(
         self,
         fused: FusedAdam,
         job: UpdateJob,
+        chunk: Chunk,
         pieces: Sequence[Piece],
         workspace: ChunkBuffer,
         gradient: torch.Tensor,
-    ) -> list[Piece]:
+    ) -> Sequence[Piece]:
         """Update whole vectors of each piece; returns what is left of them."""
-        scale = 1.0 if job.clip_coefficient is None else float(job.clip_coefficient)
+        table = self._tables.get((job.unit.index, chunk.index))
+        if table is None or table.pieces is not pieces:
+            table = self._table_of(fused, job, chunk, pieces)
+        numbers: _Numbers = job.numbers
+        for start, numel, index in table.places:  # hundreds in a chunk: no call of Python in here
+            if index in numbers.fresh:
+                for name in STATES:
+                    workspace.states[name][start : start + numel].zero_()
+            job.advanced[index] = numbers.after[index]
         main = workspace.weight if workspace.main is None else workspace.main
-        rest: list[Piece] = []
-        places: list[tuple[int, int, int]] = []
-        values: list[tuple[Any, ...]] = []
-        numbers: dict[tuple[int, float], int] = {}  # group and step count -> the row of their numbers
-        for piece in pieces:  # hundreds in a chunk: no call of Python in here
-            index, numel = piece.slot.index, piece.stop - piece.start
-            state, group = self.states[job.unit.index, index], job.groups[index]
-            body = numel - numel % fused.vector_numel
-            if body < numel:
-                rest.append(Piece(piece.slot, piece.start + body, piece.stop, piece.offset + body))
-            if body:
-                if state.names is None:
-                    for name in STATES:
-                        workspace.states[name][piece.offset : piece.offset + body].zero_()
-                step = torch.as_tensor(state.scalars.get("step", 0.0), dtype=torch.float32, device="cpu") + 1
-                key = id(group), float(step)
-                if key not in numbers:
-                    numbers[key] = len(values)
-                    values.append(fused.values(group, scale, key[1]))
-                places.append((piece.offset, body, numbers[key]))
-                job.advanced[index] = STATES, {"step": step}
-        fused.update_slices(main, workspace.remainder, gradient, workspace.states, places, values)
-        return rest
+        which = numbers.rows[table.where[:, 2]]
+        fused.update_slices(main, workspace.remainder, gradient, workspace.states, table.where, which, numbers.values)
+        return table.rest
 
     def _update_piece(self, job: UpdateJob, piece: Piece, workspace: ChunkBuffer, gradients: torch.Tensor) -> None:
         state = self.states[job.unit.index, piece.slot.index]

@@ -10,7 +10,7 @@ buffer until it begins (`attach`), and the job fills it. That saves reading what
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,8 +123,8 @@ class UpdateJob:
         self.chunks = [chunk for chunk in chunks if chunk.pieces]
         if not self.updates_all:
             self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
-        self._suits: bool | None = None
-        """See `suits`; None until a worker has asked."""
+        self.numbers: Any = None
+        """What `ChunkUpdater` decides once for all of its chunks; None until a worker has asked."""
         self._weights: torch.Tensor | None = None
         """See `weights_of`; as long as there are workers that ask."""
         self.advanced: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
@@ -141,6 +141,7 @@ class UpdateJob:
         """Of workers alone."""
         self.has_begun = False
         """Whether the stream has taken it."""
+        self.is_finished = False
         self._finished = Latch()
         self._error: BaseException | None = None
         self.flushes_denormals = flushes_denormals()
@@ -151,12 +152,6 @@ class UpdateJob:
         """Whether it waits; see `UpdateStream.release_all`."""
         self._on_release: Callable[[], None] = lambda: None
         self.rank = rank
-
-    def suits(self, runs_all: Callable[[Iterable[Mapping[str, Any]]], bool]) -> bool:
-        """Whether a kernel, always the same, takes all groups."""
-        if self._suits is None:
-            self._suits = runs_all(self.groups.values())
-        return self._suits
 
     def tell(self, on_release: Callable[[], None]) -> None:
         """Call ``on_release``, from any thread, when the job is not held back any longer."""
@@ -213,10 +208,11 @@ class UpdateJob:
         self._error = error
         self.flat = self._weights = None
         self.flat_arrival = None
+        self.is_finished = True
         self._finished.set()
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        return self.is_finished
 
     def promote(self) -> None:
         """Somebody waits for the unit: the job goes next."""

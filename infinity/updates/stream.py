@@ -84,7 +84,7 @@ class _ExpectedUpdates:
         """Whether it was announced, and `begin` has not been called since."""
         self._noted: dict[Unit, Sequence[Chunk]] = {}
         """What was updated since the last `begin`, in that order."""
-        self._left: dict[Unit, deque[Chunk]] = {}
+        self.left: dict[Unit, deque[Chunk]] = {}
         """What was before, as far as it has been neither updated since nor read."""
 
     def announce(self) -> None:
@@ -93,7 +93,7 @@ class _ExpectedUpdates:
 
     def note(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
         """The update of these chunks begins."""
-        self._left.pop(unit, None)
+        self.left.pop(unit, None)
         self._noted[unit] = chunks
 
     def begin(self) -> None:
@@ -101,18 +101,18 @@ class _ExpectedUpdates:
         self.are_due = False
         if self._noted:  # else the step between was skipped, and what was expected for it still is
             self._records.forget_ahead()
-            self._left = {unit: deque(chunks) for unit, chunks in self._noted.items()}
+            self.left = {unit: deque(chunks) for unit, chunks in self._noted.items()}
             self._noted = {}
 
     def read(self) -> None:
         """Read what is expected next, as far as there is room."""
-        while self._left:
-            unit, chunks = next(iter(self._left.items()))
+        while self.left:
+            unit, chunks = next(iter(self.left.items()))
             while chunks:
                 if not self._records.read_ahead(unit, chunks[0]):
                     return
                 chunks.popleft()
-            del self._left[unit]
+            del self.left[unit]
 
 
 class UpdateStream:
@@ -142,6 +142,9 @@ class UpdateStream:
         self._weights = weights
         self._updater = updater
         self._device = device
+        self._is_apart = not device.shares_host_memory
+        """Whether the device has memory of its own, and works while the host goes on."""
+        self._fetches_coefficients = self._is_apart and not records.is_on_device
         self._states = states
         self._pending: dict[UpdateJob, None] = {}
         """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
@@ -305,20 +308,32 @@ class UpdateStream:
             job.await_flat(self._device)
         if job.after is not None:  # what another worker has waited for
             self._device.compute_waits_for(job.after)
-        if job.clip_coefficient is not None and not self._records.is_on_device:
+        if job.clip_coefficient is not None and self._fetches_coefficients:
             job.fetch_coefficient(self._device)
         flush_denormals(job.flushes_denormals)
 
     def _update(self, item: _Item) -> None:
-        item.lease.wait()
         for read in item.reads:
             read.wait()
         begin = time.perf_counter()
+        job, chunk, workspace = item.job, item.chunk, item.lease.workspace
+        flat = None if item.is_in_place or job.flat is None else job.weights_of(chunk)
+        if job.flat_is_current and flat is not None and workspace.needs_weight:
+            arrived = self._device.download(workspace.weight, flat, job.after)
+            if arrived is not None:
+                self._device.synchronize(arrived)
         if self._updater.mixes_elements:  # bits of a norm depend on the number of threads
-            use_threads(item.job.num_threads)
-        self._update_chunk(item)
-        if self._updater.mixes_elements:
+            use_threads(job.num_threads)
+            self._updater.update(job, chunk, workspace)
             release_workers()
+        else:
+            self._updater.update(job, chunk, workspace)
+        if not workspace.needs_weight:
+            workspace.cast_main()
+        if flat is not None:
+            item.upload = self._device.upload(flat, workspace.weight, job.after)
+        if self._weights is not None and not job.unit.stays_resident:
+            self._write_weights(self._weights, item)
         end = time.perf_counter()
         self._spans.append((begin, end))
         if self._timeline is not None:
@@ -356,7 +371,8 @@ class UpdateStream:
             if self._next is None:
                 self._next = self._take()
                 if self._next is None:
-                    self._expected.read()
+                    if self._expected.left:
+                        self._expected.read()
                     return
             job, chunk, is_last = self._next
             for item in self._window:
@@ -376,12 +392,13 @@ class UpdateStream:
                 chunk,
                 is_blocking=not self._window,
                 weight=weight,
-                needs_scratch=gradients.needs_scratch or self._updater.widens(gradients.dtype),
+                needs_scratch=gradients.needs_scratch or gradients.dtype not in self._updater.used_as_they_are,
             )
             if lease is None:
                 return
             self._next = None
-            item = _Item(job, chunk, lease, [], is_last, is_in_place=weight is not None)
+            reads: list[Handle | LandedRead] = [] if lease.read is None else [lease.read]
+            item = _Item(job, chunk, lease, reads, is_last, is_in_place=weight is not None)
             self._window.append(item)
             self._num_taking += lease.takes_memory
             if gradients.needs_scratch:
@@ -396,9 +413,8 @@ class UpdateStream:
     def _weight_in_place(self, job: UpdateJob, chunk: Chunk) -> torch.Tensor | None:
         """The chunk's model weights in the flat buffer, if the update may work on them there."""
         # Gradients that land before they are widened land where the model weights of the workspace are.
-        is_taken = job.gradients.needs_scratch and self._updater.widens(job.gradients.dtype)
-        is_apart = not self._device.shares_host_memory and not self._records.is_on_device
-        if is_apart or is_taken:
+        is_taken = job.gradients.needs_scratch and job.gradients.dtype not in self._updater.used_as_they_are
+        if is_taken or (self._is_apart and not self._records.is_on_device):
             return None
         return job.weights_of(chunk)
 
@@ -411,17 +427,16 @@ class UpdateStream:
                     return job, chunk, chunk is job.chunks[-1]
                 self._current = None
             pending = tuple(self._pending)
-            waiting = [job for job in pending if not job.has_begun]
             first: UpdateJob | None = None
-            for job in waiting * 2:  # `release_all` may go on, and releases a lower rank before a higher one
-                if not job.is_held and (first is None or job.rank < first.rank):
+            for job in pending * 2:  # `release_all` may go on, and releases a lower rank before a higher one
+                if not job.has_begun and not job.is_held and (first is None or job.rank < first.rank):
                     first = job
             if first is None:
                 return None
             if tuple(self._pending) != pending:
                 continue  # others came meanwhile, and may go before this one: it was released with them, or after
-            for job in waiting:
-                if job.unit is first.unit:  # updates of one unit keep their order
+            for job in pending:
+                if not job.has_begun and job.unit is first.unit:  # updates of one unit keep their order
                     break
             job.begin()
             self._expected.note(job.unit, job.chunks)
@@ -430,28 +445,21 @@ class UpdateStream:
                 continue
             self._current = job, iter(job.chunks)
 
-    def _update_chunk(self, item: _Item) -> None:
-        job, chunk, workspace = item.job, item.chunk, item.lease.workspace
-        flat = job.weights_of(chunk)
-        if job.flat_is_current and flat is not None and not item.is_in_place and workspace.needs_weight:
-            self._device.synchronize(self._device.download(workspace.weight, flat, job.after))
-        self._updater.update(job, chunk, workspace)
-        workspace.cast_main()
-        if flat is not None and not item.is_in_place:
-            item.upload = self._device.upload(flat, workspace.weight, job.after)
-        if self._weights is not None and not job.unit.stays_resident:
-            source = workspace.weight
-            if source.device.type != "cpu":
-                source = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-                self._device.synchronize(self._device.download(source, workspace.weight, self._device.mark()))
-            handle = self._weights.write_chunk(job.unit, chunk, source)
-            if handle is not None:
-                item.writes.append(handle)
+    def _write_weights(self, weights: WeightStore, item: _Item) -> None:
+        source = item.lease.workspace.weight
+        if source.device.type != "cpu":
+            source = torch.empty(source.shape, dtype=source.dtype, device="cpu")
+            self._device.synchronize(self._device.download(source, item.lease.workspace.weight, self._device.mark()))
+        handle = weights.write_chunk(item.job.unit, item.chunk, source)
+        if handle is not None:
+            item.writes.append(handle)
 
     def _finish(self, job: UpdateJob) -> None:
-        self._updater.update_empty(job)
+        if len(job.advanced) < len(job.slots):
+            self._updater.update_empty(job)
         advance(self._states, job)
-        self._device.synchronize(self._device.mark())  # what ran on the device still read the gradients
+        if self._is_apart:
+            self._device.synchronize(self._device.mark())  # what ran on the device still read the gradients
         job.gradients.release()
         job.finish(None)
         del self._pending[job]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 
-from swapper.backend import IORequest, ended
+from swapper.backend import Batch, IORequest, ended
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.backends.workers import Workers
 from swapper.config import ALIGNMENT
@@ -72,7 +72,7 @@ class ThreadsBackend(VolumeBackend):
             starts = set[int]()
             for part in parts:
                 starts.add(part[0][2])
-            batch = request.divide(starts)
+            batch = Batch(starts, num_bytes, then, request)
         for part in parts:
             column, _, start, _ = part[0]
             if batch is not None:

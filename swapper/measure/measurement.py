@@ -277,10 +277,10 @@ class _Window:
         offset, num_bytes = tracks[direction].advance()
         memory = self._free.pop()
         priority = Priority.DEMAND if direction is Direction.READ else Priority.WRITE_BACK
-        operation = Operation(direction, self._extent, offset, memory[:num_bytes], priority, self._block_bytes)
+        chosen = memory[:num_bytes]
+        handle = Operation(self._scheduler, direction, self._extent, offset, chosen, priority, self._block_bytes)
         with uninterrupted():
-            self._scheduler.submit(operation)
-        handle = Handle(operation, self._scheduler)
+            self._scheduler.submit(handle)
         self._under_way[handle] = memory
         handle.add_done_callback(self._over.put)
 

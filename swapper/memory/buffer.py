@@ -14,7 +14,7 @@ Buffer = Any
 """A contiguous CPU tensor of any dtype, a contiguous numpy array, or an object with the buffer protocol."""
 
 _EMPTY = np.empty(0, dtype=np.uint8)
-_BYTE = _EMPTY.dtype
+BYTE = _EMPTY.dtype
 
 
 def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
@@ -27,14 +27,25 @@ def bytes_of(buffer: Buffer, *, for_read: bool) -> npt.NDArray[np.uint8]:
     Raises:
         ArgumentError: Not contiguous, not in host memory, not writable, or no memory at all.
     """
-    if (
-        buffer.__class__ is np.ndarray and buffer.dtype is _BYTE and buffer.ndim == 1 and buffer.size
-    ):  # as nearly always
-        flags = buffer.flags
-        if flags.c_contiguous and (flags.writeable or not for_read):
-            return buffer
     if isinstance(buffer, torch.Tensor):
-        return _bytes_of_tensor(buffer)
+        if buffer.device.type != "cpu":
+            raise ArgumentError(
+                f"a tensor on device {str(buffer.device)!r} cannot be transferred; "
+                "copy it to host memory, for instance a page"
+            )
+        if buffer.layout is not torch.strided or not buffer.is_contiguous():
+            raise ArgumentError(
+                f"a tensor of shape {tuple(buffer.shape)} that is not contiguous cannot be transferred; "
+                "pass .contiguous() memory"
+            )
+        if buffer.numel() == 0:
+            return _EMPTY
+        try:
+            flat = buffer.detach().view(-1)
+            array: npt.NDArray[np.uint8] = (flat if buffer.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(f"a {buffer.dtype} tensor cannot be seen as bytes: {error}") from error
+        return array
     if isinstance(buffer, np.ndarray):
         return _bytes_of_array(buffer, for_read=for_read)
     try:
@@ -72,24 +83,3 @@ def _objects(buffer: Buffer) -> ArgumentError:
     return ArgumentError(
         f"a {type(buffer).__name__} of objects has no bytes of its own, only references to them; pass an array of numbers"
     )
-
-
-def _bytes_of_tensor(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    if tensor.device.type != "cpu":
-        raise ArgumentError(
-            f"a tensor on device {str(tensor.device)!r} cannot be transferred; "
-            "copy it to host memory, for instance a page"
-        )
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise ArgumentError(
-            f"a tensor of shape {tuple(tensor.shape)} that is not contiguous cannot be transferred; "
-            "pass .contiguous() memory"
-        )
-    if tensor.numel() == 0:
-        return _EMPTY
-    try:
-        flat = tensor.detach().view(-1)
-        array: npt.NDArray[np.uint8] = (flat if tensor.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"a {tensor.dtype} tensor cannot be seen as bytes: {error}") from error
-    return array

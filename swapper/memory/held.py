@@ -23,13 +23,13 @@ class Tenant(Protocol):
         address: Where its memory begins, as the device that it belongs to counts.
         num_bytes: Length of its memory.
         is_finished: Nobody waits for it any more.
-        error: Why it failed.
+        failure: Why it failed.
     """
 
     address: int
     num_bytes: int
     is_finished: bool
-    error: SwapperError | None
+    failure: SwapperError | None
 
 
 class Holder(Protocol):
@@ -58,21 +58,22 @@ def _forget(reference: weakref.ref[Holder]) -> None:
 
 
 def is_held(address: int, num_bytes: int) -> bool:
-    """Return whether a request has any of these bytes, in whatever swapper of this process."""
-    return bool(_tenants(address, num_bytes))
+    """Return whether there are `tenants`."""
+    return bool(tenants(address, num_bytes))
 
 
 def hang_of(address: int, num_bytes: int) -> SwapperError | None:
     """Return the error of a request that has some of these bytes although it is over for everybody who waits: it hangs,
     and nobody knows when it will let go of them."""
-    return next((tenant.error for tenant in _tenants(address, num_bytes) if tenant.is_finished), None)
+    return next((tenant.failure for tenant in tenants(address, num_bytes) if tenant.is_finished), None)
 
 
-def _tenants(address: int, num_bytes: int) -> list[Tenant]:
+def tenants(address: int, num_bytes: int) -> list[Tenant]:
+    """Return the requests that have any of these bytes, in whatever swapper of this process."""
     stop, found = address + num_bytes, list[Tenant]()
     for reference in _holders.copy():
         holder = reference()
-        for tenant in () if holder is None else holder.requests.copy():
+        for tenant in holder.requests.copy() if holder is not None else ():
             if tenant.address < stop and address < tenant.address + tenant.num_bytes:
                 found.append(tenant)
     return found

@@ -17,7 +17,7 @@ import torch
 
 from swapper.config import ALIGNMENT, bounded_seconds, whole_number
 from swapper.errors import ArenaExhaustedError, ArgumentError, SwapperClosedError
-from swapper.memory.held import is_held
+from swapper.memory.held import tenants
 from swapper.memory.region import AlignedRegion
 from swapper.sync.reentry import refuse_owned
 from swapper.uncopyable import Closable, Uncopyable, closed_unless_made
@@ -105,7 +105,18 @@ class Page(Uncopyable):
         Raises:
             SwapperClosedError: It was given back already.
         """
-        self._arena._take_back(self)
+        arena = self._arena
+        with arena._lock:
+            if self._tensor is None:
+                raise SwapperClosedError(
+                    f"page {self.index} of {self.owner or 'an unnamed owner'} was released twice; the second owner's data "
+                    "would have been overwritten"
+                )
+            self._tensor = None
+            del arena._leased[self.index]
+            if not tenants(arena._address + self.index * arena.page_bytes, arena.page_bytes):
+                arena._free.append(self.index)
+                arena._available.notify()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +241,7 @@ class StagingArena(Closable):
             self._free += [index for index in range(self.num_pages) if index not in known and not self._held(index)]
 
     def _held(self, index: int) -> bool:
-        return is_held(self._address + index * self.page_bytes, self.page_bytes)
+        return bool(tenants(self._address + index * self.page_bytes, self.page_bytes))
 
     def _wait(self, timeout_seconds: float) -> None:
         started_seconds = time.monotonic()
@@ -260,19 +271,6 @@ class StagingArena(Closable):
         self._num_leases += 1
         self._most_leased = max(self._most_leased, self.num_pages - len(self._free))
         return page
-
-    def _take_back(self, page: Page) -> None:
-        with self._lock:
-            if page._tensor is None:
-                raise SwapperClosedError(
-                    f"page {page.index} of {page.owner or 'an unnamed owner'} was released twice; the second "
-                    "owner's data would have been overwritten"
-                )
-            page._tensor = None
-            del self._leased[page.index]
-            if not is_held(self._address + page.index * self.page_bytes, self.page_bytes):
-                self._free.append(page.index)
-                self._available.notify()
 
     def _owners(self) -> list[tuple[str, int]]:
         owners = Counter(lease.owner for lease in self._leased.values())

@@ -56,7 +56,7 @@ def short_error(
 
 def behind_error(operation: Operation, hung: Operation, backend: IOBackend) -> StallError:
     """Return the error of an operation that cannot begin because another one hangs."""
-    where = f" in {hung.error.file}" if isinstance(hung.error, TransferError) else ""
+    where = f" in {hung.failure.file}" if isinstance(hung.failure, TransferError) else ""
     return stall_error(operation, None, backend, f"is behind a transfer that hangs{where}")
 
 

@@ -3,65 +3,63 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from typing import Any
 
 from swapper.backend import Direction
 from swapper.config import Priority, as_priority
 from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
-from swapper.scheduling.operation import Operation
-from swapper.scheduling.scheduler import IOScheduler
-from swapper.scheduling.waiting import announce_callbacks, observe
+from swapper.sync.callbacks import log_raised
 from swapper.uncopyable import Uncopyable
 
 
 class Handle(Uncopyable):
-    """Knows one read or write; keeps its buffer alive until the request is over. Thread safe."""
+    """One read or write; keeps its buffer alive until the request is over. Thread safe.
 
-    __slots__ = ("_operation", "_scheduler")
+    Attributes:
+        extent: What is read or written.
+        num_bytes: Length of the request.
+        priority: The priority that it has now.
+    """
 
-    def __init__(self, operation: Operation, scheduler: IOScheduler) -> None:
-        self._operation = operation
-        self._scheduler = scheduler
+    # What the scheduler knows of it, and the request that the backend gets, is the same object: see `Operation`.
+    extent: Extent
+    num_bytes: int
+    priority: Priority
+    direction: Direction
+    scheduler: Any
+    state: Enum
+    is_finished: bool
+    is_observed: bool
+    failure: SwapperError | None
+    waiters: Sequence[threading.Lock]
+    callbacks: list[Callable[[Any], None]]
 
     def __repr__(self) -> str:
-        operation = self._operation
-        state = operation.state.value if operation.error is None else f"failed: {operation.error}"
-        what = f"{operation.direction.name.lower()} of {operation.num_bytes} bytes of {operation.extent.name!r}"
+        state = self.state.value if self.failure is None else f"failed: {self.failure}"
+        what = f"{self.direction.name.lower()} of {self.num_bytes} bytes of {self.extent.name!r}"
         return f"Handle({what}, {state})"
-
-    @property
-    def extent(self) -> Extent:
-        """The extent that is read or written."""
-        return self._operation.extent
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the request."""
-        return self._operation.num_bytes
 
     @property
     def is_read(self) -> bool:
         """Whether bytes go from the extent into memory."""
-        return self._operation.direction is Direction.READ
-
-    @property
-    def priority(self) -> Priority:
-        """The priority it has now."""
-        return self._operation.priority
+        return self.direction is Direction.READ
 
     @property
     def error(self) -> SwapperError | None:
         """Why the request failed; ``None`` while it runs or if it succeeded. Reading an error counts as having seen
         it."""
-        if not self._operation.is_finished:
+        if not self.is_finished:
             return None
-        observe(self._operation)
-        return self._operation.error
+        observe(self)
+        return self.failure
 
     def done(self) -> bool:
         """Return whether the request is over, well or badly."""
-        return self._operation.is_finished
+        return self.is_finished
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Block until the request is over; a request somebody waits for has the highest priority.
@@ -74,13 +72,12 @@ class Handle(Uncopyable):
             SwapperError: What the request failed with.
             StallError: It was not over in time; it still runs, and may be waited for again.
         """
-        operation = self._operation
-        if not operation.is_finished or operation.error is not None:
-            self._scheduler.wait(operation, timeout_seconds)
+        if not self.is_finished or self.failure is not None:
+            self.scheduler.wait(self, timeout_seconds)
 
     def promote(self, priority: Priority = Priority.DEMAND) -> None:
         """Raise the priority of the request and of the earlier requests it waits for; never lowers one."""
-        self._scheduler.promote(self._operation, as_priority(priority))
+        self.scheduler.promote(self, as_priority(priority))
 
     def add_done_callback(self, function: Callable[[Handle], None]) -> None:
         """Have ``function(handle)`` called once when the request is over, at once if it is.
@@ -88,10 +85,37 @@ class Handle(Uncopyable):
         It runs on a backend thread: it must be quick, must not wait for I/O, and what it raises is only logged. A thread
         in :meth:`wait` may go on before it has run.
         """
-        operation, scheduler = self._operation, self._scheduler
-        if os.getpid() != scheduler.pid:
-            scheduler.check_process()
+        if os.getpid() != self.scheduler.pid:
+            self.scheduler.check_process()
         # In one step: whoever announces the end may come at any time.
-        operation.__dict__.setdefault("callbacks", []).append((function, self))
-        if operation.is_finished:  # he may have come before the function: each of us takes what is there
-            announce_callbacks(operation)
+        self.__dict__.setdefault("callbacks", []).append(function)
+        if self.is_finished:  # he may have come before the function: each of us takes what is there
+            announce((self,))
+
+
+def observe(operation: Handle) -> SwapperError | None:
+    """Return the error of a finished operation if nobody has seen it; from now on it is seen."""
+    if operation.is_observed or not operation.is_finished:
+        return None
+    operation.is_observed = operation.failure is not None
+    return operation.failure
+
+
+def announce(over: Iterable[Handle]) -> None:
+    """Wake who waits for these operations and call back who asked for it; not under the scheduler's lock.
+
+    From any thread: each takes one callback after the other out of the list.
+    """
+    for operation in over:
+        for waiter in operation.waiters:
+            waiter.release()
+        operation.waiters = ()
+        while operation.callbacks:
+            try:
+                function = operation.callbacks.pop(0)
+            except IndexError:  # another thread was faster
+                break
+            try:
+                function(operation)
+            except BaseException as error:
+                log_raised(error, "a callback of a finished read or write")

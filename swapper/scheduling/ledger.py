@@ -28,25 +28,12 @@ class Overlaps:
     than the drive. What overlaps a range begins before its end, and not earlier than the longest of all is long.
     """
 
-    __slots__ = ("_longest", "rows")
+    __slots__ = ("longest", "rows")
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, Operation]] = []
         """First byte, number (so that no two operations are compared), operation."""
-        self._longest = 0
-
-    def add(self, operation: Operation) -> None:
-        """Take an operation in."""
-        row, length = (
-            (operation.hazard_start, operation.number, operation),
-            operation.hazard_stop - operation.hazard_start,
-        )
-        if self.rows:
-            insort(self.rows, row)
-        else:
-            self.rows.append(row)
-        if length > self._longest:
-            self._longest = length
+        self.longest = 0
 
     def pop(self, operation: Operation) -> None:
         """Leave an operation out, if it is there."""
@@ -55,12 +42,12 @@ class Overlaps:
         if index < len(rows) and rows[index][2] is operation:
             del rows[index]
             if not rows:
-                self._longest = 0
+                self.longest = 0
 
     def of(self, operation: Operation) -> list[Operation]:
         """Return those that touch what this one touches, in the order of their submission."""
         rows, start = self.rows, operation.hazard_start
-        near = rows[bisect_left(rows, (start - self._longest + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
+        near = rows[bisect_left(rows, (start - self.longest + 1,)) : bisect_left(rows, (operation.hazard_stop,))]
         found: list[Operation] = []
         for _, _, other in near:
             if start < other.hazard_stop:
@@ -119,15 +106,15 @@ class Ledger:
         self._next = operation.number = self._next + 1
         if writes.rows:
             operation.blockers = dict.fromkeys(writes.of(operation))
-        if is_read:
-            reads.add(operation)
-        else:
+        if not is_read:
             if reads.rows:
                 operation.blockers = {**operation.blockers, **dict.fromkeys(reads.of(operation))}
-            writes.add(operation)
             if not self._is_written:
                 written.add(first, stop)
                 self._is_written = written.first_gap(0, self.extent.num_bytes) is None
+        among = self.working[operation.direction]
+        insort(among.rows, (operation.hazard_start, operation.number, operation))
+        among.longest = max(among.longest, operation.hazard_stop - operation.hazard_start)
 
     def check_broken(self, operation: Operation) -> None:
         """Refuse a read of bytes whose last write failed. Final once nothing blocks the operation any more."""
@@ -139,7 +126,7 @@ class Ledger:
     def settle(self, operation: Operation) -> None:
         """Take note how an operation ended."""
         if operation.direction is Direction.WRITE:
-            if operation.error is not None:
+            if operation.failure is not None:
                 # Writing a part of a block rewrites the rest of it, which may be torn as well.
                 self._broken.add(operation.hazard_start, min(operation.hazard_stop, self.extent.num_bytes))
             else:

@@ -16,6 +16,7 @@ from swapper.backend import Direction, IORequest
 from swapper.config import ALIGNMENT, Priority
 from swapper.errors import SwapperError
 from swapper.extents.extent import Extent
+from swapper.scheduling.handle import Handle
 
 _as_character = c_char.from_buffer
 """With `addressof` the cheapest way to a buffer's address."""
@@ -34,8 +35,8 @@ class OperationState(Enum):
     DONE = "done"  # nobody: the buffer is the user's again
 
 
-class Operation(IORequest):
-    """One read or write and what it waits for; all of it belongs to the scheduler, under its lock.
+class Operation(IORequest, Handle):
+    """One read or write and what it waits for; all but the `Handle` belongs to the scheduler, under its lock.
 
     It is a request itself: one that goes to the backend as a whole, as nearly all do, needs no `Transfer`.
 
@@ -52,14 +53,14 @@ class Operation(IORequest):
         retries: Transfers that have to be tried again.
         blockers: Unfinished earlier operations on the same bytes.
         dependents: Later operations that have this one among their blockers.
-        error: Why it failed.
+        failure: Why it failed.
         is_finished: It is known how it ended; the backend may still have the buffer (see ``OperationState.STALLED``).
         is_observed: Somebody has seen the error.
         num_observers: So many threads wait to see it.
-        callbacks: What is called when it is over, and with what.
+        callbacks: What is called with it when it is over.
     """
 
-    __slots__ = ("__dict__", "__weakref__")
+    __slots__ = ()  # and a dictionary: that of the handle
 
     # Of the class as long as they are the same for each: millions are made, and most never set these. None is changed in place.
     number: int = 0
@@ -73,15 +74,16 @@ class Operation(IORequest):
     is_finished: bool = False
     is_observed: bool = False
     state: OperationState = OperationState.BLOCKED
-    error: SwapperError | None = None
+    failure: SwapperError | None = None
     blockers: dict[Operation, None] = {}  # noqa: RUF012
     retries: Sequence[Transfer] = ()
     dependents: Sequence[Operation] = ()
     waiters: Sequence[threading.Lock] = ()
-    callbacks: list[tuple[Callable[[Any], None], Any]] = []  # noqa: RUF012
+    callbacks: list[Callable[[Any], None]] = []  # noqa: RUF012
 
     def __init__(
         self,
+        scheduler: Any,
         direction: Direction,
         extent: Extent,
         first: int,
@@ -89,6 +91,7 @@ class Operation(IORequest):
         priority: Priority,
         block_bytes: int,
     ) -> None:
+        self.scheduler = scheduler
         self.direction = direction
         self.extent = extent
         self.first = first

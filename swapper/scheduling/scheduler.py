@@ -38,17 +38,12 @@ from swapper.memory.held import watch_requests
 from swapper.meters.busy import BusyTimes
 from swapper.meters.observer import Observers
 from swapper.scheduling.failure import behind_error, os_error, short_error, stall_error
+from swapper.scheduling.handle import announce, observe
 from swapper.scheduling.ledger import Ledger
 from swapper.scheduling.operation import Operation, OperationState, Transfer
 from swapper.scheduling.statistics import Statistics, take_snapshot
 from swapper.scheduling.transfer_queue import TransferQueue
-from swapper.scheduling.waiting import (
-    TICKS_PER_DEADLINE,
-    PendingErrors,
-    announce,
-    observe,
-    tick_seconds,
-)
+from swapper.scheduling.waiting import TICKS_PER_DEADLINE, PendingErrors, tick_seconds
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
 from swapper.sync.interrupts import uninterrupted
@@ -170,7 +165,7 @@ class IOScheduler(Uncopyable):
                     taken.append(operation)
             except BaseException:
                 # A write counts as written already, and it was not: nobody may read its bytes until somebody writes them.
-                operation.error = SwapperClosedError("an error came before it started")
+                operation.failure = SwapperClosedError("an error came before it started")
                 queue.withdraw(operation)
                 if operation in self._active:
                     self._finish(operation, over)
@@ -188,8 +183,8 @@ class IOScheduler(Uncopyable):
             earlier.dependents = (*earlier.dependents, operation)
             self._promote(earlier, operation.priority)
             if earlier.state is _STALLED:
-                operation.error = behind_error(operation, earlier, self._backend)
-        if operation.error is not None:
+                operation.failure = behind_error(operation, earlier, self._backend)
+        if operation.failure is not None:
             self._finish(operation, over)
 
     def _make_ready(self, operation: Operation, ledger: Ledger) -> bool:
@@ -200,7 +195,7 @@ class IOScheduler(Uncopyable):
             if ledger.has_broken:
                 ledger.check_broken(operation)
         except SwapperError as error:
-            operation.error = error.with_traceback(None)
+            operation.failure = error.with_traceback(None)
             return False
         if operation.num_bytes == 0:
             return False
@@ -257,7 +252,7 @@ class IOScheduler(Uncopyable):
             operation: Operation = request if request.__class__ is Operation else request.operation
             operation.outstanding -= 1
             is_again = False
-            if not is_whole and operation.error is None:
+            if not is_whole and operation.failure is None:
                 is_again = self._on_trouble(request, queue, transferred_bytes, error)
             if not is_again and request is not operation:
                 request.memory = NO_MEMORY
@@ -296,10 +291,10 @@ class IOScheduler(Uncopyable):
                 queue.enqueue_again(transfer)
             return True
         if error is not None:
-            operation.error = os_error(operation, transfer, self._backend, error)
+            operation.failure = os_error(operation, transfer, self._backend, error)
         else:
             num_attempts = transfer.num_retries + 1
-            operation.error = short_error(operation, transfer, self._backend, transferred_bytes, num_attempts)
+            operation.failure = short_error(operation, transfer, self._backend, transferred_bytes, num_attempts)
         queue.count_part(transfer, 0, is_again=False)
         queue.withdraw(operation)
         return False
@@ -321,7 +316,7 @@ class IOScheduler(Uncopyable):
             if self._delayed.pop(transfer, None) is None:  # all is being closed
                 return
             operation.outstanding -= 1
-            if operation.error is None:
+            if operation.failure is None:
                 self.queues[operation.direction].enqueue_again(transfer)
             elif not operation.outstanding and operation in self._active:
                 self._finish(operation, over)
@@ -337,7 +332,7 @@ class IOScheduler(Uncopyable):
             ledger = self._active.pop(operation)  # before it is seen to be over: its memory is lent again at once
             if not operation.is_finished:
                 operation.is_finished = True
-                if operation.error is not None or ledger.has_broken:
+                if operation.failure is not None or ledger.has_broken:
                     self._settle(operation, ledger)
                 over.append(operation)
             operation.state = _DONE
@@ -355,7 +350,7 @@ class IOScheduler(Uncopyable):
         """Fix how an operation ended, if it failed or others have."""
         operation.is_finished = True
         ledger.settle(operation)
-        if operation.error is not None and not isinstance(operation.error, SwapperClosedError):
+        if operation.failure is not None and not isinstance(operation.failure, SwapperClosedError):
             self._num_errors += 1
             self.pending.add(operation)
 
@@ -375,7 +370,7 @@ class IOScheduler(Uncopyable):
         detail = f"saw no answer within {self._config.deadline_seconds:g} seconds"
         operation = transfer.operation
         queue.withdraw(operation)
-        operation.error = operation.error or stall_error(operation, transfer, self._backend, detail)
+        operation.failure = operation.failure or stall_error(operation, transfer, self._backend, detail)
         self._settle(operation, self._active[operation])
         operation.state = _STALLED
         over.append(operation)
@@ -384,7 +379,7 @@ class IOScheduler(Uncopyable):
     def _end_behind(self, hung: Operation, waiting: Iterable[Operation], over: list[Operation]) -> None:
         for operation in waiting:
             if not operation.is_finished:
-                operation.error = behind_error(operation, hung, self._backend)
+                operation.failure = behind_error(operation, hung, self._backend)
                 self.queues[operation.direction].withdraw(operation)
                 self._finish(operation, over)
 
@@ -402,9 +397,9 @@ class IOScheduler(Uncopyable):
             if operation.priority > Priority.DEMAND and operation.state is not OperationState.RUNNING:
                 self.promote(operation, Priority.DEMAND)
             self.sleep(operation, timeout_seconds, observes=True)
-        if operation.error is not None:
+        if operation.failure is not None:
             observe(operation)
-            raise operation.error.with_traceback(None)
+            raise operation.failure.with_traceback(None)
 
     def sleep(self, operation: Operation, timeout_seconds: float | None = None, *, observes: bool) -> None:
         """Block until the operation is over.
@@ -439,7 +434,7 @@ class IOScheduler(Uncopyable):
                 operation.num_observers -= observes
                 if operation.waiters:  # else it is over
                     operation.waiters = [each for each in operation.waiters if each is not waiter]
-                if observes and not is_woken and _is_over(operation) and operation.error is not None:
+                if observes and not is_woken and _is_over(operation) and operation.failure is not None:
                     self.pending.add(operation)  # it failed when the only one who wanted to know had gone
         if not is_woken and not _is_over(operation):
             limit = self._config.deadline_seconds if timeout_seconds is None else timeout_seconds
@@ -532,7 +527,7 @@ class IOScheduler(Uncopyable):
             has_hung = any(operation.state is _STALLED for operation in self._active)
             for operation in list(self._active):
                 if not operation.is_finished:
-                    operation.error = operation.error or SwapperClosedError(self._closed_because)
+                    operation.failure = operation.failure or SwapperClosedError(self._closed_because)
                     self.queues[operation.direction].withdraw(operation)
                     if not operation.outstanding:
                         self._finish(operation, over)

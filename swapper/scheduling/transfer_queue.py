@@ -45,6 +45,10 @@ class TransferQueue:
         self._boundary_bytes = backend.boundary_bytes
         run_bytes: int = getattr(backend, "run_bytes", 0)
         self._longest_bytes = max(run_bytes, config.request_bytes)
+        self._few_bytes = self.limit * config.request_bytes if run_bytes else 0
+        """Short transfers are handed over beyond ``limit`` up to so much: a thread that is done with one finds the next, and
+        whoever is waited for is no further behind than with long ones."""
+        self._most_inflight = config.max_inflight
         self._most_bytes = run_bytes or sys.maxsize
         """Nothing more is handed over while more than this is at the backend: what somebody waits for must not be far behind."""
         self._max_overtakes = config.max_overtakes
@@ -61,7 +65,7 @@ class TransferQueue:
         num_bytes, boundary = operation.num_bytes, self._boundary_bytes
         if (
             self.num_queued
-            or len(self.inflight) >= self.limit
+            or (len(self.inflight) >= self.limit and self.is_full)
             or self.inflight_bytes > self._most_bytes
             or num_bytes > self._longest_bytes - operation.offset % ALIGNMENT
             or (boundary and operation.offset % boundary + num_bytes > boundary)
@@ -84,6 +88,13 @@ class TransferQueue:
         return True
 
     @property
+    def is_full(self) -> bool:
+        """Whether the backend has no room for another transfer."""
+        number, num_bytes = len(self.inflight), self.inflight_bytes
+        is_busy = number >= self.limit and (num_bytes >= self._few_bytes or number >= self._most_inflight)
+        return is_busy or num_bytes > self._most_bytes
+
+    @property
     def queued(self) -> list[Operation]:
         """The operations that are not handed over completely."""
         return [each for queue in self._queues for each in queue if each.state is _QUEUED]
@@ -92,8 +103,7 @@ class TransferQueue:
     def blocked_by(self) -> Operation | None:
         """One of the operations that hang, if everything that the backend takes at once hangs: nothing more can start."""
         operations = [transfer.operation for transfer in self.inflight]
-        is_full = len(operations) >= self.limit or self.inflight_bytes > self._most_bytes
-        return operations[0] if is_full and all(each.state is _STALLED for each in operations) else None
+        return operations[0] if self.is_full and all(each.state is _STALLED for each in operations) else None
 
     def enqueue(self, operation: Operation) -> None:
         """Take an operation that is ready."""
@@ -132,7 +142,9 @@ class TransferQueue:
             tick: The watchdog's time.
             taken: Where they are put.
         """
-        while self.num_queued and len(self.inflight) < self.limit and self.inflight_bytes <= self._most_bytes:
+        while self.num_queued and not (len(self.inflight) >= self.limit and self.is_full):
+            if self.inflight_bytes > self._most_bytes:
+                break
             operation = self._choose()
             if operation is None:
                 break

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable
 
 from swapper.errors import SwapperError
+from swapper.scheduling.handle import observe
 from swapper.scheduling.operation import Operation
-from swapper.sync.callbacks import log_raised
 
 TICKS_PER_DEADLINE = 16
 """What has lasted for so many ticks of the watchdog is late. Counting ticks instead of reading a clock makes a stopped process
@@ -49,32 +48,3 @@ class PendingErrors:
         error = self.take()
         if error is not None:
             raise error.with_traceback(None)
-
-
-def observe(operation: Operation) -> SwapperError | None:
-    """Return the error of a finished operation if nobody has seen it; from now on it is seen."""
-    if operation.is_observed or not operation.is_finished:
-        return None
-    operation.is_observed = operation.error is not None
-    return operation.error
-
-
-def announce(over: Iterable[Operation]) -> None:
-    """Wake who waits for these operations and call back who asked for it; not under the scheduler's lock."""
-    for operation in over:
-        for waiter in operation.waiters:
-            waiter.release()
-        operation.waiters = ()
-        if operation.callbacks:
-            announce_callbacks(operation)
-
-
-def announce_callbacks(operation: Operation) -> None:
-    """Call back who asked for it. From any thread, each of which takes one after the other out of the list."""
-    while operation.callbacks:
-        with contextlib.suppress(IndexError):  # another thread was faster
-            function, argument = operation.callbacks.pop(0)
-            try:
-                function(argument)
-            except BaseException as error:
-                log_raised(error, "a callback of a finished read or write")

@@ -85,7 +85,7 @@ def _damage(dice: random.Random) -> FaultRule:
 
 def _error_of(handle: Handle) -> SwapperError | None:
     # Not handle.error: to read that counts as having seen the error.
-    return handle._operation.error
+    return handle.failure
 
 
 class _ModelExtent:

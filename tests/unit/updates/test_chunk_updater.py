@@ -84,7 +84,7 @@ class _Rig:
         job: Any = SimpleNamespace(
             unit=SimpleNamespace(index=0),
             updates_all=True,
-            suits=lambda runs_all: runs_all([self.template.snapshots()[0]]),
+            numbers=None,
             slots={0},
             groups={0: self.template.snapshots()[0]},
             clip_coefficient=scale,
@@ -98,7 +98,7 @@ class _Rig:
             )
             part = gradient[span]
             job.gradients = SimpleNamespace(dtype=gradient.dtype, is_kept=False, of_chunk=lambda *_, part=part: part)
-            chunk: Any = SimpleNamespace(pieces=[Piece(slot, span.start, span.stop, 0)])
+            chunk: Any = SimpleNamespace(index=0, pieces=[Piece(slot, span.start, span.stop, 0)])
             self.updater.update(job, chunk, workspace)
         advance({(0, 0): self.kept}, job)
         assert torch.equal(gradient.view(torch.int16), kept.view(torch.int16)), (
