@@ -58,7 +58,7 @@ def _forget(reference: weakref.ref[Holder]) -> None:
 
 
 def is_held(address: int, num_bytes: int) -> bool:
-    """Return whether there are `tenants`."""
+    """Return whether a request has any of these bytes, in whatever swapper of this process."""
     return bool(tenants(address, num_bytes))
 
 
@@ -69,7 +69,7 @@ def hang_of(address: int, num_bytes: int) -> SwapperError | None:
 
 
 def tenants(address: int, num_bytes: int) -> list[Tenant]:
-    """Return the requests that have any of these bytes, in whatever swapper of this process."""
+    """Return the requests that have any of these bytes."""
     stop, found = address + num_bytes, list[Tenant]()
     for reference in _holders.copy():
         holder = reference()

@@ -17,12 +17,9 @@ from swapper.uncopyable import Uncopyable
 
 
 class Handle(Uncopyable):
-    """One read or write; keeps its buffer alive until the request is over. Thread safe.
+    """One read or write of ``num_bytes`` of an ``extent``, with the ``priority`` that it has now.
 
-    Attributes:
-        extent: What is read or written.
-        num_bytes: Length of the request.
-        priority: The priority that it has now.
+    It keeps its buffer alive until the request is over. Thread safe.
     """
 
     # What the scheduler knows of it, and the request that the backend gets, is the same object: see `Operation`.
