@@ -68,10 +68,3 @@ def compile_kernels() -> None:
     from infinity.numerics.kernels import kernels
 
     kernels()
-
-
-def compile_packed_kernels() -> None:
-    """The same for those that pack and unpack."""
-    from infinity.packed.kernels import kernels
-
-    kernels()

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import infinity
-from tests.internals import MemoryGroup, compile_packed_kernels, main
+from tests.internals import MemoryGroup, main
 from tests.little_memory import Peak, config_on, load_libraries, settled_bytes
 
 _BUDGET_BYTES = 160 << 20
@@ -90,11 +90,10 @@ def pack(group: str, directory: str, budget_bytes: int) -> None:
     """
     torch.set_num_threads(1)
     load_libraries()
-    compile_packed_kernels()
     config = config_on(directory, host_memory_budget=budget_bytes, frozen_dtype="nf4")
     small = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
     transformers.LlamaForCausalLM(small).save_pretrained(Path(directory) / "small")
-    _with_adapters(Path(directory) / "small", config)[0].close()  # imports all that is imported late
+    _with_adapters(Path(directory) / "small", config)[0].close()  # imports and compiles what is wanted late
     before = settled_bytes()
     MemoryGroup(Path(group)).limit(before + budget_bytes + OBJECTS_BYTES + _UNSEEN_BYTES)
     peak = Peak()

@@ -6,8 +6,7 @@ Knows modules, units and parameters; must not know optimizers or files.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -16,13 +15,14 @@ import torch
 from torch import nn
 
 from infinity.errors import EngineBusyError, ModelError
+from infinity.loop.expert_calls import ExpertCalls
 from infinity.loop.pager import Pager
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
 from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.threads.frames import callers
 from infinity.torch_internals.names import is_tracing, outside_modes, untraced
-from infinity.units.experts import ExpertTiles, experts_of
+from infinity.units.experts import experts_of
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -103,47 +103,6 @@ class _HooksOfModule:
     def forget(self) -> None:
         """Calls that an exception cut off are over."""
         self._entered.clear()
-
-
-@dataclass(eq=False)
-class _RoutingHook:
-    """What a call of a module of experts tells before any of them is used: see [Note: experts] in `infinity.units.experts`."""
-
-    _pager: Pager
-    _experts: list[ExpertTiles]
-    _units: list[list[Unit]]
-    """For each tensor of experts, their units."""
-    _group: int
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        routed = self._experts[0].routed
-        if routed is None:
-            return
-        if self._pager.is_training_forward:
-            for tiles, units in zip(self._experts, self._units, strict=True):
-                for expert in () if tiles.touched_only else tiles.others(routed):  # they get zeros
-                    unit = units[expert]
-                    self._pager.backwards.collector.note_call(unit, unit.layout.slots)
-        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        if implementation == "grouped_mm":
-            order = [units[expert] for units in self._units for expert in routed]
-        elif implementation == "batched_mm":
-            order = [units[expert] for units in self._units for expert in sorted(routed)]
-        else:  # one expert after the other
-            order = [units[expert] for expert in sorted(routed) for units in self._units]
-        self._pager.route(self._group, [unit.index for unit in order])
-        if not self._pager.is_shared:  # else each expert waits until its own moment
-            for tiles, units in zip(self._experts, self._units, strict=True):
-                tiles.bring_together(functools.partial(self._together, units))
-
-    def _together(
-        self, units: list[Unit], experts: Sequence[int]
-    ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
-        """As many at a time as half of the room takes: into the other half come the next ones."""
-        size = max(self._pager.residency.room_bytes // 2 // units[0].num_bytes, 1)
-        for start in range(0, len(experts), size):
-            part = experts[start : start + size]
-            yield part, self._pager.inside_experts([units[expert] for expert in part])
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -295,7 +254,7 @@ class ModuleHooks:
         if experts := experts_of(module):
             units = [[self._map.locate(tile)[0] for tile in tiles.tiled.tiles] for tiles in experts]
             group = self._pager.residency.group_of(units[0][0])
-            routing = _BoundHook(_RoutingHook(self._pager, experts, units, group).before, comes_before=True)
+            routing = _BoundHook(ExpertCalls(self._pager, experts, units, group).before, comes_before=True)
             handles.append(module.register_forward_pre_hook(routing))
 
     def hook_inside(self, unit: Unit) -> bool:

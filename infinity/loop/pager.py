@@ -345,61 +345,6 @@ class Pager:
             finally:
                 self.end_forward()
 
-    @contextmanager
-    def inside_experts(self, units: Sequence[Unit]) -> Iterator[None]:
-        """As `inside_module`, for experts whose reads `route` has begun: what comes next is looked for once, not for each."""
-        self._enter_experts(units)
-        try:
-            yield
-        finally:
-            self._leave_experts(units)
-
-    @untraced
-    @outside_modes
-    def _enter_experts(self, units: Sequence[Unit]) -> None:
-        self.begin_forward(is_root=False)
-        notes_calls = self.is_training_forward
-        for unit in units:
-            unit.begin_use()
-            if notes_calls:
-                self.backwards.collector.note_call(unit, unit.layout.slots)
-        try:
-            with self.residency.lock:
-                self._touch_experts(units)
-                for unit in units:
-                    unit.bind()
-        except BaseException:
-            for unit in units:
-                unit.end_use()
-            self.end_forward()
-            raise
-
-    def _touch_experts(self, units: Sequence[Unit]) -> None:
-        residency, is_backward = self.residency, in_backward()
-        if is_backward:
-            self.backwards.note()
-        self.clock.pause_compute()
-        for unit in units:
-            if is_backward:
-                self.backwards.note_use(unit, is_saved=False)
-            residency.trace.touch(unit.index)
-            residency.make_resident(unit)
-        residency.pump()
-        self.pause()
-        self.clock.resume_compute(units[-1].name)
-
-    @untraced
-    @outside_modes
-    def _leave_experts(self, units: Sequence[Unit]) -> None:
-        try:
-            for unit in units:
-                unit.end_use()
-            if not are_forbidden():
-                self.residency.close_unused(units)
-                self.residency.pump()
-        finally:
-            self.end_forward()
-
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
         """``unit`` is needed now: it is resident when this returns, and what the trace says comes next is on its way.
 
