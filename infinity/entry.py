@@ -36,7 +36,7 @@ from infinity.optim.facade.passed_optimizer import PassedOptimizer, begin_anew
 from infinity.optim.groups import TiledGroups
 from infinity.optim.lr_schedules import build_scheduler
 from infinity.optim.scheduler_state import NOT_KEPT, can_be_kept, needs_samples
-from infinity.optim.template import Template, absent_template, build_template
+from infinity.optim.wrapped_optimizer import WrappedOptimizer, no_optimizer, wrap_optimizer
 from infinity.plan.inputs import experts_of_config
 from infinity.plan.placement import DEVICE_KEY
 from infinity.torch_internals.module_tensors import announce_nothing
@@ -113,24 +113,26 @@ def initialize(
         compute_device = device_for(choose_device(model, device, local_rank()))
         parameters = list(model.parameters())
         if parts and isinstance(optimizer, torch.optim.Optimizer):
-            parts.give_to(optimizer)
+            parts.replace_in(optimizer)
         if parts and model_parameters is not None:
             model_parameters = list(parts.of(model_parameters))
         tiling = _tile(model, optimizer, resolved, undo)
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(parameter)], parameter) for parameter in tiling.groups.with_tiles(parameters)]
         members = tiling.groups.with_tiles(model_parameters)
-        template = _template(optimizer, resolved, named, members, compute_device.torch_device, tiling.groups)
+        wrapped_optimizer = _wrapped_optimizer(
+            optimizer, resolved, named, members, compute_device.torch_device, tiling.groups
+        )
         undo.callback(remove_empty, make_directories(resolved.nvme_paths))
-        notes, monitors = _outputs(resolved, undo, trains=bool(template.param_groups))
+        notes, monitors = _outputs(resolved, undo, trains=bool(wrapped_optimizer.param_groups))
         resolved = with_measured_io(resolved)
-        undo.callback(template.give_back_untouched)
-        make_parts = functools.partial(build, engine_class, model, resolved, template, compute_device, mesh)
+        undo.callback(wrapped_optimizer.restore_untouched)
+        make_parts = functools.partial(build, engine_class, model, resolved, wrapped_optimizer, compute_device, mesh)
         with _out_of_memory_in_words(resolved, compute_device, model):
             engine, originals = make_parts(undo)
         is_passed = isinstance(optimizer, torch.optim.Optimizer)
         if is_passed and isinstance(engine.optimizer, PagedOptimizer):
-            _take_over(engine, optimizer, template, undo)
+            _adopt_optimizer(engine, optimizer, wrapped_optimizer, undo)
         if engine.optimizer is not None:
             for parameter, gradient in originals.gradients():  # torch would add to them
                 parameter.grad = gradient.cpu()
@@ -138,7 +140,7 @@ def initialize(
         tiling.show()
         if training_data is not None:
             engine.training_dataloader = engine.data_loader(training_data, collate_fn=collate_fn)
-        restore = functools.partial(_restore, tiling, parts, template.optimizer if is_passed else None)
+        restore = functools.partial(_restore, tiling, parts, wrapped_optimizer.optimizer if is_passed else None)
         engine.begin_run(make_parts, restore, notes, monitors)
         undo.pop_all()
     if resolved.notices:
@@ -146,11 +148,11 @@ def initialize(
     logger.info("config:\n%s", resolved.describe())
     logger.info("plan:\n%s", engine.plan)
     if resolved.compute_dtype is not torch.float32:
-        _note_dtype(model, resolved.compute_dtype)
+        _set_module_dtype(model, resolved.compute_dtype)
     originals.forget()
     if not has_drive_tensors():
         announce_nothing()  # `Init` has replaced methods of torch, for models that lie on drives
-    template.forget_untouched()
+    wrapped_optimizer.forget_untouched()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -182,7 +184,7 @@ def _earlier(model: nn.Module, *, trains: bool) -> Engine | None:
         return earlier
     if earlier.optimizer is None:
         logger.info("the engine that has evaluated this model is closed: the one that trains it takes over")
-        earlier.hand_over()
+        earlier.close_for_next()
     return None
 
 
@@ -203,15 +205,17 @@ def _out_of_memory_in_words(config: InfinityConfig, device: ComputeDevice, model
         ) from error
 
 
-def _take_over(engine: Engine, optimizer: Any, template: Template, undo: contextlib.ExitStack) -> None:
+def _adopt_optimizer(
+    engine: Engine, optimizer: Any, wrapped_optimizer: WrappedOptimizer, undo: contextlib.ExitStack
+) -> None:
     """The script's own optimizer becomes the engine's."""
     begin_anew(optimizer)
-    passed = PassedOptimizer(optimizer, template.optimizer, engine.optimizer)
-    undo.callback(passed.give_back, had_states=False)
-    engine.note_passed(passed)
+    passed = PassedOptimizer(optimizer, wrapped_optimizer.optimizer, engine.optimizer)
+    undo.callback(passed.restore, had_states=False)
+    engine.adopt_optimizer(passed)
 
 
-def _note_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+def _set_module_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """``module.dtype`` of each module of Lightning in the model says what dtype its weights have now.
 
     Lightning keeps it up to date by its methods that cast, such as ``module.bfloat16()``, which nobody has called here.
@@ -245,13 +249,13 @@ def _tile(model: nn.Module, optimizer: Any, config: InfinityConfig, undo: contex
     experts = experts_of_config(model, config)
     tiling.cut_experts(experts, touched_only=config.infinity.experts == "touched_only")
     if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
-        tiling.groups.give_tiles(optimizer)
+        tiling.groups.put_tiles(optimizer)
     return tiling
 
 
 def _untile(tiling: Tiling, optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer) and tiling.groups.tiled:
-        tiling.groups.take_tiles(optimizer)
+        tiling.groups.remove_tiles(optimizer)
     tiling.undo()
 
 
@@ -263,7 +267,7 @@ def _restore(tiling: Tiling, parts: LocalParameters, optimizer: Any) -> None:
 def _restore_parts(parts: LocalParameters, optimizer: Any) -> None:
     parts.undo()
     if isinstance(optimizer, torch.optim.Optimizer):
-        parts.take_from(optimizer)
+        parts.restore_in(optimizer)
 
 
 def _is_empty(items: Any) -> bool:
@@ -279,22 +283,22 @@ def engine_of(model: nn.Module) -> Engine | None:
     return None if host is None else engine_behind(host)
 
 
-def _template(
+def _wrapped_optimizer(
     optimizer: Any,
     config: InfinityConfig,
     named: list[tuple[str, nn.Parameter]],
     model_parameters: Iterable[Any] | None,
     device: torch.device,
     tiled: TiledGroups,
-) -> Template:
+) -> WrappedOptimizer:
     source = optimizer if optimizer is not None else config.optimizer
     has_any = model_parameters is not None or any(parameter.requires_grad for _, parameter in named)
     if source is None or not (has_any or isinstance(source, torch.optim.Optimizer)):
         logger.info("the engine evaluates only: %s", "no optimizer is named" if source is None else "nothing to train")
-        return absent_template(named, device)
+        return no_optimizer(named, device)
     if optimizer is None and config.optimizer is not None and "lr" in config.optimizer.autos:
         raise _left_open("optimizer.params.lr", "optimizer")
-    return build_template(source, named, device, model_parameters=model_parameters, tiled=tiled)
+    return wrap_optimizer(source, named, device, model_parameters=model_parameters, tiled=tiled)
 
 
 def _left_open(key: str, argument: str) -> ConfigError:

@@ -4,7 +4,7 @@ to do.
 It knows nothing of models or optimizers. Paging plain tensors:
 
     >>> import tempfile, torch
-    >>> from swapper import Priority, StagingArena, Swapper
+    >>> from swapper import Priority, StagingPool, Swapper
     >>> directory = tempfile.mkdtemp()
     >>> with Swapper.open([directory], capacity_bytes=64 << 20) as swapper:
     ...     weight = torch.arange(1_000_000, dtype=torch.float32)
@@ -18,14 +18,14 @@ It knows nothing of models or optimizers. Paging plain tensors:
     ...     torch.equal(copy, weight)
     True
 
-Memory from a :class:`StagingArena` is page-aligned, so the drive reads and writes it without a copy, and its size is
+Memory from a :class:`StagingPool` is page-aligned, so the drive reads and writes it without a copy, and its size is
 fixed, so host memory does not grow:
 
-    >>> with StagingArena(page_bytes=1 << 20, num_pages=2) as arena, Swapper.in_memory(16 << 20) as swapper:
+    >>> with StagingPool(buffer_bytes=1 << 20, num_buffers=2) as staging_pool, Swapper.in_memory(16 << 20) as swapper:
     ...     extent = swapper.allocate(1 << 20, name="state")
-    ...     with arena.lease(owner="example") as page:
-    ...         _ = page.tensor.fill_(7)
-    ...         swapper.write(extent, page.tensor).wait()
+    ...     with staging_pool.lease(owner="example") as buffer:
+    ...         _ = buffer.tensor.fill_(7)
+    ...         swapper.write(extent, buffer.tensor).wait()
     ...     swapper.statistics().write_bytes
     1048576
 
@@ -40,7 +40,6 @@ Nothing is left in the directory, whatever ends the process:
 from typing import TYPE_CHECKING
 
 from swapper.errors import (
-    ArenaExhaustedError,
     ArgumentError,
     BackendUnavailableError,
     ChecksumMismatchError,
@@ -49,6 +48,7 @@ from swapper.errors import (
     LimitError,
     OutOfSpaceError,
     ReentryError,
+    StagingExhaustedError,
     StallError,
     SwapperClosedError,
     SwapperError,
@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from swapper.backend import Direction, IOBackend
     from swapper.config import ALIGNMENT, Priority, SwapperConfig
     from swapper.extents.extent import Extent, NameOf
-    from swapper.memory.held import hang_of, is_held
+    from swapper.memory.held import hang_error, is_held
     from swapper.memory.region import AlignedRegion
-    from swapper.memory.staging import ArenaStatistics, Page, StagingArena
+    from swapper.memory.staging import StagingBuffer, StagingPool, StagingStatistics
     from swapper.meters.busy import BusySeconds, BusyTimes
     from swapper.meters.observer import TransferRecord
     from swapper.scheduling.handle import Handle
@@ -82,8 +82,6 @@ else:
 __all__ = [
     "ALIGNMENT",
     "AlignedRegion",
-    "ArenaExhaustedError",
-    "ArenaStatistics",
     "ArgumentError",
     "BackendUnavailableError",
     "Bell",
@@ -102,11 +100,13 @@ __all__ = [
     "LimitError",
     "NameOf",
     "OutOfSpaceError",
-    "Page",
     "Priority",
     "ReentryError",
     "RunDirectory",
-    "StagingArena",
+    "StagingBuffer",
+    "StagingExhaustedError",
+    "StagingPool",
+    "StagingStatistics",
     "StallError",
     "Statistics",
     "Swapper",
@@ -120,6 +120,6 @@ __all__ = [
     "VolumeError",
     "VolumeTooSmallError",
     "describe_drive",
-    "hang_of",
+    "hang_error",
     "is_held",
 ]

@@ -65,7 +65,7 @@ class IORequest:
     may_pad: bool = False
     batch: Batch | None = None
 
-    def let_go(self) -> None:
+    def release_memory(self) -> None:
         """Look at the memory no longer. For ``on_complete``, before anybody hears that it is over."""
         self.memory = NO_MEMORY
 
@@ -129,7 +129,7 @@ class Batch:
     def on_complete(self, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         """A part is a request, and completed. If it is short, nothing counts as moved."""
         is_whole = transferred_bytes == len(request.memory)
-        request.let_go()
+        request.release_memory()
         self.on_over(request, self._num_bytes if is_whole else 0, error)
 
     def submit(self, backend: IOBackend, requests: list[IORequest]) -> None:

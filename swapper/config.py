@@ -81,7 +81,7 @@ def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:
     return -(-num_bytes // multiple) * multiple
 
 
-def pieces(offset: int, num_bytes: int, boundary_bytes: int) -> Iterator[tuple[int, int]]:
+def split_at(offset: int, num_bytes: int, boundary_bytes: int) -> Iterator[tuple[int, int]]:
     """Cut bytes that lie at an offset at each multiple of ``boundary_bytes``, or nowhere if that is 0.
 
     Yields:

@@ -12,7 +12,7 @@
     ├── TransferError                   the drive refused: file, offset, bytes and errno are attributes
     │   ├── ChecksumMismatchError       the drive gave back other bytes than were written
     │   └── StallError (TimeoutError)   no answer within the deadline
-    ├── ArenaExhaustedError (TimeoutError)   no page became free in time; names who holds the pages
+    ├── StagingExhaustedError (TimeoutError)   no staging buffer became free in time; names who holds them
     ├── SwapperClosedError              use after close or release, in a forked child, or cut short by close
     └── ReentryError (RuntimeError)     a signal handler or finalizer came in between, where this cannot be done
 
@@ -121,7 +121,7 @@ class VolumeTooSmallError(VolumeError):
         directory: The one that is too small or, of several, the one that gives least.
         needed_bytes: How much is needed in it or, of several, in all of them.
         free_bytes: How much it has, or all of them have.
-        shares: Of several directories: how much each could give, and what limits it.
+        capacities: Of several directories: how much each could give, and what limits it.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class VolumeTooSmallError(VolumeError):
         needed_bytes: int,
         free_bytes: int,
         reason: str = "",
-        shares: Sequence[tuple[Path, int, str]] = (),
+        capacities: Sequence[tuple[Path, int, str]] = (),
     ) -> None:
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes
-        self.shares = tuple(shares)
+        self.capacities = tuple(capacities)
         detail = f" ({reason})" if reason else ""
-        if shares:
-            parts = ", ".join(f"{str(path)!r} {num_bytes} ({limit})" for path, num_bytes, limit in shares)
+        if capacities:
+            parts = ", ".join(f"{str(path)!r} {num_bytes} ({limit})" for path, num_bytes, limit in capacities)
             what = (
                 f"the directories are too small together: {needed_bytes} bytes are needed and they can give "
                 f"{free_bytes}{detail}: {parts}"
@@ -380,22 +380,22 @@ class StallError(TransferError, TimeoutError):
     """
 
 
-class ArenaExhaustedError(SwapperError, TimeoutError):
-    """No page became free in time."""
+class StagingExhaustedError(SwapperError, TimeoutError):
+    """No staging buffer became free in time."""
 
-    def __init__(self, num_pages: int, waited_seconds: float, owners: Sequence[tuple[str, int]]) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_buffers: int, waited_seconds: float, owners: Sequence[tuple[str, int]]) -> None:
+        self.num_buffers = num_buffers
         self.owners = tuple(owners)
         held = ", ".join(f"{owner or 'unnamed'}: {count}" for owner, count in owners) or "nobody"
         super().__init__(
-            f"none of the {num_pages} pages of the arena became free within {waited_seconds:g} seconds; "
-            f"held by {held}; release pages sooner or make the arena larger (in a training, where a drive "
+            f"none of the {num_buffers} buffers of the staging pool became free within {waited_seconds:g} seconds; "
+            f"held by {held}; release buffers sooner or make the staging pool larger (in a training, where a drive "
             "may be too slow for it, raise config key infinity.io_deadline_seconds, or infinity.host_memory_budget)"
         )
 
 
 class SwapperClosedError(SwapperError):
-    """A swapper, an arena or a page is used after its close or release, or by a forked child of its process."""
+    """A swapper, a staging pool or a staging buffer is used after its close or release, or by a forked child of its process."""
 
 
 class ReentryError(SwapperError, RuntimeError):

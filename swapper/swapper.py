@@ -27,7 +27,7 @@ from swapper.scheduling.operation import Operation
 from swapper.scheduling.scheduler import IOScheduler
 from swapper.scheduling.statistics import Statistics
 from swapper.sync import interrupts, switching
-from swapper.sync.lifetimes import when_gone
+from swapper.sync.lifetimes import call_when_collected
 from swapper.sync.limits import limits_in_words
 from swapper.sync.reentry import refuse_owned
 from swapper.uncopyable import Closable, closed_unless_made
@@ -64,13 +64,13 @@ class Swapper(Closable):
         self._backend = backend
         self._allocator = SpaceAllocator(backend.capacity_bytes)
         self._allocator_lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        give_back = functools.partial(_give_back, self._allocator, self._allocator_lock)
-        self._scheduler = IOScheduler(backend, self.config, busy, give_back)
+        free = functools.partial(_free, self._allocator, self._allocator_lock)
+        self._scheduler = IOScheduler(backend, self.config, busy, free)
         self._block_bytes = backend.block_bytes
         self._pid = os.getpid()
         self._is_closed = False
-        switching.hold(id(self))
-        when_gone(self, switching.let_go, id(self))
+        switching.acquire(id(self))
+        call_when_collected(self, switching.release, id(self))
 
     @classmethod
     def open(
@@ -302,19 +302,19 @@ class Swapper(Closable):
         """Return one line that says where the bytes go and how."""
         return self._backend.describe()
 
-    def close(self, patience_seconds: float | None = None) -> None:
+    def close(self, timeout_seconds: float | None = None) -> None:
         """Drop waiting requests, let running ones end, and release everything. Idempotent.
 
         Requests that were dropped fail with ``SwapperClosedError``. Errors that nobody has seen are logged.
 
         Args:
-            patience_seconds: How long running requests may take to end; the deadline by default. What hangs is left alone.
+            timeout_seconds: How long running requests may take to end; the deadline by default. What hangs is left alone.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
-        self._scheduler.close("the swapper has been closed; open a new one", patience_seconds)
+        self._scheduler.close("the swapper has been closed; open a new one", timeout_seconds)
         self._is_closed = True
-        switching.let_go(id(self))
+        switching.release(id(self))
 
     def _check_usable(self) -> None:
         if self._is_closed:
@@ -329,7 +329,7 @@ class Swapper(Closable):
             raise ExtentError(extent.name, f"extent {extent.name!r} belongs to another swapper")
 
 
-def _give_back(allocator: SpaceAllocator, lock: threading.RLock, extent: Extent) -> None:
+def _free(allocator: SpaceAllocator, lock: threading.RLock, extent: Extent) -> None:
     with lock:
         allocator.release(extent.start, extent.num_bytes)
 

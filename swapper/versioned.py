@@ -141,7 +141,7 @@ class Versions:
     def begin(
         self, number: int, parts: Callable[[], Sequence[bytes]], keep: Sequence[int], ready: Callable[[], None]
     ) -> None:
-        """Start to make a commit of what is the present when ``ready`` returns; see `settle`.
+        """Start to make a commit of what is the present when ``ready`` returns; see `wait`.
 
         Until that has returned, the only writes are those that ``ready`` waits for. Reads go on.
 
@@ -152,9 +152,9 @@ class Versions:
             ready: Waits until all writes that belong to it were started.
 
         Raises:
-            OSError, SwapperError: See `settle`.
+            OSError, SwapperError: See `wait`.
         """
-        self.settle()
+        self.wait()
 
         def make() -> None:
             try:
@@ -169,7 +169,7 @@ class Versions:
         self._thread = threading.Thread(target=make, name="swapper-commit", daemon=True)
         start_threads(self._thread)
 
-    def settle(self, timeout_seconds: float | None = None) -> None:
+    def wait(self, timeout_seconds: float | None = None) -> None:
         """Return when the commit that was begun last survives whatever happens to process and machine, or after so long.
 
         Raises:
@@ -197,7 +197,7 @@ class Versions:
             OSError: It could not be made the newest; the present is as it was.
             SwapperError: An earlier commit failed.
         """
-        self.settle()
+        self.wait()
         _, *parts = self._run.read(number)
         known = _read(self._run, number)
         self.swapper.flush()

@@ -27,13 +27,13 @@ from infinity.device.compute import (
 )
 from infinity.device.drive_tensors import has_drive_tensors, on_drive
 from infinity.device.flat_pool import FlatPool
-from infinity.device.host_memory import give_back_freed_memory
+from infinity.device.host_memory import trim_heap
 from infinity.distributed import agreement
 from infinity.distributed.process_groups import destroy_at_exit
 from infinity.distributed.pulls import Pulls
 from infinity.distributed.world import world
 from infinity.engine.resources import EngineResources
-from infinity.engine.shutdown import end_all_at_exit, settle
+from infinity.engine.shutdown import end_all_at_exit, wait_for_collected
 from infinity.gradients import store as gradient_store
 from infinity.gradients.store import GradientStore
 from infinity.gradients.unit_grads import Arrivals, MainGradDtype
@@ -47,7 +47,7 @@ from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import CHUNK_GRANULE, ParameterSpec, Slot, UnitLayout
 from infinity.units.partition import find_blocks
-from infinity.units.shares import Shares
+from infinity.units.shards import Shards
 from infinity.units.unit import Arrival, Unit
 from swapper.versioned import open_backend
 from swapper.volumes import publish, scratch_file

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.internals import compile_kernels, give_back_freed_memory
+from tests.internals import compile_kernels, trim_heap
 
 
 def anonymous_bytes() -> int:
@@ -23,7 +23,7 @@ def anonymous_bytes() -> int:
 def settled_bytes() -> int:
     """The same when what was freed has gone back."""
     gc.collect()
-    give_back_freed_memory()
+    trim_heap()
     return anonymous_bytes()
 
 

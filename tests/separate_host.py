@@ -10,7 +10,7 @@ from tests.internals import ComputeDevice, Copy, Fence
 class SeparateHostDevice(ComputeDevice):
     """The CPU treated as if its memory were a GPU's: everything goes through pages."""
 
-    shares_host_memory = False
+    uses_host_memory = False
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Fence) -> Fence:
         first = self.stamp()

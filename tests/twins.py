@@ -34,7 +34,12 @@ def on_nvme(directory: Path, **changes: Any) -> dict[str, Any]:
     """A config that leaves to a library what it can; nothing stays in memory."""
     directory.mkdir(parents=True, exist_ok=True)
     nvme = {"device": "nvme", "nvme_path": str(directory)}
-    memory = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "main_weights": "fp32"}
+    memory = {
+        "host_memory_budget": "64MiB",
+        "staging_buffer_bytes": 49152,
+        "keep_in_memory": False,
+        "main_weights": "fp32",
+    }
     zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
     return {"zero_optimization": zero, "infinity": memory, **changes}
 
@@ -85,7 +90,7 @@ class Twins:
         self.model: Any = model
         config = everything_on_nvme(directory, {"optimizer": None, **changes})
         if is_tight:
-            config["infinity"].pop("page_bytes", None)
+            config["infinity"].pop("staging_buffer_bytes", None)
             config["infinity"]["host_memory_budget"] = least_budget(model, config, optimizer=make(model))
         self.engine, self.optimizer, *_ = initialize(model=model, optimizer=make(model), config=config)
         self.expected = make(self.plain)

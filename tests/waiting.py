@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-_PATIENCE_SECONDS = 300.0
+_TIMEOUT_SECONDS = 300.0
 
 
 def wait_until(condition: Callable[[], bool], what: str = "it") -> None:
     """Return when the condition holds; fail only if that takes so long that it never will."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"{what} did not happen")

@@ -43,8 +43,8 @@ INTEGRATIONS = {
 }
 PARTS_OF_THE_ENGINE = frozenset(
     """
-    backward_together begin_run count_on counters forget_step loose make_room note_arguments num_not_held
-    note_ordinary note_passed optimizer_step optimizer_lock optimizer_zero_grad relay rest
+    backward_together begin_run count_on counters forget_step loose make_room set_arguments num_not_held
+    on_ordinary_step adopt_optimizer optimizer_step optimizer_lock optimizer_zero_grad relay rest
     """.split()  # noqa: SIM905 - read as a text
 )
 """What other parts of an engine, and the integrations, call on it: no part of what users call, although Python lets them."""

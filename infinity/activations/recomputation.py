@@ -37,7 +37,7 @@ class RecomputedForward(InPlaceOfMethod):
         Args:
             module: the block.
             forward: its forward without checkpointing.
-            inside_module: as of the pager of its weights.
+            inside_module: as of the coordinator of its weights.
             units: which the block's own hooks enter: torch calls them in forward only.
         """
         super().__init__(module, "forward", forward)

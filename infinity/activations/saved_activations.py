@@ -6,10 +6,10 @@ Knows tensors, bytes and extents; must not know what computes with them.
 operations save) share it afterwards, too. Three things tell that it is the same: the storage itself, of which a weak
 reference is held, so that its address is not given to another one; the count of writes; and, once the bytes have left,
 the tensor of which all others are views, for `tensor.data` has the storage but a count of its own.
-What is written is what backward would have seen, unless somebody writes in between. Such writes are counted: the token
+What is written is what backward would have seen, unless somebody writes in between. Such writes are counted: the packed tensor
 keeps the count (an alias of the tensor without its memory), and raises in backward, as torch does. What is found
 changed before it was written stays where it is.
-The graph owns the tokens, a token its claim. When the last token of a storage dies, memory is let go at once; the space
+The graph owns packed tensors, and each owns a claim. When the last of a storage dies, memory is released at once; the space
 on the drive is free at the next call here, because a finalizer takes no lock.
 """
 
@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.activations.refusal import Refusal
 from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling, SpillSpace
+from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.errors import BudgetTooSmallError, EngineClosedError, format_bytes
 from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import modified
@@ -78,7 +78,7 @@ class _Claim:
         self._dead.append(self.stored)
 
 
-class _Token:
+class _PackedActivation:
     """Stands for a tensor in autograd's graph."""
 
     __slots__ = ("__weakref__", "_claim", "_count", "_owner", "_version", "dtype", "offset", "shape", "stride")
@@ -128,8 +128,8 @@ class SavedActivations(Spilling[_Stored]):
 
     # ----------------------------------------------------------------------------------------------------- forward
 
-    def pack(self, tensor: torch.Tensor) -> _Token | None:
-        """A token for what autograd saves; None if it is to stay as it is.
+    def pack(self, tensor: torch.Tensor) -> _PackedActivation | None:
+        """The packed form of what autograd saves; None if it is to stay as it is.
 
         Raises:
             StorageError: there is no room on the drives.
@@ -141,9 +141,9 @@ class SavedActivations(Spilling[_Stored]):
         with self._lock:
             self._sweep()
             claim = self._find(tensor, root) or self._take(tensor, root)
-            token = _Token(self, claim, tensor)
+            packed = _PackedActivation(self, claim, tensor)
             self._make_room()
-        return token
+        return packed
 
     def _find(self, tensor: torch.Tensor, root: torch.Tensor) -> _Claim | None:
         stored = self._known.get(StorageWeakRef(tensor.untyped_storage()))
@@ -167,8 +167,8 @@ class SavedActivations(Spilling[_Stored]):
     def _start_write(self, item: _Stored, source: torch.Tensor) -> None:
         try:
             super()._start_write(item, source)
-        except Refusal as refusal:
-            raise refusal.__cause__ or refusal from None
+        except UnsupportedSchedule as unsupported:
+            raise unsupported.__cause__ or unsupported from None
 
     # ---------------------------------------------------------------------------------------------------- backward
 
@@ -226,7 +226,7 @@ class SavedActivations(Spilling[_Stored]):
             if stored.under_way is not None and not stored.under_way.done():
                 still.append(stored)
             else:
-                self._give_back(stored)
+                self._release(stored)
         has_left = len(still) < len(self._leaving)
         self._leaving = still
         if has_left and not self._all and not still:
@@ -235,11 +235,11 @@ class SavedActivations(Spilling[_Stored]):
             self._space.tidy()
 
     def close(self) -> None:
-        """Let go of everything, after whatever went wrong. A backward that comes later is an error."""
+        """Release everything, after whatever went wrong. A backward that comes later is an error."""
         with self._lock:
             self._is_closed = True
             for stored in [*self._all.values(), *self._leaving]:
-                self._give_back(stored)
+                self._release(stored)
             for group in (
                 self._all,
                 self._known,

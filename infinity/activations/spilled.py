@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from infinity.activations.refusal import Refusal
+from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.metrics.clock import StepClock
 from swapper import AlignedRegion, Extent, Handle, OutOfSpaceError, Priority, Swapper, SwapperError
@@ -46,7 +46,7 @@ class SpillSpace:
         self._sizes: set[int] = set()
         """Of the extents taken since the last `tidy`."""
 
-    def take(self, num_bytes: int) -> tuple[Swapper, Extent]:
+    def allocate(self, num_bytes: int) -> tuple[Swapper, Extent]:
         """An extent of ``num_bytes``.
 
         Raises:
@@ -74,16 +74,18 @@ class SpillSpace:
             except StorageError:
                 swapper = self._open_swapper(rounded)  # little room is better than none
         except BudgetTooSmallError as error:
-            raise Refusal(
+            raise UnsupportedSchedule(
                 "the inputs of units need more memory than infinity.host_memory_budget leaves, and no NVMe tier takes them"
             ) from error
         except StorageError as error:
             logger.warning("no room for the inputs of units: %s", error)
-            raise Refusal(f"the inputs of units need more memory than the budget leaves, and {error}") from error
+            raise UnsupportedSchedule(
+                f"the inputs of units need more memory than the budget leaves, and {error}"
+            ) from error
         self._swappers.append(swapper)
         return swapper
 
-    def give_back(self, num_bytes: int, place: tuple[Swapper, Extent]) -> None:
+    def free(self, num_bytes: int, place: tuple[Swapper, Extent]) -> None:
         """The extent is free again."""
         self._free.setdefault(num_bytes, []).append(place)
 
@@ -173,12 +175,12 @@ class Spilling(ABC, Generic[_Item]):
             self._end_write(self._writing.popleft())
 
     def _end_writes(self) -> None:
-        """Let go of the memory of what is written by now."""
+        """Release the memory of what is written by now."""
         while self._writing and self._writing[0].under_way is not None and self._writing[0].under_way.done():
             self._end_write(self._writing.popleft())
 
     def _start_write(self, item: _Item, source: torch.Tensor) -> None:
-        item.place = swapper, extent = self._space.take(item.num_bytes)
+        item.place = swapper, extent = self._space.allocate(item.num_bytes)
         memory = drive_memory(item.moved_bytes)
         memory[: item.num_bytes].copy_(source)
         item.memory = memory
@@ -213,7 +215,7 @@ class Spilling(ABC, Generic[_Item]):
         item.is_held = True
         self._held_bytes += item.moved_bytes
 
-    def _give_back(self, item: _Item) -> None:
+    def _release(self, item: _Item) -> None:
         """Nobody needs it any more."""
         try:
             self._wait(item, "write")
@@ -222,7 +224,7 @@ class Spilling(ABC, Generic[_Item]):
                 self._space.discard(item.place)
         else:
             if item.place is not None:
-                self._space.give_back(item.num_bytes, item.place)
+                self._space.free(item.num_bytes, item.place)
         item.source = item.place = item.under_way = None
         self._drop_memory(item)
 

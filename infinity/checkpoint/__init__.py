@@ -1,4 +1,4 @@
 """Weights and states from outside the training loop: looked at, changed, exported, saved and resumed.
 
-Knows where everything rests, and has the pager open units; must not know the engine.
+Knows where everything rests, and has the coordinator open units; must not know the engine.
 """

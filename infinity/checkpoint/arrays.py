@@ -258,11 +258,11 @@ class SavedTensor(ArraySpec):
                     fetch(number, span)
                 data = torch.from_numpy(block[: (last - first) * self.dtype.itemsize])
                 yield first, data.view(self.dtype)
-                threads.give_back(block)
+                threads.release_block(block)
         except EOFError as error:
             raise CheckpointError(self.file, str(error)) from error
         finally:
-            file.let_go()
+            file.release()
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes != self.file_bytes:
@@ -277,7 +277,7 @@ class SavedTensor(ArraySpec):
                 if not np.array_equal(data, part):
                     self._fail("its index is damaged")
 
-            threads.give_back(threads.read(file, part.size, start, check).result())
+            threads.release_block(threads.read(file, part.size, start, check).result())
 
     def _check_chunk(self, data: _Bytes, number: int, found: _Sums) -> None:
         size = self.data_bytes
@@ -374,7 +374,7 @@ class ArrayWriter:
             if self._block is None:
                 first, last = next(self._spans)
                 self._left, self._filled = (last - first) * itemsize, 0
-                self._block = self._threads.take()
+                self._block = self._threads.acquire_block()
             part = data[: self._left]
             self._block[self._filled : self._filled + part.size] = part
             self._filled += part.size
@@ -397,7 +397,7 @@ class ArrayWriter:
         if not spec.shape:
             close_block()
             (self._folder / spec.file_name).write_bytes(block[: spec.file_bytes].tobytes())
-            self._threads.give_back(block)
+            self._threads.release_block(block)
             return
         if self._file is None:
             self._file = BlockFile(self._folder / spec.file_name, spec.file_bytes)
@@ -405,13 +405,13 @@ class ArrayWriter:
         self._threads.write(self._file, block, spec.block_bytes, offset, close_block)
         if self.is_complete:
             self._write_index(self._file)
-            self.let_go()
+            self.close()
 
     def _write_index(self, file: BlockFile) -> None:
         data = self.spec.index()
         for start in range(0, data.size, self._threads.block_bytes):
             part = data[start : start + self._threads.block_bytes]
-            block = self._threads.take()
+            block = self._threads.acquire_block()
             block[: part.size] = part
             self._threads.write(file, block, part.size, start, lambda: None)
 
@@ -420,11 +420,11 @@ class ArrayWriter:
         """Whether all elements have come."""
         return self._number == self.spec.num_chunks
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Close what is open, also without an end. May be called again."""
         file, self._file = self._file, None
         if file is not None:
-            file.let_go()
+            file.release()
 
     @property
     def checksum(self) -> int:

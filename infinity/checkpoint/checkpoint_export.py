@@ -14,7 +14,7 @@ import torch
 
 from infinity.checkpoint.checkpoint_loading import other_shapes
 from infinity.checkpoint.original_names import original_entries
-from infinity.checkpoint.safetensors_export import save_configs, told_of, write_shards
+from infinity.checkpoint.safetensors_export import as_storage_error, save_configs, write_shards
 from infinity.checkpoint.safetensors_file import Entry
 from infinity.checkpoint.saved import Checkpoint, SavedTensor
 from infinity.device.drive_tensors import DriveTensors
@@ -89,7 +89,7 @@ class CheckpointExport:
             CheckpointError: something in the checkpoint is damaged; nothing has changed in the directory.
             StorageError: the directory cannot take it; what was there before is still there.
         """
-        with told_of(self._directory, self.num_bytes):
+        with as_storage_error(self._directory, self.num_bytes):
             write_shards(self._entries, self._directory, "model", self._configs, max_shard_bytes, note)
 
     def _configs(self, staging: Staging) -> Sequence[str]:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.arrays import ElementsInOrder
-from infinity.checkpoint.rest_checks import check_groups
-from infinity.checkpoint.saved import REST, Checkpoint, SavedTensor
+from infinity.checkpoint.saved import TRAINING_STATE, Checkpoint, SavedTensor
 from infinity.checkpoint.training_checkpoint import Training, checksums_of, packed_in
+from infinity.checkpoint.training_state_checks import check_groups
 from infinity.errors import CheckpointError, InfinityError, ModelError, listed
 from infinity.metrics.progress import Note, progress
 from infinity.numerics.chunk_format import WEIGHT
@@ -75,16 +75,16 @@ def load(
     """
     saved = Checkpoint(folder)
     saved.verify_small_files()
-    rest = saved.rest()
+    training_state = saved.training_state()
     loading = Loading(training, saved, is_strict=wanted.is_strict)
-    loading.check_model(rest.get(EXTRA_STATES))
+    loading.check_model(training_state.get(EXTRA_STATES))
     with loading, ExitStack() as stack:
         if wanted.scheduler:
             otherwise = "load_lr_scheduler_states=False to load_checkpoint"
-            stack.enter_context(scheduler_with(training.lr_scheduler, rest, otherwise=otherwise))
-        optimizer = training.optimizer if wanted.optimizer and "param_groups" in rest else None
+            stack.enter_context(scheduler_with(training.lr_scheduler, training_state, otherwise=otherwise))
+        optimizer = training.optimizer if wanted.optimizer and "param_groups" in training_state else None
         if optimizer is not None:
-            in_order = loading.in_order(optimizer, rest)
+            in_order = loading.in_order(optimizer, training_state)
         begin()
         if optimizer is not None:
             loading.optimizer(optimizer, in_order)
@@ -92,10 +92,10 @@ def load(
         with changing, one_thread(), progress("loading a checkpoint", total, is_shown=shows_progress) as note:
             loading.buffers()
             loading.parameters(note)
-            set_extra_states(training.model, rest.get(EXTRA_STATES) or {})
+            set_extra_states(training.model, training_state.get(EXTRA_STATES) or {})
     if is_first_rank:
-        loading.tell_of_rest()
-    return rest
+        loading.log_differences()
+    return training_state
 
 
 def other_shapes(saved: Mapping[str, SavedTensor], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -214,7 +214,7 @@ class Loading:
                 casts[0],
             )
 
-    def tell_of_rest(self) -> None:
+    def log_differences(self) -> None:
         """Log what only model or checkpoint has, in one line."""
         sides = {"not in the checkpoint, and as before": self._missing, "not in the model, and left out": self._extra}
         told = [f"{listed([*map(repr, names)])} ({how})" for how, names in sides.items() if names]
@@ -224,8 +224,8 @@ class Loading:
 
     # ------------------------------------------------------------------------------------------------------ taking over
 
-    def in_order(self, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``rest`` with the saved groups in the order of this optimizer's.
+    def in_order(self, optimizer: torch.optim.Optimizer, training_state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``training_state`` with the saved groups in the order of this optimizer's.
 
         Raises:
             CheckpointError: they do not fit; nothing has been changed.
@@ -234,32 +234,32 @@ class Loading:
         parameters = parameters_with_states(self._training.model)
         known = {id(parameter) for parameter in parameters.values()}
         with self._fitting():
-            if "names" in rest and {id(p) for g in groups for p in g["params"]} <= known:
-                rest = in_order_of(groups, rest, parameters, is_strict=self._is_strict)
-            if len(groups) == len(rest["param_groups"]):  # else the optimizer says so
-                check_groups(rest["param_groups"], groups)
-        return rest
+            if "names" in training_state and {id(p) for g in groups for p in g["params"]} <= known:
+                training_state = in_order_of(groups, training_state, parameters, is_strict=self._is_strict)
+            if len(groups) == len(training_state["param_groups"]):  # else the optimizer says so
+                check_groups(training_state["param_groups"], groups)
+        return training_state
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> None:
+    def optimizer(self, optimizer: torch.optim.Optimizer, training_state: Mapping[str, Any]) -> None:
         """Hyperparameters, scalars, and the states of what is held by nobody; `parameters` brings the others' elements.
 
         Args:
-            rest: see `in_order`.
+            training_state: see `in_order`.
 
         Raises:
             CheckpointError: it does not fit; nothing has been changed.
         """
         mine = self._tiled.without_tiles([p for group in optimizer.param_groups for p in group["params"]])
-        ids = [key for group in rest["param_groups"] for key in group["params"]]
+        ids = [key for group in training_state["param_groups"] for key in group["params"]]
         parameter_of = dict(zip(ids, mine, strict=False))  # the optimizer says so if they are not as many
         arrays: dict[str, dict[str, SavedTensor | torch.Tensor]] = {}
         for each in self._saved.tensors:
             if each.group == "parameters" and each.kind != WEIGHT:
                 arrays.setdefault(each.fqn, {})[each.kind] = each
         state: dict[Any, Any] = {}
-        for key, fqn, scalars in rest["states"]:
+        for key, fqn, scalars in training_state["states"]:
             state[key] = self._entry(parameter_of.get(key), scalars, arrays.get(fqn, {}))
-        for key, entry in rest["others"].items():
+        for key, entry in training_state["others"].items():
             parameter = parameter_of.get(key)
             large: dict[str, SavedTensor | torch.Tensor] = {
                 name: each for name, each in entry.items() if isinstance(each, torch.Tensor) and each.dim()
@@ -267,7 +267,7 @@ class Loading:
             small = {name: each for name, each in entry.items() if name not in large}
             state[key] = self._entry(parameter, small, large)
         with self._fitting(), self._access.elements_following():
-            optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+            optimizer.load_state_dict({"state": state, "param_groups": training_state["param_groups"]})
 
     @contextmanager
     def _fitting(self) -> Iterator[None]:
@@ -281,7 +281,7 @@ class Loading:
             if isinstance(error, LookupError):
                 problem = f"its groups name parameter {problem}, which it does not have"
             cure = f"Pass {cure}" if has_cure else "Load another checkpoint, or pass load_optimizer_states=False"
-            raise CheckpointError(self._saved.folder / REST, problem.rstrip("."), cure=cure) from error
+            raise CheckpointError(self._saved.folder / TRAINING_STATE, problem.rstrip("."), cure=cure) from error
 
     def _entry(
         self, parameter: Any, scalars: Mapping[str, Any], large: dict[str, SavedTensor | torch.Tensor]

@@ -82,7 +82,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """As `safe_get_full_fp32_param`, 1-D: the whole on every rank, where DeepSpeed gives the rank's share."""
+    """As `safe_get_full_fp32_param`, 1-D: the whole on every rank, where DeepSpeed gives the rank's shard."""
     found = safe_get_full_fp32_param(param) if param.requires_grad else None
     return None if found is None else found.flatten()
 
@@ -156,7 +156,7 @@ def _shaped(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 
 
 def _keeper_of(param: nn.Parameter) -> Any:
-    """Who has all of a parameter that is held: ``infinity.engine.settled_access``. None if no engine holds it."""
+    """Who has all of a parameter that is held: ``infinity.engine.consistent_access``. None if no engine holds it."""
     host = host_of(param)
     if host is None or isinstance(param, PagedView):  # a parameter over the memory of another one has only its values
         return None

@@ -49,7 +49,7 @@ def store_packed(unit: Unit, originals: Sequence[torch.Tensor], weights: WeightS
             continue
         values = original.detach().reshape(-1)
         _pack(packed, values if values.dtype == spec.dtype else _Cast(values, spec.dtype), landing)
-    if weights is not None and not unit.stays_resident:
+    if weights is not None and not unit.is_persistent:
         weights.write_packed(unit, 0, landing)
     form.unpack(landing.to(memory.device), memory)
 
@@ -97,7 +97,7 @@ def accept_packed(unit: Unit, slots: Sequence[Slot], weights: WeightStore | None
     error: ModelError | None = None
     for packed in form.slots:
         if packed.slot in slots:
-            error = _accept(unit, packed, memory, None if unit.stays_resident else weights) or error
+            error = _accept(unit, packed, memory, None if unit.is_persistent else weights) or error
     return error
 
 
@@ -117,7 +117,7 @@ def _accept(unit: Unit, packed: PackedSlot, memory: torch.Tensor, weights: Weigh
         if weights is not None:
             weights.write_packed(unit, packed.start, stored)
         else:
-            unit.keep_before(packed.slot)
+            unit.save_before(packed.slot)
         return None
     if before is None:  # nobody kept it: what is nearest, so that numbers do not depend on where the unit rests
         before = torch.zeros_like(written) if as_packed is None else as_packed

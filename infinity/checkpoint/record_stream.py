@@ -1,6 +1,7 @@
 """All main weights and states of a unit in one pass over its records: out to a checkpoint, or in from one.
 
-Memory: pages of the arena, two at least. Knows records and weights at rest; must not be used while updates are pending.
+Memory: buffers of the staging pool, two at least. Knows records and weights at rest; must not be used while updates are
+pending.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from infinity.errors import RankError
 from infinity.numerics.chunk_format import WEIGHT, ChunkBuffer
 from infinity.tiers.state_store import Lease, StateStore, clear
 from infinity.tiers.weight_store import LandedRead, WeightStore
-from infinity.units.layout import Chunk, Piece, Slot
-from infinity.units.shares import Shares
+from infinity.units.layout import Chunk, ParameterSlice, Slot
+from infinity.units.shards import Shards
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from swapper import Handle
 
-_SHARING = "reading all shares of the states"
+_SHARING = "reading all shards of the states"
 _OVER, _FAILED, _WAIT = -1, -2, -3
 _CURE = "See the output of that rank"
 _PART_NUMEL = 1 << 19
 AHEAD_BYTES = 32 << 20
-"""Of records that are read ahead, where as many pages are free."""
+"""Of records that are read ahead, where as many staging buffers are free."""
 
 
 class Part(NamedTuple):
@@ -78,7 +79,7 @@ class RecordStream:
     def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
         """Everything that is trained in these units, each kind of each parameter in order.
 
-        ``ahead_bytes``: of records that are read ahead, where as many pages are free; one is in any case.
+        ``ahead_bytes``: of records that are read ahead, where as many staging buffers are free; one is in any case.
         """
         waiting = ((unit, chunk) for unit in units for chunk in self._chunks[unit.index])
         opened: deque[_Opened] = deque()
@@ -113,14 +114,14 @@ class RecordStream:
 
     def bring_weights(self, unit: Unit, chunk: Chunk, target: torch.Tensor) -> Handle | LandedRead | None:
         """The chunk's model weights, as they rest, into ``target``; returns what has to be waited for, if anything."""
-        if self._weights is not None and not unit.stays_resident:
+        if self._weights is not None and not unit.is_persistent:
             return self._weights.read_chunk(unit, chunk, target)
         target.copy_(unit.weights_of(chunk))
         return None
 
     def write_weights(self, unit: Unit, chunk: Chunk, weights: torch.Tensor) -> Handle | None:
         """The chunk's model weights to where they rest, if that is not the unit; returns what has to be waited for."""
-        if self._weights is None or unit.stays_resident:
+        if self._weights is None or unit.is_persistent:
             return None
         return self._weights.write_chunk(unit, chunk, weights.cpu())
 
@@ -141,7 +142,7 @@ class RecordStream:
                 lease.discard()
 
     def lease(self, unit: Unit, chunk: Chunk, *, reads: bool = True) -> Lease:
-        """The chunk's record in working memory, when there is a page for it. See `StateStore.open`."""
+        """The chunk's record in working memory, when there is a staging buffer for it. See `StateStore.open`."""
         lease = self._records.open(unit, chunk, is_blocking=True, reads=reads)
         if lease is None:
             raise RuntimeError("a blocking lease gave nothing")
@@ -154,23 +155,23 @@ class RecordStream:
             lease.wait()
             if weights is not None:
                 weights.wait()
-            for piece in chunk.pieces:
-                for kind in (WEIGHT, *self.names_of(unit, piece.slot)):
+            for param_slice in chunk.slices:
+                for kind in (WEIGHT, *self.names_of(unit, param_slice.slot)):
                     plain = _plain(workspace, kind)
-                    for span in _spans(piece):
+                    for span in _spans(param_slice):
                         if plain is not None:
-                            yield Part(unit, piece.slot, kind, plain[span])
+                            yield Part(unit, param_slice.slot, kind, plain[span])
                             continue
                         values = torch.empty(span.stop - span.start, dtype=torch.float32, device="cpu")
                         workspace.read(kind, span, values)
-                        yield Part(unit, piece.slot, kind, values)
+                        yield Part(unit, param_slice.slot, kind, values)
         finally:
             lease.discard()
 
     def fill(self, unit: Unit, sources: Mapping[tuple[int, str], ElementsInOrder]) -> None:
         """Replace main weights and states of a unit, and its model weights by their casts.
 
-        Where ranks keep shares, those of this one's: the other weights come by `WeightExchange.gather`.
+        Where ranks keep shards, those of this one's: the other weights come by `WeightExchange.gather`.
 
         Args:
             unit: holds no other flat buffer than that of a unit that stays, or one that is open.
@@ -178,18 +179,22 @@ class RecordStream:
         """
         begun: dict[tuple[int, str], int] = {}
         for chunk in self._chunks[unit.index]:
-            wanted = [(piece, kind) for piece in chunk.pieces for kind in self._kinds(unit, piece.slot, sources)]
+            wanted = [
+                (param_slice, kind)
+                for param_slice in chunk.slices
+                for kind in self._kinds(unit, param_slice.slot, sources)
+            ]
             if not wanted:
                 continue
             is_whole = all(
-                (piece.slot.index, kind) in sources
-                for piece in chunk.pieces
-                for kind in (WEIGHT, *self.names_of(unit, piece.slot))
+                (param_slice.slot.index, kind) in sources
+                for param_slice in chunk.slices
+                for kind in (WEIGHT, *self.names_of(unit, param_slice.slot))
             )
-            for piece, kind in wanted:  # what lies before is kept by other ranks, if by anybody
-                key = piece.slot.index, kind
-                _skip(sources[key], piece.start - begun.get(key, 0))
-                begun[key] = piece.stop
+            for param_slice, kind in wanted:  # what lies before is kept by other ranks, if by anybody
+                key = param_slice.slot.index, kind
+                _skip(sources[key], param_slice.start - begun.get(key, 0))
+                begun[key] = param_slice.stop
             self._fill_chunk(unit, chunk, wanted, sources, is_whole=is_whole)
         for (index, kind), source in sources.items():
             _skip(source, unit.layout.slots[index].numel - begun.get((index, kind), 0))
@@ -201,7 +206,7 @@ class RecordStream:
         self,
         unit: Unit,
         chunk: Chunk,
-        wanted: Sequence[tuple[Piece, str]],
+        wanted: Sequence[tuple[ParameterSlice, str]],
         sources: Mapping[tuple[int, str], ElementsInOrder],
         *,
         is_whole: bool,
@@ -216,9 +221,9 @@ class RecordStream:
                 lease.wait()
                 if weights is not None:
                     weights.wait()
-            for piece, kind in wanted:
-                source, plain = sources[piece.slot.index, kind], _plain(workspace, kind)
-                for span in _spans(piece):
+            for param_slice, kind in wanted:
+                source, plain = sources[param_slice.slot.index, kind], _plain(workspace, kind)
+                for span in _spans(param_slice):
                     if plain is not None:
                         _take(source, plain[span])
                         continue
@@ -239,7 +244,7 @@ class RecordStream:
 
 def _weights_in_place(unit: Unit, chunk: Chunk) -> torch.Tensor | None:
     """The chunk's model weights where they rest, if that is host memory that a workspace can have."""
-    if not unit.stays_resident or unit.flat is None or unit.flat.tensor().device.type != "cpu":
+    if not unit.is_persistent or unit.flat is None or unit.flat.tensor().device.type != "cpu":
         return None
     return unit.weights_of(chunk)
 
@@ -266,42 +271,42 @@ def _skip(source: ElementsInOrder, numel: int) -> None:
         numel -= source.some(numel).numel()
 
 
-def _spans(piece: Piece) -> Iterator[slice]:
-    for start in range(0, piece.numel, _PART_NUMEL):
-        yield slice(piece.offset + start, piece.offset + min(start + _PART_NUMEL, piece.numel))
+def _spans(param_slice: ParameterSlice) -> Iterator[slice]:
+    for start in range(0, param_slice.numel, _PART_NUMEL):
+        yield slice(param_slice.offset + start, param_slice.offset + min(start + _PART_NUMEL, param_slice.numel))
 
 
 @dataclass(eq=False)
-class SharedStream:
+class GatheredStream:
     """`RecordStream.parts` of what all ranks keep, for the first one inside `leading`, while the others are in `follow`.
 
-    Each unit comes share by share, in the order of memory. Nothing else may be exchanged meanwhile. Between units the others
+    Each unit comes shard by shard, in the order of memory. Nothing else may be exchanged meanwhile. Between units the others
     hear that the first rank is still there: it may write for longer than the process group's timeout.
     """
 
     _own: RecordStream
-    _shares: Shares
+    _shards: Shards
     _ranks: Ranks
     _units: Sequence[Unit]
     """All units, by index."""
     _turn: threading.Lock = field(default_factory=threading.Lock)
     """Of the first rank's threads: who talks to the others."""
     _failed: int | None = None
-    """A rank that could not read its share."""
+    """A rank that could not read its shard."""
 
     def parts(self, units: Iterable[Unit], ahead_bytes: int = AHEAD_BYTES) -> Iterator[Part]:
         """See `RecordStream.parts`. The generator must be closed before anything else is exchanged.
 
         Raises:
-            RankError: another rank could not read its share, or has ended.
+            RankError: another rank could not read its shard, or has ended.
         """
         for unit in units:
             with self._turn:
-                self._ranks.meet(_SHARING, [unit.index])
+                self._ranks.all_gather_ints(_SHARING, [unit.index])
                 yield from self._of(unit, ahead_bytes)
 
     def _of(self, unit: Unit, ahead_bytes: int) -> Iterator[Part]:
-        order = sorted(range(self._shares.num), key=lambda share: self._shares.span(unit, share))
+        order = sorted(range(self._shards.num), key=lambda shard: self._shards.span(unit, shard))
         left = deque(order)
         try:
             while left:
@@ -322,7 +327,7 @@ class SharedStream:
             failed, self._failed = self._failed, None
             raise RankError(
                 _SHARING,
-                f"rank {self._ranks.members[failed]} cannot read its share of {unit.name}",
+                f"rank {self._ranks.members[failed]} cannot read its shard of {unit.name}",
                 rank=self._ranks.number,
                 cure=_CURE,
             )
@@ -345,16 +350,16 @@ class SharedStream:
             with pulse(self._beat):
                 yield
         finally:
-            self._ranks.meet(_SHARING, [_OVER])
+            self._ranks.all_gather_ints(_SHARING, [_OVER])
 
     def _beat(self) -> None:
         with self._turn:
-            self._ranks.meet(_SHARING, [_WAIT])
+            self._ranks.all_gather_ints(_SHARING, [_WAIT])
 
     def follow(self) -> None:
         """Send what the first rank asks for, until it leaves `leading`. What goes wrong here is raised then."""
         error: Exception | None = None
-        while (index := self._ranks.meet(_SHARING, [_OVER])[0][0]) != _OVER:
+        while (index := self._ranks.all_gather_ints(_SHARING, [_OVER])[0][0]) != _OVER:
             if index == _WAIT:
                 continue
             unit = self._units[index]

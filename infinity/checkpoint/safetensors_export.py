@@ -25,7 +25,7 @@ from torch import nn
 from infinity.checkpoint.original_names import original_entries
 from infinity.checkpoint.safetensors_file import Entry, check_entries, refuse, write_file
 from infinity.errors import ModelError, StorageError, format_bytes
-from infinity.loop.pager import Pager
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.metrics.progress import progress
 from infinity.optim.groups import TiledParameter
 from infinity.paging.parameter_map import ParameterMap
@@ -51,7 +51,7 @@ class Weights:
 
     Attributes:
         parameter_map: know model and units.
-        pager: opens a unit's model weights.
+        coordinator: opens a unit's model weights.
         main_weights: copies of the fp32 main weights of some of a unit's parameters, by slot index; of a frozen one, of its
             weight.
         directories: for large tensors that are made on the way.
@@ -59,7 +59,7 @@ class Weights:
     """
 
     parameter_map: ParameterMap
-    pager: Pager
+    coordinator: ParameterCoordinator
     main_weights: Callable[[Unit, Sequence[Slot]], Mapping[int, torch.Tensor]]
     directories: Sequence[Path]
     shows_progress: bool = False
@@ -118,7 +118,7 @@ def _save(
 ) -> None:
     """``entries`` is not asked of a model with adapters. ``dtype``: of `save_configs`."""
     model = weights.parameter_map.model
-    with told_of(directory, sum(unit.num_bytes for unit in weights.parameter_map.units)):
+    with as_storage_error(directory, sum(unit.num_bytes for unit in weights.parameter_map.units)):
         if is_adapted(model):
             save_adapters(model, directory)
             return
@@ -176,7 +176,7 @@ def write_shards(
 
 
 @contextlib.contextmanager
-def told_of(directory: Path, num_bytes: int) -> Iterator[None]:
+def as_storage_error(directory: Path, num_bytes: int) -> Iterator[None]:
     """What the system says of a directory becomes a `StorageError`."""
     try:
         yield
@@ -273,14 +273,14 @@ def _entries_of(
         if id(parameter) in names and id(parameter) in tiles:
             yield _entry_of_tiles(tiles[id(parameter)][0], names[id(parameter)], weights, dtype)
         elif id(parameter) in names:
-            opened = functools.partial(_model_weight, weights.pager) if mains is None else mains.of
+            opened = functools.partial(_model_weight, weights.coordinator) if mains is None else mains.of
             value = functools.partial(opened, unit, slot)
             yield Entry(names[id(parameter)], slot.spec.shape, _cast(parameter, dtype), value, origin=unit)
 
 
 @contextlib.contextmanager
-def _model_weight(pager: Pager, unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
-    with pager.opened(unit):
+def _model_weight(coordinator: ParameterCoordinator, unit: Unit, slot: Slot) -> Iterator[torch.Tensor]:
+    with coordinator.opened(unit):
         yield unit.weight(slot)
 
 
@@ -314,7 +314,7 @@ def _entry_of_tiles(tiled: TiledParameter, names: Sequence[str], weights: Weight
             if dtype is not None:
                 yield weights.main_weights(unit, [slot])[slot.index].reshape(-1)
                 continue
-            with weights.pager.opened(unit):
+            with weights.coordinator.opened(unit):
                 yield unit.weight(slot).detach().cpu().reshape(-1)
 
     def value() -> contextlib.nullcontext[torch.Tensor]:

@@ -41,7 +41,7 @@ from infinity.checkpoint.manifest import (
     read_checked,
     read_manifest,
 )
-from infinity.checkpoint.rest_checks import check_rest
+from infinity.checkpoint.training_state_checks import check_training_state
 from infinity.errors import CheckpointError, StorageError, format_bytes
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.plain_data import UNREADABLE, RawBytes, from_json, to_json
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 _FILE_BYTES = 12 << 10
 """What the small files and directories of a tensor take."""
 
-LATEST, REST, RAW = "latest", "training.json", "training.bin"
+LATEST, TRAINING_STATE, RAW = "latest", "training.json", "training.bin"
 _PLAIN_DATA = (
     "Give client_state (and schedulers and modules as their state) numbers, texts, bytes, tensors, NumPy arrays, lists, tuples, "
     "sets and dicts of these, without references to themselves. For an object, give its state_dict() or vars()"
@@ -148,7 +148,7 @@ class Checkpoint:
             CheckpointError: it is damaged.
         """
         try:
-            found = json.loads(read_checked(self.folder, self._files, REST))
+            found = json.loads(read_checked(self.folder, self._files, TRAINING_STATE))
             base, checksums = found.get(BASE) or {}, found.get(EXCLUDED_CHECKSUMS) or {}
             return Beside(
                 [str(fqn) for fqn in found.get(EXCLUDED) or []],
@@ -158,22 +158,22 @@ class Checkpoint:
                 {str(fqn): str(first) for fqn, first in (found.get(TIED) or {}).items()},
             )
         except UNREADABLE as error:
-            raise CheckpointError(self.folder / REST, "it is not what a checkpoint has") from error
+            raise CheckpointError(self.folder / TRAINING_STATE, "it is not what a checkpoint has") from error
 
-    def rest(self) -> dict[str, Any]:
+    def training_state(self) -> dict[str, Any]:
         """All that is no large tensor: counters, groups, scalars, scheduler, random states, what the script added.
 
         Raises:
             CheckpointError: it is damaged.
         """
-        text = read_checked(self.folder, self._files, REST)
+        text = read_checked(self.folder, self._files, TRAINING_STATE)
         raw = read_checked(self.folder, self._files, RAW) if RAW in self._files else b""
         try:
             found = from_json(text, raw)
-            check_rest(found)
+            check_training_state(found)
         except UNREADABLE as error:
             problem = f"it is not what a checkpoint has: {str(error)[:200] or type(error).__name__}"
-            raise CheckpointError(self.folder / REST, problem) from error
+            raise CheckpointError(self.folder / TRAINING_STATE, problem) from error
         return found  # type: ignore[no-any-return]
 
     def verify_small_files(self) -> int:
@@ -285,18 +285,18 @@ class CheckpointFiles:
             _make_group(place.parent)
         place.mkdir()
         self._writers[spec] = writer = ArrayWriter(self._threads, place, spec)
-        self._stack.callback(writer.let_go)
+        self._stack.callback(writer.close)
         return writer
 
-    def write_rest(self, rest: Mapping[str, Any]) -> None:
+    def write_training_state(self, training_state: Mapping[str, Any]) -> None:
         """All that is no large tensor: "counters", "client_state", "param_groups", ... Once."""
         raw = RawBytes()
         try:
-            text, data = to_json(dict(rest), raw, "the checkpoint"), raw.joined()
+            text, data = to_json(dict(training_state), raw, "the checkpoint"), raw.joined()
         except Exception as error:  # whatever the objects' classes raise
             reason = str(error) or type(error).__name__
             raise CheckpointError(self._folder, f"its values cannot be written: {reason}", cure=_PLAIN_DATA) from error
-        (self._folder / REST).write_text(text)
+        (self._folder / TRAINING_STATE).write_text(text)
         if data:
             (self._folder / RAW).write_bytes(data)
 
@@ -468,8 +468,8 @@ __all__ = [
     "EXCLUDED_CHECKSUMS",
     "LATEST",
     "RAW",
-    "REST",
     "TIED",
+    "TRAINING_STATE",
     "WEIGHT",
     "Checkpoint",
     "CheckpointFiles",

@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.arrays import ElementsInOrder
-from infinity.checkpoint.record_stream import RecordStream, SharedStream
+from infinity.checkpoint.record_stream import GatheredStream, RecordStream
 from infinity.checkpoint.stored_weights import (
     PART_NUMEL,
     Gathered,
     StoredWeights,
     span_of,
 )
-from infinity.loop.pager import Pager
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.remainder import split_bits
 from infinity.paging.parameter_map import ParameterMap
 from infinity.tiers.state_store import StateStore
 from infinity.units.layout import Slot, in_memory_order
-from infinity.units.parameter import let_go
+from infinity.units.parameter import release_parameters
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from swapper.sync.interrupts import uninterrupted
@@ -42,31 +42,31 @@ class StateAccess:
     def __init__(
         self,
         parameter_map: ParameterMap,
-        pager: Pager,
+        coordinator: ParameterCoordinator,
         records: StateStore,
         states: dict[tuple[int, int], ParameterState],
         stored: StoredWeights,
     ) -> None:
         """
         Args:
-            parameter_map, pager, records, states: whom it works with.
+            parameter_map, coordinator, records, states: whom it works with.
             stored: what rests. Its exchange brings what the records of other ranks hold, and the weights that follow from
                 it. All ranks make the calls that read or replace main weights and states, in the same order, then.
         """
         self._exchange = exchange = stored.exchange
         self._parameter_map = parameter_map
-        self._pager = pager
+        self._coordinator = coordinator
         self._records = records
         self._states = states
         self._stored = stored
-        self.copies = pager.copies
+        self.copies = coordinator.copies
         """Makes what is given out."""
         self.stream = stored.stream
         """All of a unit in one pass."""
-        self.shared: SharedStream | None = None
+        self.shared: GatheredStream | None = None
         """The same of what all ranks keep; None if each keeps all."""
-        if exchange.shares.is_divided:
-            self.shared = SharedStream(self.stream, exchange.shares, exchange.ranks, parameter_map.units)
+        if exchange.shards.is_divided:
+            self.shared = GatheredStream(self.stream, exchange.shards, exchange.ranks, parameter_map.units)
         self._elements_follow = False
 
     @property
@@ -82,14 +82,14 @@ class StateAccess:
         return self.main_weights(unit, [slot])[slot.index]
 
     def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
-        """Slot index -> the same, for some parameters of a unit. What holds pieces of several is read once."""
+        """Slot index -> the same, for some parameters of a unit. What holds slices of several is read once."""
         recorded = [slot for slot in slots if self._stored.has_main_weights and slot.spec.is_trainable]
         found = {slot.index: self._model_weight(unit, slot) for slot in slots if slot not in recorded}
         read = self._read(unit, [(slot, WEIGHT) for slot in recorded])
         return found | {index: values for (index, _), values in read.items()}
 
     def _model_weight(self, unit: Unit, slot: Slot) -> torch.Tensor:
-        with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as made, self._pager.opened(unit):
+        with self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32) as made, self._coordinator.opened(unit):
             weight = in_memory_order(unit.weight(slot), slot)
             for start in range(0, slot.numel, PART_NUMEL):
                 made.write(start, weight[start : start + PART_NUMEL].to("cpu", torch.float32))
@@ -104,14 +104,16 @@ class StateAccess:
                 kinds.setdefault(slot.index, []).append(kind)
                 copy = self.copies.new(slot.spec.shape, slot.spec.stride, torch.float32)
                 made[slot.index, kind] = stack.enter_context(copy)
-            for chunk, pieces in self._stored.pieces(unit, kinds):
+            for chunk, slices in self._stored.slices(unit, kinds):
                 with self.stream.opened(unit, chunk) as workspace:
-                    if self._stored.has_halves and any(WEIGHT in kinds[piece.slot.index] for piece in pieces):
+                    if self._stored.splits_main_weights and any(
+                        WEIGHT in kinds[param_slice.slot.index] for param_slice in slices
+                    ):
                         self._stored.bring_weights(unit, chunk, workspace)
-                    for piece in pieces:
-                        for kind in kinds[piece.slot.index]:
-                            with made[piece.slot.index, kind].part(piece.start, piece.stop) as part:
-                                workspace.read(kind, span_of(piece), part)
+                    for param_slice in slices:
+                        for kind in kinds[param_slice.slot.index]:
+                            with made[param_slice.slot.index, kind].part(param_slice.start, param_slice.stop) as part:
+                                workspace.read(kind, span_of(param_slice), part)
             found = {key: copy.finish() for key, copy in made.items()}
         for slot, kind in wanted:
             what = "the main weight" if kind == WEIGHT else kind
@@ -119,12 +121,12 @@ class StateAccess:
         return found
 
     def _complete(self, what: str, unit: Unit, slot: Slot, values: torch.Tensor) -> None:
-        """``values``, fp32 in the order of a parameter, of which this rank has its share, get what the other ranks have."""
-        shares, ranks = self._exchange.shares, self._exchange.ranks
-        if shares.is_divided:
-            parts = shares.parts_of_parameter(unit, slot)
-            ranks.meet(what, [number for part in parts for number in part])
-            ranks.gather_in_memory(what, in_memory_order(values, slot), parts, kind="states")
+        """``values``, fp32 in the order of a parameter, of which this rank has its shard, get what the other ranks have."""
+        shards, ranks = self._exchange.shards, self._exchange.ranks
+        if shards.is_divided:
+            parts = shards.parts_of_parameter(unit, slot)
+            ranks.all_gather_ints(what, [number for part in parts for number in part])
+            ranks.all_gather_in_memory(what, in_memory_order(values, slot), parts, kind="states")
 
     def has_place(self, parameter: torch.Tensor) -> bool:
         """Whether there is room for optimizer state of the parameter."""
@@ -139,7 +141,7 @@ class StateAccess:
         state = self._state_of(parameter)
         if state is not None and state.is_fresh:
             unit, _ = self._parameter_map.locate(parameter)
-            self._pager.residency.await_update(unit)  # its first may be pending
+            self._coordinator.parameter_cache.await_update(unit)  # its first may be pending
         return state
 
     def _state_of(self, parameter: torch.Tensor) -> ParameterState | None:
@@ -178,7 +180,7 @@ class StateAccess:
             if values:
                 raise ValueError(f"'{slot.spec.fqn}' was frozen in infinity.initialize, so its state has no place")
             return
-        self._stored.let_save(unit)
+        self._stored.wait_for_save(unit)
         names = self._records.names_of(unit)
         if values:
             state.check(slot, names, values)
@@ -206,8 +208,8 @@ class StateAccess:
     @contextlib.contextmanager
     def replacing(self, unit: Unit) -> Iterator[RecordStream]:
         """The unit's main weights and states are replaced by `stream` inside the ``with`` block."""
-        self._stored.let_save(unit)
-        with self._pager.replacing(unit):
+        self._stored.wait_for_save(unit)
+        with self._coordinator.replacing(unit):
             yield self.stream
 
     def replacing_all(self, agree: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
@@ -229,9 +231,9 @@ class StateAccess:
             raise ValueError(
                 f"the main weight for '{slot.spec.fqn}' has shape {tuple(values.shape)}, not {tuple(slot.spec.shape)}"
             )
-        self._stored.let_save(unit)
-        with self._pager.opened(unit):
-            self._pager.residency.remember(unit, slot)
+        self._stored.wait_for_save(unit)
+        with self._coordinator.opened(unit):
+            self._coordinator.parameter_cache.remember(unit, slot)
             place = unit.weight(slot)
             if not self._stored.has_main_weights or not slot.spec.is_trainable:
                 place.copy_(values)
@@ -260,8 +262,8 @@ class StateAccess:
 
         def copy_of(unit: Unit, slot: Slot) -> torch.Tensor:
             if not on_drives:
-                return self._pager.copy_of(unit, slot)
-            with self._pager.opened(unit):
+                return self._coordinator.copy_of(unit, slot)
+            with self._coordinator.opened(unit):
                 return self.copies.copy(unit.weight(slot).cpu())
 
         copies = [[copy_of(unit, slot) for slot in unit.layout.slots] for unit in units]
@@ -270,14 +272,14 @@ class StateAccess:
             for unit, values in zip(units, copies, strict=True):
                 unit.unbind()  # it may be gathered
                 for slot, parameter, value in zip(unit.layout.slots, unit.parameters, values, strict=True):
-                    let_go([parameter])
+                    release_parameters([parameter])
                     parameter.data = value
-                    unit.let_views_look_at(slot, value)
+                    unit.redirect_views(slot, value)
 
     @property
     def is_divided(self) -> bool:
         """Whether ranks keep parts of the main weights, so that one alone cannot read them."""
-        return self._exchange.shares.is_divided and self._stored.has_main_weights
+        return self._exchange.shards.is_divided and self._stored.has_main_weights
 
     def stored(self, parameter: torch.Tensor) -> torch.Tensor:
         """What is stored of a parameter: a trainable one's main weight, on the CPU; a frozen one's weight, in its own dtype.
@@ -287,8 +289,8 @@ class StateAccess:
         unit, slot = self._parameter_map.locate(parameter)
         if self.is_divided and slot.spec.is_trainable:
             logger.warning("'%s' is given back as its %s model weight", slot.spec.fqn, slot.spec.dtype)
-            return self._pager.copy_for_user(unit, slot)
-        return self.main_weight(parameter) if slot.spec.is_trainable else self._pager.copy_for_user(unit, slot)
+            return self._coordinator.copy_for_user(unit, slot)
+        return self.main_weight(parameter) if slot.spec.is_trainable else self._coordinator.copy_for_user(unit, slot)
 
     def gather(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> list[Gathered]:
         """Open the parameters' units and keep them open. Returns what `StoredWeights.scatter` needs.
@@ -302,18 +304,18 @@ class StateAccess:
         units: dict[int, Unit] = {}
         for parameter in parameters:
             unit, _ = self._parameter_map.locate_any(parameter)
-            self._stored.let_save(unit)
+            self._stored.wait_for_save(unit)
             units[unit.index] = unit
-        self._pager.residency.check_room(units.values())
+        self._coordinator.parameter_cache.check_room(units.values())
         gathering: list[Gathered] = []
         try:
             for unit in units.values():
-                with self._pager.held([unit]):
+                with self._coordinator.held([unit]):
                     gathering.append(self._stored.begin_gathering(unit, compares=compares))
-                    unit.hold_for(gathering[-1])  # for longer than this block
+                    unit.hold_gathered(gathering[-1])  # for longer than this block
         except BaseException:
             for gathered in gathering:
-                gathered.unit.let_go_of(gathered)
+                gathered.unit.release_gathered(gathered)
             raise
         return gathering
 

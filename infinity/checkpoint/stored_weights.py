@@ -20,7 +20,7 @@ from infinity.numerics.remainder import split_bits
 from infinity.tiers.state_store import StateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.tiers.weight_store import WeightStore
-from infinity.units.layout import Chunk, Piece, Slot, in_memory_order, round_up
+from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order, round_up
 from infinity.units.unit import Unit
 from infinity.updates.job import ParameterState
 from infinity.updates.stream import Saver
@@ -68,7 +68,7 @@ class StoredWeights:
         self._saver: Saver | None = None
         self.has_main_weights = record_format.main is not MainWeight.MODEL_WEIGHT
         """Whether main weights are something else than model weights."""
-        self.has_halves = record_format.main is MainWeight.REMAINDER
+        self.splits_main_weights = record_format.main is MainWeight.REMAINDER
         """Whether the model weight is one half of the main weight."""
 
     # ----------------------------------------------------------------------------------------------------- initialising
@@ -89,7 +89,7 @@ class StoredWeights:
             if slot.spec.packed is not None:
                 continue
             unit.view(base, slot).copy_(original)
-            if self.has_halves and self.exchange.shares.is_divided and slot.spec.is_trainable:
+            if self.splits_main_weights and self.exchange.shards.is_divided and slot.spec.is_trainable:
                 # Other ranks keep parts of the main weights, and round them so.
                 ordered = in_memory_order(original, slot).split(PART_NUMEL)
                 weights = unit.trainable_view(base)[slot.start : slot.stop].split(PART_NUMEL)
@@ -103,16 +103,16 @@ class StoredWeights:
     def _store_main(self, unit: Unit, chunk: Chunk, originals: Sequence[torch.Tensor]) -> None:
         """Main weights into a fresh record; model weights that are one half of them into the unit's buffer."""
         with self.changing(unit, chunk, main_only=True) as workspace:
-            for piece in chunk.pieces:
-                original = in_memory_order(originals[piece.slot.index], piece.slot)
-                workspace.write_main(span_of(piece), original[piece.start : piece.stop])
-                if self.has_halves:
-                    unit.weights_of(chunk)[span_of(piece)].copy_(workspace.weight[span_of(piece)])
+            for param_slice in chunk.slices:
+                original = in_memory_order(originals[param_slice.slot.index], param_slice.slot)
+                workspace.write_main(span_of(param_slice), original[param_slice.start : param_slice.stop])
+                if self.splits_main_weights:
+                    unit.weights_of(chunk)[span_of(param_slice)].copy_(workspace.weight[span_of(param_slice)])
 
     def _write_weights(self, unit: Unit, base: torch.Tensor, changed: Sequence[Slot] | None = None) -> None:
         """Store a whole flat buffer, or as much of it as holds these slots."""
-        self.let_save(unit)
-        if self._weights is None or unit.stays_resident:
+        self.wait_for_save(unit)
+        if self._weights is None or unit.is_persistent:
             return
         start, stop = 0, base.numel()
         if changed is not None:
@@ -130,24 +130,24 @@ class StoredWeights:
         self, unit: Unit, chunk: Chunk, *, main_only: bool = False
     ) -> contextlib.AbstractContextManager[ChunkBuffer]:
         """A chunk in working memory, which is stored at the end of the ``with`` block, unless that raises."""
-        self.let_save(unit)
+        self.wait_for_save(unit)
         return self.stream.opened(unit, chunk, stores=True, main_only=main_only)
 
     def wait_for_saver(self, saver: Saver | None) -> None:
         """Nothing of a unit is changed from now on before this one has saved it; None: there is none any more."""
         self._saver = saver
 
-    def let_save(self, unit: Unit) -> None:
+    def wait_for_save(self, unit: Unit) -> None:
         """Return when the saver, if there is one, needs the unit no more."""
         if self._saver is not None:
             self._saver.wait_for(unit)
 
-    def pieces(self, unit: Unit, indices: Collection[int]) -> Iterator[tuple[Chunk, list[Piece]]]:
-        """Chunks in which parameters of these slots lie, each with its pieces of them: of one slot, that is one."""
+    def slices(self, unit: Unit, indices: Collection[int]) -> Iterator[tuple[Chunk, list[ParameterSlice]]]:
+        """Chunks in which parameters of these slots lie, each with its slices of them: of one slot, that is one."""
         for chunk in self._chunks[unit.index]:
-            pieces = [piece for piece in chunk.pieces if piece.slot.index in indices]
-            if pieces:
-                yield chunk, pieces
+            slices = [param_slice for param_slice in chunk.slices if param_slice.slot.index in indices]
+            if slices:
+                yield chunk, slices
 
     def bring_weights(self, unit: Unit, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """The chunk's model weights, as they rest, into the workspace."""
@@ -168,47 +168,47 @@ class StoredWeights:
         if unit.flat is None:
             raise RuntimeError(f"unit {unit.name} is not resident")
         packed = [slot for slot in changed if slot.spec.packed is not None]
-        refusal = accept_packed(unit, packed, self._weights) if packed else None
+        error = accept_packed(unit, packed, self._weights) if packed else None
         unit.forget_written(slot.index for slot in packed)
         changed = [slot for slot in changed if slot.spec.packed is None]
-        if refusal is not None and not changed:
-            raise refusal
+        if error is not None and not changed:
+            raise error
         if is_outdating:
             unit.outdate()
         base = unit.flat.tensor()
         with self.exchange.changing(unit):
             if self.has_main_weights:
-                for chunk, pieces in self.pieces(unit, {slot.index for slot in changed}):
-                    self._store_changed(unit, chunk, pieces)
+                for chunk, slices in self.slices(unit, {slot.index for slot in changed}):
+                    self._store_changed(unit, chunk, slices)
             self._write_weights(unit, base, changed)
-        if refusal is not None:
+        if error is not None:
             unit.forget_written(slot.index for slot in changed)
             del base  # or the error's frames would keep the unit in memory
-            raise refusal
+            raise error
 
-    def _store_changed(self, unit: Unit, chunk: Chunk, pieces: Sequence[Piece]) -> None:
+    def _store_changed(self, unit: Unit, chunk: Chunk, slices: Sequence[ParameterSlice]) -> None:
         with self.changing(unit, chunk) as workspace:
             # What the model weights were, without which half of the main weights is missing.
-            if not self.has_halves:
+            if not self.splits_main_weights:
                 workspace.cast_main()
-            elif unit.stays_resident:
-                for piece in pieces:
-                    before = in_memory_order(unit.before[piece.slot.index], piece.slot)
-                    workspace.weight[span_of(piece)].copy_(before[piece.start : piece.stop])
+            elif unit.is_persistent:
+                for param_slice in slices:
+                    before = in_memory_order(unit.before[param_slice.slot.index], param_slice.slot)
+                    workspace.weight[span_of(param_slice)].copy_(before[param_slice.start : param_slice.stop])
             else:
                 self.bring_weights(unit, chunk, workspace)
-            for piece in pieces:
-                span = span_of(piece)
+            for param_slice in slices:
+                span = span_of(param_slice)
                 new = unit.weights_of(chunk)[span].to(workspace.weight.device)
                 integer = {2: torch.int16, 4: torch.int32}[new.element_size()]
                 is_kept = workspace.weight[span].view(integer) == new.view(integer)
-                main = torch.empty(piece.numel, dtype=torch.float32, device=new.device)
+                main = torch.empty(param_slice.numel, dtype=torch.float32, device=new.device)
                 workspace.read_main(span, main)
                 workspace.write_main(span, torch.where(is_kept, main, new.float()))
 
     def packed_bytes(self, unit: Unit, slot: Slot) -> torch.Tensor | None:
         """The bytes of a packed weight as they rest; None if it is not packed, or rests in a flat buffer."""
-        if slot.spec.packed is None or self._weights is None or unit.stays_resident:
+        if slot.spec.packed is None or self._weights is None or unit.is_persistent:
             return None
         return read_packed(unit, slot, self._weights)
 
@@ -217,8 +217,8 @@ class StoredWeights:
     def needs_before(self, unit: Unit, slot: Slot) -> bool:
         """Whether only what the weights were before a write tells which elements it changed. See `Unit.before`."""
         if slot.spec.packed is not None:
-            return unit.stays_resident  # elsewhere, what rests says it
-        return self.has_halves and unit.stays_resident and slot.spec.is_trainable
+            return unit.is_persistent  # elsewhere, what rests says it
+        return self.splits_main_weights and unit.is_persistent and slot.spec.is_trainable
 
     def is_urgent(self, unit: Unit) -> bool:
         """Whether main weights follow, or other ranks write, too: neither must depend on when the unit is paged out."""
@@ -268,11 +268,11 @@ class StoredWeights:
         """Store what was written to a gathered unit so far, and let main weights follow."""
         if not unit.gathered:
             return
-        unit.note_changes()
+        unit.detect_writes()
         for gathered in (each for each in unit.gathered if isinstance(each, Gathered)):
             if gathered.checksums is not None:
                 now = _checksums(unit)
-                unit.note_written(index for index, checksum in now.items() if checksum != gathered.checksums[index])
+                unit.on_write(index for index, checksum in now.items() if checksum != gathered.checksums[index])
                 gathered.checksums = now
         if unit.dirty:
             self.store_written(unit)
@@ -282,7 +282,7 @@ class StoredWeights:
         """Keep weights of which nobody could tell afterwards what they were: see `needs_before`."""
         for slot in unit.layout.slots:
             if self.needs_before(unit, slot) and slot.index not in unit.before:
-                unit.keep_before(slot)
+                unit.save_before(slot)
 
     def scatter(self, gathering: Sequence[Gathered]) -> None:
         """The counterpart of `StateAccess.gather`: store what was changed."""
@@ -294,7 +294,7 @@ class StoredWeights:
                     self.store_gathered(gathered.unit)
 
     def _let_go(self, gathered: Gathered) -> None:
-        gathered.unit.let_go_of(gathered)
+        gathered.unit.release_gathered(gathered)
         if not gathered.unit.gathered:
             gathered.unit.forget_changes()
 
@@ -303,6 +303,6 @@ def _checksums(unit: Unit) -> dict[int, int]:
     return {slot.index: checksum(unit.bytes_of(slot)) for slot in unit.layout.slots}
 
 
-def span_of(piece: Piece) -> slice:
-    """Where a piece lies in its chunk."""
-    return slice(piece.offset, piece.offset + piece.numel)
+def span_of(param_slice: ParameterSlice) -> slice:
+    """Where a slice lies in its chunk."""
+    return slice(param_slice.offset, param_slice.offset + param_slice.numel)

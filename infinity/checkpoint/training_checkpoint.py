@@ -27,7 +27,7 @@ from infinity.checkpoint.saved import BASE, EXCLUDED, EXCLUDED_CHECKSUMS, TIED, 
 from infinity.checkpoint.state_access import StateAccess
 from infinity.device.compute import ComputeDevice
 from infinity.errors import CheckpointError, EngineClosedError, ModelError
-from infinity.loop.pager import Pager
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.metrics.progress import progress
 from infinity.numerics.chunk_format import WEIGHT
 from infinity.numerics.raw_bytes import checksum, raw_bytes, rows_of
@@ -60,7 +60,7 @@ class Training:
     lr_scheduler: Any
     access: StateAccess
     parameter_map: ParameterMap
-    pager: Pager
+    coordinator: ParameterCoordinator
     read_rest: Callable[[], dict[str, Any]]
     """Counters and the like."""
     tiled: TiledGroups
@@ -196,7 +196,7 @@ def _rows_of(training: Training, parameter: torch.Tensor) -> Iterator[torch.Tens
         yield from rows_of(parameter, _CHECKED_BYTES)
         return
     unit, slot = training.parameter_map.locate(parameter)
-    with training.pager.opened(unit):
+    with training.coordinator.opened(unit):
         yield from rows_of(unit.weight(slot), _CHECKED_BYTES)
 
 
@@ -277,11 +277,11 @@ class Saving:
                 else:
                     frozen.setdefault(each.unit.index, []).append(each)
             for index, members in frozen.items():
-                with training.pager.opened(self._units[index]):
+                with training.coordinator.opened(self._units[index]):
                     for each in members:
                         self._note(_write_planned(files, each))
-            files.write_rest({"client_state": dict(client_state), **optimizer, **training.read_rest()})
-            self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].stays_resident}
+            files.write_training_state({"client_state": dict(client_state), **optimizer, **training.read_rest()})
+            self._stamps = {i: self._stamp(i) for i in self._left if is_watching and self._units[i].is_persistent}
             self._stack = stack.pop_all()
 
     def run(self) -> None:

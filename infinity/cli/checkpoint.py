@@ -112,8 +112,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     weights = found.of("parameters").values()
     counters, client_state, problem = {}, [], None
     try:
-        rest = found.rest()
-        counters, client_state = rest["counters"], sorted(map(str, rest["client_state"] or {}))
+        training_state = found.training_state()
+        counters, client_state = training_state["counters"], sorted(map(str, training_state["client_state"] or {}))
     except CheckpointError as error:  # objects of classes that are not loaded unasked: the rest can be told
         problem = str(error)
     others = [path.parent.name for path in found.folder.parent.glob(f"*/{MANIFEST}") if path.parent != found.folder]

@@ -66,14 +66,14 @@ def check(file: Path, no_storage: bool, processes: int, as_json: bool) -> None:
     """
     import torch
 
-    from infinity.optim.template import build_template
-    from infinity.optim.worker import one_element
+    from infinity.optim.executor import one_element
+    from infinity.optim.wrapped_optimizer import wrap_optimizer
     from infinity.torch_internals.names import without_compiler
 
     loaded = _loaded(file, processes, check_storage=not no_storage)
     if loaded.optimizer is not None:
         with without_compiler():
-            build_template(loaded.optimizer, [("weight", torch.nn.Parameter(one_element()))], "cpu")
+            wrap_optimizer(loaded.optimizer, [("weight", torch.nn.Parameter(one_element()))], "cpu")
     if as_json:
         print_json({"file": str(file), "is_valid": True, "without_effect": list(loaded.notices)})
         return

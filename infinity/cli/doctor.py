@@ -79,11 +79,11 @@ def _print(findings: list[Finding], *, is_ready: bool) -> None:
     console = Console(highlight=False)
     console.print(shown)
     num_cures = sum(bool(finding.cure) for finding in findings)
-    told = "This machine can train." if is_ready else "This machine cannot train as it is: see the lines with an X."
+    text = "This machine can train." if is_ready else "This machine cannot train as it is: see the lines with an X."
     if num_cures:
         many = "1 thing would help: the line" if num_cures == 1 else f"{num_cures} things would help: the lines"
-        told += f" {many} with ->."
-    console.print(f"\n{told}", markup=False)
+        text += f" {many} with ->."
+    console.print(f"\n{text}", markup=False)
 
 
 def _plain(text: str) -> str:

@@ -43,7 +43,7 @@ def import_deepspeed(source: Path, target: Path | None, tag: str | None, skip_un
         facts = dict(vars(done))
         print_json({"deepspeed_version": facts.pop("version"), **facts})
         return
-    told = f"{done.num_tensors} tensors, {format_bytes(done.num_bytes)}, after {done.num_steps} steps"
-    display(f"{done.folder}: {told} with DeepSpeed {done.version}", soft_wrap=True)
+    text = f"{done.num_tensors} tensors, {format_bytes(done.num_bytes)}, after {done.num_steps} steps"
+    display(f"{done.folder}: {text} with DeepSpeed {done.version}", soft_wrap=True)
     for what in done.left_out:
         display(f"left out: {what}", soft_wrap=True)

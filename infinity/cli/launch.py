@@ -190,15 +190,15 @@ def _signals() -> Iterator[list[int]]:
 
 def _end(running: Sequence[subprocess.Popen[bytes]], received: list[int]) -> None:
     """See `run_all`."""
-    _tell(running, signal.SIGTERM)
+    _signal_all(running, signal.SIGTERM)
     num_received, deadline = len(received), time.monotonic() + _GRACE_SECONDS
     while any(process.poll() is None for process in running):
         if time.monotonic() > deadline or len(received) > num_received:
-            _tell(running, signal.SIGKILL)
+            _signal_all(running, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 
 
-def _tell(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def _signal_all(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in running:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):

@@ -117,18 +117,18 @@ def run(command: click.Command, name: str, arguments: Sequence[str]) -> int:
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx is not None else name
         what = first_line(error.format_message()).removesuffix(".")
-        return _told(f"{where}: {what}. See `{where} --help`.", MISUSED)
+        return _print_error(f"{where}: {what}. See `{where} --help`.", MISUSED)
     except click.ClickException as error:
-        return _told(first_line(error.format_message()), error.exit_code)
+        return _print_error(first_line(error.format_message()), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        return _told("Interrupted.", INTERRUPTED)
+        return _print_error("Interrupted.", INTERRUPTED)
     except (InfinityError, SwapperError) as error:
-        return _told(f"{type(error).__name__}: {error}", FAILED)
+        return _print_error(f"{type(error).__name__}: {error}", FAILED)
     except BrokenPipeError:  # whoever read the output has gone: `| head`
         _let_stdout_go()
         return UNHEARD
     except OSError as error:
-        return _told(_words(error), FAILED)
+        return _print_error(_words(error), FAILED)
     return status if isinstance(status, int) else 0
 
 
@@ -141,7 +141,7 @@ def _let_streams_take_all() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def _told(line: str, status: int) -> int:
+def _print_error(line: str, status: int) -> int:
     display(line, stderr=True, soft_wrap=True)
     return status
 

@@ -202,7 +202,7 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
     at = "speed unknown: run `infinity profile DIR`, or give --drive-speed"
     if speed is not None:
         at = f"{size(speed.mixed_bytes_per_second)}/s both ways"
-    device = "the CPU" if machine.shares_host_memory else f"a GPU with {size(machine.device_free_bytes or 0)} free"
+    device = "the CPU" if machine.uses_host_memory else f"a GPU with {size(machine.device_free_bytes or 0)} free"
     rows = [
         ("model", f"{name.removesuffix(' parameters')}: {count:,} parameters"),
         ("memory free", size(machine.host_free_bytes)),
@@ -216,7 +216,7 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
 
 
 def _print_rungs(rungs: list[Outcome], given: Outcome, machine: Machine, *, is_given: bool) -> None:
-    has_gpu = not machine.shares_host_memory
+    has_gpu = not machine.uses_host_memory
     gpu = ["GPU"] if has_gpu else []
     shown = table("", "weights", "states", "memory", *gpu, "drives", "moved", "step", "tokens/s", "RAM at least")
     for each in rungs:
@@ -257,7 +257,7 @@ def _print_verdict(given: Outcome, change: Outcome | None, machine: Machine, *, 
         if plan.retention is not None:
             display(f"durable run: {size(plan.durable_bytes)} on the drives: {plan.retention}")
     if given.fits:
-        has_gpu = not machine.shares_host_memory
+        has_gpu = not machine.uses_host_memory
         how = "with this config" if is_given else _placed(given.param_tier, given.optimizer_tier, has_gpu=has_gpu)
         display(f"\nIt fits: {how}. Activations come on top of what is shown.")
         return

@@ -77,8 +77,8 @@ def _checked(paths: tuple[Path, ...], console: Console) -> DriveProfile:
         raise click.UsageError(f"{error}.") from None
     for drive in drives:
         in_memory = ": files there are in memory, not on a drive" if drive.is_tmpfs else ""
-        told = f"{drive.path}: {drive.words()}, {drive.free_bytes / 1e9:,.1f} GB free{in_memory}"
-        console.print(told, markup=False, soft_wrap=True)
+        text = f"{drive.path}: {drive.words()}, {drive.free_bytes / 1e9:,.1f} GB free{in_memory}"
+        console.print(text, markup=False, soft_wrap=True)
     return DriveProfile(directories)
 
 
@@ -118,17 +118,17 @@ def _progress(console: Console) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    is_shown, told = console.is_terminal, [""]
+    is_shown, text = console.is_terminal, [""]
     with Bar(*columns, console=console, transient=True, auto_refresh=False, disable=not is_shown) as bar:
         task = bar.add_task("", total=1.0)
 
-        def tell(what: str, share: float) -> None:
+        def show(what: str, share: float) -> None:
             bar.update(task, description=what, completed=share, refresh=True)
-            if not is_shown and what != told[-1]:
+            if not is_shown and what != text[-1]:
                 console.print(what, markup=False)
-                told.append(what)
+                text.append(what)
 
-        yield tell
+        yield show
 
 
 def _print(console: Console, found: DriveProfile, advice: BandwidthCache | None) -> None:

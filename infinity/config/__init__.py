@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON config, read once at the border.
+"""The DeepSpeed JSON config, read once, where it comes in.
 
 `load_config` is all that is needed; what it returns (`infinity.config.resolved`) holds plain numbers, paths and small frozen
 sections.

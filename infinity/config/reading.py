@@ -81,7 +81,7 @@ def _tidy_block(cls: type[Block], raw: Mapping[str, Any], path: str, findings: F
             problem = f"it contradicts {path}{origins[name]} = {tidied[name]!r}, another name of the same key"
             raise ConfigError.value(path + key, value, problem, cure="Keep one of them")
         if key != name:
-            findings.note(path + key, f"another name of {path}{name}, taken as that")
+            findings.record(path + key, f"another name of {path}{name}, taken as that")
         tidied[name] = kept
         origins[name] = key
     return tidied

@@ -57,12 +57,12 @@ def resolve(
     book = _Book(root, findings, world_size)
     train, micro, accumulation, decisions = resolve_batch_sizes(root, auto=findings.auto, world_size=world_size)
     book.decisions.extend(decisions)
-    book.note("gradient_clipping", root.gradient_clipping, default="default, as in DeepSpeed since 0.19")
+    book.record("gradient_clipping", root.gradient_clipping, default="default, as in DeepSpeed since 0.19")
     compute_dtype, loss_scaling = resolve_precision(root)
-    book.note("bf16.enabled", root.bf16.enabled)
+    book.record("bf16.enabled", root.bf16.enabled)
     if _checks_as_deepspeed(root):
         book.decide("bf16.check_grad_overflow", True, "with clipping in stages 1 and 2, as in DeepSpeed")
-    book.note("fp16.enabled", root.fp16.enabled)
+    book.record("fp16.enabled", root.fp16.enabled)
     check_ranks(root, world_size)
     _check_update(book)
     tiers = _resolve_tiers(book, check_storage)
@@ -91,7 +91,7 @@ def resolve(
         "communication_dtype": DTYPES[root.communication_data_type],
         "casts_inputs": (root.fp16.enabled and root.fp16.auto_cast) or (root.bf16.enabled and root.bf16.auto_cast),
     }
-    book.note_other_autos()
+    book.record_other_autos()
     return InfinityConfig(
         **_as_written(root, InfinityConfig) | decided,
         world_size=world_size,
@@ -117,7 +117,7 @@ def _resolve_tiers(book: _Book, check_storage: bool) -> dict[str, OffloadSection
         offloads = "" if zero_stage(root) else "nothing is offloaded, as in DeepSpeed"
         book.decide("zero_optimization.stage", zero_stage(root), offloads or "something is offloaded")
     if zero.stage in (0, 1, 2) and book.world_size == 1:
-        book.findings.note("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
+        book.findings.record("zero_optimization.stage", f"stage {zero.stage} runs as stage 3, with the same numbers")
     if root.infinity.activations == "nvme" and not any(tier.nvme_paths for tier in tiers.values()):
         cure = "Set zero_optimization.offload_optimizer (or offload_param) to a directory on a drive"
         raise ConfigError.value("infinity.activations", "nvme", "there is no NVMe tier", cure=cure)
@@ -133,7 +133,7 @@ class _Book:
         self.world_size = world_size
         self.decisions: list[Decision] = []
 
-    def note(self, key: str, value: object, *, default: str = "default") -> None:
+    def record(self, key: str, value: object, *, default: str = "default") -> None:
         """Record the value of `key`: from the config, or else from `default`."""
         undecided = f'"auto": {default}' if key in self.findings.auto else default
         decided_by = "config" if self._is_given(key) else undecided
@@ -143,7 +143,7 @@ class _Book:
         """Record a value that follows from others."""
         self.decisions.append(Decision(key, value, f'"auto": {reason}' if key in self.findings.auto else reason))
 
-    def note_other_autos(self) -> None:
+    def record_other_autos(self) -> None:
         """Keys left to "auto" that nobody has written down yet. They have no value unless a block holds a default."""
         written = {decision.key for decision in self.decisions}
         for key in self.findings.auto:
@@ -237,13 +237,13 @@ def _resolve_scheduler(book: _Book) -> SchedulerSection | None:
 def _resolve_offload(name: str, book: _Book, check_storage: bool) -> OffloadSection:
     key = f"zero_optimization.{name}"
     block: OffloadBlock = getattr(book.root.zero_optimization, name)
-    book.note(f"{key}.device", block.device)
+    book.record(f"{key}.device", block.device)
     if block.device != "nvme":
         return OffloadSection(block.device, ())
     section = OffloadSection(block.device, resolve_directories(block.nvme_path, key=f"{key}.nvme_path"))
     if check_storage:
         check_directories(section.nvme_paths, key=f"{key}.nvme_path")
-    book.note(f"{key}.nvme_path", describe_directories(section.nvme_directories))
+    book.record(f"{key}.nvme_path", describe_directories(section.nvme_directories))
     return section
 
 
@@ -259,13 +259,13 @@ def _resolve_io(book: _Book) -> IOSection:
     num_threads = max(_NUM_THREADS, aio.intra_op_parallelism or 0)
     max_inflight = (aio.queue_depth or _QUEUE_DEPTH) * num_threads
     rounded = "" if wanted_bytes == request_bytes else f" ({wanted_bytes} rounded up to a multiple of {_ALIGNMENT})"
-    book.note("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
+    book.record("aio.block_size", f"{request_bytes}{rounded}" if rounded else request_bytes)
     wanted_threads = aio.intra_op_parallelism or num_threads
     raised = f"{num_threads} ({wanted_threads} raised to the fewest that keep a drive busy)"
-    book.note("aio.intra_op_parallelism", num_threads if wanted_threads == num_threads else raised)
-    book.note("aio.queue_depth", f"{max_inflight} requests in flight")
-    book.note("infinity.io_backend", infinity.io_backend)
-    book.note("infinity.verify_checksums", infinity.verify_checksums)
+    book.record("aio.intra_op_parallelism", num_threads if wanted_threads == num_threads else raised)
+    book.record("aio.queue_depth", f"{max_inflight} requests in flight")
+    book.record("infinity.io_backend", infinity.io_backend)
+    book.record("infinity.verify_checksums", infinity.verify_checksums)
     sizes = (aio.block_size, aio.intra_op_parallelism, aio.queue_depth)
     return IOSection(
         request_bytes,
@@ -283,20 +283,20 @@ def _resolve_infinity(
     book: _Book, compute_dtype: torch.dtype, num_micro_batches: int, durable: DurableSection | None
 ) -> InfinitySection:
     block = book.root.infinity
-    page_bytes = block.page_bytes
-    if page_bytes is not None and page_bytes % _ALIGNMENT:
-        nearest = -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
+    staging_buffer_bytes = block.staging_buffer_bytes
+    if staging_buffer_bytes is not None and staging_buffer_bytes % _ALIGNMENT:
+        nearest = -(-staging_buffer_bytes // _ALIGNMENT) * _ALIGNMENT
         problem = f"must be a multiple of {_ALIGNMENT}, the unit in which drives are read"
-        raise ConfigError.value("infinity.page_bytes", page_bytes, problem, cure=f"Take {nearest}")
-    for name in ("host_memory_budget", "device_memory_budget", "page_bytes", "update_workers"):
+        raise ConfigError.value("infinity.staging_buffer_bytes", staging_buffer_bytes, problem, cure=f"Take {nearest}")
+    for name in ("host_memory_budget", "device_memory_budget", "staging_buffer_bytes", "update_workers"):
         value = getattr(block, name)
         shown = "chosen at start" if value is None else value
-        book.note(f"infinity.{name}", shown)
+        book.record(f"infinity.{name}", shown)
     gradient_dtype, rounds_gradients = _resolve_gradient_dtype(book, compute_dtype, num_micro_batches)
-    book.note("infinity.schedule", block.schedule)
-    book.note("infinity.state_dtype", block.state_dtype)
+    book.record("infinity.schedule", block.schedule)
+    book.record("infinity.state_dtype", block.state_dtype)
     if block.frozen_dtype is not None:
-        book.note("infinity.frozen_dtype", block.frozen_dtype)
+        book.record("infinity.frozen_dtype", block.frozen_dtype)
     update = _resolve_update(book)
     decided: dict[str, Any] = {
         "keep_in_memory": block.keep_in_memory and durable is None,
@@ -349,9 +349,9 @@ def _resolve_durable(book: _Book, tiers: Mapping[str, OffloadSection], check_sto
     durable = DurableSection(
         tuple(replace(each, bytes_per_second=1.0) for each in found), block.keep_last, block.keep_every
     )
-    book.note("infinity.durable_path", describe_directories(durable.directories))
-    book.note("infinity.keep_last", durable.keep_last)
-    book.note("infinity.keep_every", durable.keep_every)
+    book.record("infinity.durable_path", describe_directories(durable.directories))
+    book.record("infinity.keep_last", durable.keep_last)
+    book.record("infinity.keep_every", durable.keep_every)
     return durable
 
 
@@ -371,7 +371,7 @@ def _resolve_update(book: _Book) -> UpdateMode:
         book.decide("infinity.update", "step", reason)
         return "step"
     if update != "auto":
-        book.note("infinity.update", update)
+        book.record("infinity.update", update)
         return update
     unless = 'before the first update; "step" on a CPU whose memory holds everything'
     if found is not None:
@@ -393,7 +393,7 @@ def _resolve_main_weights(book: _Book, compute_dtype: torch.dtype) -> MainWeight
         book.decide("infinity.main_weights", "fp32", "the only way with fp16")
         return "fp32"
     if block.main_weights != "auto":
-        book.note("infinity.main_weights", block.main_weights)
+        book.record("infinity.main_weights", block.main_weights)
         return block.main_weights
     book.decide("infinity.main_weights", "remainder", "the default with bf16")
     return "remainder"
@@ -408,7 +408,7 @@ def _resolve_gradient_dtype(
         problem = "gradients come with more bits than bf16 has, and would be rounded"
         raise ConfigError.value(key, chosen, problem, cure='Remove it, or switch on "bf16": {"enabled": true}')
     if chosen != "auto":
-        book.note(key, chosen)
+        book.record(key, chosen)
         return chosen, chosen == "bf16"
     zero = book.root.zero_optimization
     if compute_dtype != torch.bfloat16:

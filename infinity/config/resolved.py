@@ -151,7 +151,7 @@ class InfinitySection:
     Attributes:
         host_memory_budget: bytes of host memory for parameters, states and buffers.
         device_memory_budget: bytes of device memory for resident units.
-        page_bytes: size of a page of the staging arena.
+        staging_buffer_bytes: size of a buffer of the staging pool.
         prefetch: whether units are read ahead of need.
         keep_in_memory: whether what the budgets leave keeps weights and states off the drives.
         progress_bars: whether what takes seconds shows on a terminal how far it is.
@@ -179,7 +179,7 @@ class InfinitySection:
 
     host_memory_budget: int | None
     device_memory_budget: int | None
-    page_bytes: int | None
+    staging_buffer_bytes: int | None
     prefetch: bool
     keep_in_memory: bool
     drive_tbw: float | None

@@ -16,7 +16,7 @@ from infinity.deepspeed.contents.config import DeepSpeedConfig
 from infinity.deepspeed.contents.fp32_weights import write_script
 from infinity.deepspeed.contents.names import TABLE
 from infinity.deepspeed.contents.timers import ThroughputTimer, Timers
-from infinity.distributed.agreement import together
+from infinity.distributed.agreement import gather_results
 from infinity.distributed.part_folders import folder_of
 from infinity.distributed.process_groups import local_rank
 from infinity.engine.engine import Engine
@@ -65,7 +65,7 @@ class DeepSpeedEngine(Engine):
         self.timers = Timers()
         self.tput_timer = ThroughputTimer(self._samples_per_second)
 
-    def note_arguments(
+    def set_arguments(
         self, optimizer: Any, lr_scheduler: Any, training_data: Any, collate_fn: Callable[[Any], Any] | None
     ) -> None:
         """What was passed to `initialize`."""
@@ -213,7 +213,7 @@ class DeepSpeedEngine(Engine):
         check_directory(save_dir)
         if not self._config.checkpoint_tag_validation_fail:
             ranks = self._mesh.everyone if self._mesh.is_divided else self._mesh.data
-            tags = together(ranks, "engine.save_checkpoint", lambda: None if tag is None else str(tag))
+            tags = gather_results(ranks, "engine.save_checkpoint", lambda: None if tag is None else str(tag))
             if self._config.checkpoint_tag_validation_enabled and len({*tags}) > 1:
                 logger.warning("engine.save_checkpoint: the ranks have the tags %s. The first is taken", tags)
             tag = tags[0]
@@ -295,7 +295,7 @@ class DeepSpeedEngine(Engine):
 
     def destroy(self) -> None:
         """As `close`. Later calls are told what a library's user does then."""
-        self._guard.note_destroyed()
+        self._guard.on_destroy()
         self.close()
 
     def compile(

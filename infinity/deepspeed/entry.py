@@ -62,7 +62,7 @@ def initialize(
     earlier = engine_of(model) if isinstance(model, nn.Module) else None
     trains = optimizer is not None or bool(model_parameters)
     if trains and earlier is not None and earlier.module is model and earlier.optimizer is not None:
-        earlier.hand_over()
+        earlier.close_for_next()
     if device is None and torch.cuda.is_available() and getattr(args, "device_rank", None) is not None:
         device = torch.device("cuda", args.device_rank)
     made = infinity_initialize(
@@ -80,7 +80,7 @@ def initialize(
     )
     engine = cast(DeepSpeedEngine, made[0])
     if engine is not earlier:
-        engine.note_arguments(optimizer, lr_scheduler, training_data, collate_fn)
+        engine.set_arguments(optimizer, lr_scheduler, training_data, collate_fn)
     return engine, *made[1:]
 
 

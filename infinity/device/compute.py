@@ -22,8 +22,8 @@ from torch import nn
 
 from infinity.device.host_memory import free_bytes, is_unified
 from infinity.numerics.norms import narrow_norm
-from infinity.torch_internals.names import norms_of_each, take_gpu
-from swapper import AlignedRegion, SwapperError, hang_of, is_held
+from infinity.torch_internals.names import norms_of_each, set_default_gpu
+from swapper import AlignedRegion, SwapperError, hang_error, is_held
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ class FlatBuffer:
 
     def tensor(self) -> torch.Tensor:
         """uint8 tensor of shape (num_bytes,) over the memory. Its storage keeps the memory alive."""
-        tensor, self._owner = FlatBuffer.lend(self, self._owner)
+        tensor, self._owner = FlatBuffer.tracked_tensor(self, self._owner)
         return tensor
 
-    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
+    def tracked_tensor(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
         """As `tensor`, for others to keep; the reference is dead when nobody holds it, or anything derived from it.
 
         ``known``: what was given last, which then stands for this tensor as well as long as it is alive. These tensors do not
@@ -69,9 +69,9 @@ class FlatBuffer:
         return is_held(self.address, self.num_bytes)
 
     @property
-    def hang(self) -> SwapperError | None:
+    def hang_error(self) -> SwapperError | None:
         """The error of a read or write that has memory of it and hangs, if there is one."""
-        return hang_of(self.address, self.num_bytes)
+        return hang_error(self.address, self.num_bytes)
 
     def discard_front(self, num_bytes: int) -> int:
         """Give back the memory of (at most) the first ``num_bytes``, which nobody will use any more; returns how much."""
@@ -124,7 +124,7 @@ class HostFlatBuffer(FlatBuffer):
 
 
 class _CudaExporter:
-    """Lends CUDA memory to torch through the CUDA array interface, so that a weak reference can count the borrowers."""
+    """Gives CUDA memory to torch through the CUDA array interface, so that a weak reference can count the borrowers."""
 
     def __init__(self, base: torch.Tensor) -> None:
         self.base = base
@@ -177,7 +177,7 @@ _MOST_COPIES = 1 << 16
 class ComputeDevice:
     """The CPU as compute device: host memory is device memory, and every copy is complete when the call returns."""
 
-    shares_host_memory = True
+    uses_host_memory = True
     is_unified = False
     """Whether it is a GPU whose memory is the host's: one pool, of which each gets half."""
     """Whether the swapper can read straight into a flat buffer."""
@@ -247,7 +247,7 @@ class ComputeDevice:
     seconds_at: Callable[[Any], float | None] = staticmethod(float)
     """Returns when the device passed a mark, as ``time.perf_counter`` counts; None if it has not yet."""
 
-    def take_copies(self) -> list[tuple[Copy, float, float]]:
+    def pop_copies(self) -> list[tuple[Copy, float, float]]:
         """Copies that have ended since the last call, with begin and end in seconds. Any thread, one at a time."""
         taken: list[tuple[Copy, float, float]] = []
         while self._copies:
@@ -264,7 +264,7 @@ class CudaDevice(ComputeDevice):
     The compute stream is that in which the user's thread launches; autograd's thread takes it over by itself.
     """
 
-    shares_host_memory = False
+    uses_host_memory = False
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
@@ -360,8 +360,8 @@ class CudaDevice(ComputeDevice):
         (anchor, anchor_seconds), event = stamp
         return anchor_seconds + anchor.elapsed_time(event) * 1e-3 if event.query() else None
 
-    def take_copies(self) -> list[tuple[Copy, float, float]]:
-        taken = super().take_copies()
+    def pop_copies(self) -> list[tuple[Copy, float, float]]:
+        taken = super().pop_copies()
         self._anchor = self._new_anchor()
         return taken
 
@@ -431,7 +431,8 @@ def gradient_norm(gradient: torch.Tensor) -> torch.Tensor:
 def choose_device(model: nn.Module, device: torch.device | str | None, number: int = 0) -> torch.device:
     """What ``device`` says; None: the model's if it is on a GPU, else the current GPU if there is one, else the CPU.
 
-    ``number``: the GPU that is this process's own, see `take_gpu`; it is the current one afterwards, where one is needed.
+    ``number``: the GPU that is this process's own, see `set_default_gpu`; it is the current one afterwards, where one is
+    needed.
     """
     if device is not None:
         chosen = torch.device(device)
@@ -440,6 +441,6 @@ def choose_device(model: nn.Module, device: torch.device | str | None, number: i
         if chosen.type == "cpu" and torch.cuda.is_available():
             chosen = torch.device("cuda")
     if str(chosen) == "cuda":
-        take_gpu(number)
+        set_default_gpu(number)
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen

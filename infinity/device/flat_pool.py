@@ -4,7 +4,7 @@ Knows sizes and free buffers; must not know which unit holds which. Units of one
 freed buffer is kept and handed out again: fresh memory would have to be zeroed by the kernel, page by page, every time.
 
 [Note: quarantine] A buffer may come back while a read or write still has it: an interrupt or an error has taken away
-whoever waited, or the transfer hangs. It counts as used, and is handed out when the backend has let go of it and not before.
+whoever waited, or the transfer hangs. It counts as used, and is handed out when the backend has released it and not before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FlatPool:
     def __init__(self, device: ComputeDevice, capacity_bytes: int) -> None:
         self._device = device
         self._free: list[FlatBuffer] = []
-        self._lent: dict[weakref.ref[FlatBuffer], int] = {}
+        self._in_use: dict[weakref.ref[FlatBuffer], int] = {}
         """Bytes of buffers in use: less than their size where they have lost some at their front. Weakly: an interrupt may
         come before whoever asked for a buffer has it, and then nobody gives it back."""
         self._quarantined: dict[FlatBuffer, None] = {}
@@ -56,47 +56,47 @@ class FlatPool:
             buffer = self._device.allocate_flat(num_bytes)
         else:
             buffer = self._free.pop(sizes.index(num_bytes))
-        self._lent[weakref.ref(buffer)] = num_bytes
+        self._in_use[weakref.ref(buffer)] = num_bytes
         self.used_bytes += num_bytes
         return buffer
 
     def allocate_beyond(self, num_bytes: int) -> FlatBuffer:
         """As `allocate`, whatever the capacity says: the user holds memory that would have been free otherwise."""
         buffer = self._device.allocate_flat(num_bytes)
-        self._lent[weakref.ref(buffer)] = num_bytes
+        self._in_use[weakref.ref(buffer)] = num_bytes
         self.used_bytes += num_bytes
         return buffer
 
-    def let_go(self, buffer: FlatBuffer) -> None:
+    def disown(self, buffer: FlatBuffer) -> None:
         """The buffer in use is none of the pool's any more: its memory goes with the last view of it."""
-        self.used_bytes -= self._lent.pop(weakref.ref(buffer), 0)
+        self.used_bytes -= self._in_use.pop(weakref.ref(buffer), 0)
         buffer.release()
 
     def mark(self) -> Fence:
         """The point in the compute stream from which on a buffer handed out now is free of its former use."""
         return self._device.mark()
 
-    def give_back_front(self, buffer: FlatBuffer, num_bytes: int) -> bool:
+    def release_front(self, buffer: FlatBuffer, num_bytes: int) -> bool:
         """The first ``num_bytes`` of a buffer are unused from now on. Returns whether that makes room."""
-        left = self._lent[weakref.ref(buffer)]
+        left = self._in_use[weakref.ref(buffer)]
         known = buffer.num_bytes - left
         more = buffer.discard_front(num_bytes) - known if num_bytes > known else 0
         if more <= 0:
             return False
-        self._lent[weakref.ref(buffer)] = left - more
+        self._in_use[weakref.ref(buffer)] = left - more
         self.used_bytes -= more
         return True
 
-    def give_back(self, buffer: FlatBuffer) -> None:
+    def release(self, buffer: FlatBuffer) -> None:
         """The buffer is unused from now on, but maybe for requests. It must not have views. Doing so again does nothing."""
         reference = weakref.ref(buffer)
-        left = self._lent.get(reference)
+        left = self._in_use.get(reference)
         if left is None:
             return
         if buffer.is_held:
             self._quarantined[buffer] = None
             return
-        del self._lent[reference]
+        del self._in_use[reference]
         self.used_bytes -= left
         if left < buffer.num_bytes:
             buffer.release()  # it would have to grow again, and there may be no room for that
@@ -104,17 +104,17 @@ class FlatPool:
             self._free.append(buffer)
 
     def reclaim(self) -> bool:
-        """Take back what requests have let go of since it came back, and what nobody can give back any more.
+        """Take back what requests have released since it came back, and what nobody can give back any more.
 
         Returns whether that makes room.
         """
         before = self.used_bytes
         for buffer in [buffer for buffer in self._quarantined if not buffer.is_held]:
             del self._quarantined[buffer]
-            self.give_back(buffer)
-        for reference in [reference for reference in self._lent if reference() is None]:
-            self._lent.pop(reference, None)
-        self.used_bytes = sum(self._lent.values())
+            self.release(buffer)
+        for reference in [reference for reference in self._in_use if reference() is None]:
+            self._in_use.pop(reference, None)
+        self.used_bytes = sum(self._in_use.values())
         return self.used_bytes < before
 
     def awaits_requests(self) -> bool:
@@ -123,7 +123,7 @@ class FlatPool:
         Raises:
             StallError: they hang, all of them.
         """
-        hangs = [buffer.hang for buffer in self._quarantined]
+        hangs = [buffer.hang_error for buffer in self._quarantined]
         if not hangs:
             return False
         error = hangs[0]

@@ -41,7 +41,7 @@ def free_bytes() -> int:
 
 
 @dataclass(frozen=True)
-class FreeShare:
+class FreeMemory:
     """What an engine takes of the free host memory when the config leaves that open."""
 
     free_bytes: int
@@ -81,21 +81,21 @@ def is_unified(torch_device: torch.device | None = None) -> bool:
     return bool(getattr(torch.cuda.get_device_properties(torch_device), "is_integrated", 0))
 
 
-def free_share(
-    *, holds_activations: bool, num_sharing: int = 1, all_bytes: int | None = None, is_unified: bool = False
-) -> FreeShare:
+def find_free_memory(
+    *, holds_activations: bool, num_processes: int = 1, all_bytes: int | None = None, is_unified: bool = False
+) -> FreeMemory:
     """What is free now, less a reserve: 10 % and at least 2 GB, but never more than half.
 
     Args:
         holds_activations: whether the model computes in this memory, too. Then 25 % stay in reserve: how much activations
             take is known only when the model has run.
-        num_sharing: processes that each take as much.
+        num_processes: processes that each take as much.
         all_bytes: what is free; None: what is free here and now.
         is_unified: whether the GPU takes its memory from the same pool: then half of it is the GPU's.
     """
-    free = (free_bytes() if all_bytes is None else all_bytes) // num_sharing // (2 if is_unified else 1)
+    free = (free_bytes() if all_bytes is None else all_bytes) // num_processes // (2 if is_unified else 1)
     share = _RESERVE_WITH_ACTIVATIONS if holds_activations else _RESERVE
-    return FreeShare(free, min(max(int(share * free), _LEAST_RESERVE_BYTES), free // 2))
+    return FreeMemory(free, min(max(int(share * free), _LEAST_RESERVE_BYTES), free // 2))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _limit(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> Me
     return MemoryLimit(folder, limit_bytes, max(limit_bytes - usage + cache, 0))
 
 
-def give_back_freed_memory() -> None:
+def trim_heap() -> None:
     """Let the C library return freed heap memory to the system, where it can (glibc).
 
     After a large model's tensors have been freed one by one, the heap keeps much of their memory in gaps.
@@ -183,7 +183,7 @@ class HeapTrimmer:
         now = self._anonymous_bytes(self._statm)
         least = now if self._least_bytes is None else min(now, self._least_bytes)
         if now - least >= self._GROWTH_BYTES:
-            give_back_freed_memory()
+            trim_heap()
             least = self._anonymous_bytes(self._statm)
         self._least_bytes = least
 

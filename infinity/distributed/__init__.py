@@ -1,1 +1,1 @@
-"""Other processes. Knows ``torch.distributed``, as the only room; must not know models."""
+"""Other processes. Knows ``torch.distributed``, as the only package; must not know models."""

@@ -1,8 +1,8 @@
 """What several ranks do together, or one for all: it succeeds on all of them, or all of them raise.
 
-Knows ranks; must not know what is done. `Ranks.meet` says when ranks are elsewhere; this is for what fails on some of them.
-All ranks call each function here with the same words, in the same order. Only exceptions are told: who is interrupted, or
-ends, is missed by the others at their next meeting.
+Knows ranks; must not know what is done. `Ranks.all_gather_ints` says when ranks are elsewhere; this is for what fails on some
+of them. All ranks call each function here with the same words, in the same order. Only exceptions are told: who is interrupted,
+or ends, is missed by the others at their next meeting.
 
 [Note: only data between ranks] Anybody in the network may connect to gloo, so what ranks send is plain data and is never
 unpickled. An error is sent as the name of its class and what it holds. Only Python's and this package's classes are made again.
@@ -36,10 +36,10 @@ def agree(ranks: Ranks, what: str, error: Exception | None = None) -> None:
         Exception: as it was on that rank, if its class is Python's or this package's.
         RankError: it is of another class; or another rank has ended, does not come, or is elsewhere.
     """
-    together(ranks, what, lambda: _raise(error))
+    gather_results(ranks, what, lambda: _raise(error))
 
 
-def together(ranks: Ranks, what: str, function: Callable[[], T]) -> list[T]:
+def gather_results(ranks: Ranks, what: str, function: Callable[[], T]) -> list[T]:
     """Call ``function`` on each rank, and return what it returned on each: plain data, see `infinity.numerics.plain_data`.
 
     Raises:
@@ -74,7 +74,7 @@ def together(ranks: Ranks, what: str, function: Callable[[], T]) -> list[T]:
     return [value for value, _ in answers]
 
 
-def on_first(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
+def on_rank_0(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
     """Call ``function`` on rank 0, while the others wait, however long that takes.
 
     Raises:
@@ -83,19 +83,19 @@ def on_first(ranks: Ranks, what: str, function: Callable[[], Any]) -> None:
     if ranks.num == 1:
         function()
         return
-    ranks.meet(what)
+    ranks.all_gather_ints(what)
     error: Exception | None = None
     waiting = f"{what}, which rank {ranks.members[0]} does"
     if ranks.index:
-        while not ranks.meet(waiting, [0])[0][0]:
+        while not ranks.all_gather_ints(waiting, [0])[0][0]:
             pass
     else:
         try:
-            with pulse(lambda: ranks.meet(waiting, [0])):
+            with pulse(lambda: ranks.all_gather_ints(waiting, [0])):
                 function()
         except Exception as problem:
             error = problem
-        ranks.meet(waiting, [1])
+        ranks.all_gather_ints(waiting, [1])
     agree(ranks, what, error)
 
 
@@ -164,15 +164,15 @@ def _unpacked(what: str, ranks: Ranks, rank: int, data: bytes) -> tuple[Any, dic
 
 def _made_again(told: dict[str, Any]) -> Exception | None:
     """The error; None if its class is neither Python's nor this package's."""
-    room = {"builtins": builtins, "infinity.errors": errors, "swapper.errors": swapper.errors}.get(
+    module = {"builtins": builtins, "infinity.errors": errors, "swapper.errors": swapper.errors}.get(
         told.get("module", "")
     )
-    cls = getattr(room, str(told.get("name")), None)
+    cls = getattr(module, str(told.get("name")), None)
     if not (isinstance(cls, type) and issubclass(cls, Exception)):
         return None
     try:
         # The constructors of this package's classes take facts, and not the message that they make of them.
-        made: Exception = cls(*told["args"]) if room is builtins else cls.__new__(cls, *told["args"])
+        made: Exception = cls(*told["args"]) if module is builtins else cls.__new__(cls, *told["args"])
         state = {name: value for name, value in told["state"].items() if not hasattr(cls, name)}
         # The arguments as well: an OSError's own constructor sets none for a class that has another.
         for name, value in {**state, "args": tuple(told["args"])}.items():

@@ -41,7 +41,7 @@ from swapper.sync.limits import start_threads
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_PATIENCE_SECONDS = 2.0
+_TIMEOUT_SECONDS = 2.0
 """How long to look for a cause: the system closes a process's connections a moment before the process is gone."""
 _STORE_SECONDS = 5.0
 """How long the store may take for an answer."""
@@ -59,7 +59,7 @@ class Causes:
     """What is known of why ranks have ended.
 
     Attributes:
-        has_told: An error ends this one.
+        has_published: An error ends this one.
         place: What this rank has exchanged last.
     """
 
@@ -80,7 +80,7 @@ class Causes:
         self._is_store_lost = False
         self._is_printing = False  # the error that ends it
         self._is_to_end = False  # as soon as that is printed
-        self.has_told = False
+        self.has_published = False
         self.place = "beginning"
         self._heard: dict[int, tuple[str, float]] = {}
         """Of each other rank, what it has written last, and since when nothing new is known; of this one, of the store."""
@@ -93,7 +93,7 @@ class Causes:
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._is_printing = True
             try:
-                self.tell(error)
+                self.publish(error)
                 before(kind, error, trace)
             finally:
                 self._is_printing = False
@@ -121,7 +121,7 @@ class Causes:
 
         To be called every few seconds.
         """
-        self._found = self._found or self._ask(self._told) or self.gone(members)
+        self._found = self._found or self._ask(self._published) or self.find_ended(members)
         if self._found is not None:
             return self._found
         now = time.monotonic()
@@ -144,11 +144,11 @@ class Causes:
         key = f"{self._prefix}/at{rank}"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
-    def tell(self, error: BaseException) -> None:
+    def publish(self, error: BaseException) -> None:
         """This error ends the rank. What followed from another rank's end is no cause of its own."""
         if os.getpid() != self._pid:  # a forked child, whose end is no rank's
             return
-        self.has_told = True
+        self.has_published = True
         text = self._found if isinstance(error, RankError) else None
         text = text or f"rank {self._index} failed with {type(error).__name__}: {error}"
         self._ask(lambda: self._write(text[:_MOST_CHARACTERS]))
@@ -162,9 +162,9 @@ class Causes:
 
         It takes no longer than ten seconds, whatever has become of the other ranks and of the network.
         """
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         while self._found is None:
-            self._found = self._ask(self._told) or self.gone()
+            self._found = self._ask(self._published) or self.find_ended()
             if self._found is None and time.monotonic() >= deadline:
                 return self._stopped()
             if self._found is None:
@@ -192,11 +192,11 @@ class Causes:
             self._is_store_lost = True
             return None
 
-    def _told(self) -> str | None:
+    def _published(self) -> str | None:
         key = f"{self._prefix}/cause"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
 
-    def gone(self, members: Collection[int] | None = None) -> str | None:
+    def find_ended(self, members: Collection[int] | None = None) -> str | None:
         """Which rank's process (of ``members``), on this machine, does not exist any more; a sentence without its full stop."""
         for rank, pid, started in self._neighbours():
             if (members is None or rank in members) and _state(pid)[1] != started:

@@ -3,7 +3,7 @@
 Knows process groups and tensors; must not know what is exchanged.
 
 [Note: ranks] Every rank runs the same script on its own data, each on its own drives. From ZeRO's stage 1 on, main weights and
-states are divided (`infinity.units.shares`), in stage 3 also model weights that rest on drives. All else each rank holds whole.
+states are divided (`infinity.units.shards`), in stage 3 also model weights that rest on drives. All else each rank holds whole.
 What they have in common:
   * When `initialize` takes the model over, all ranks take the weights and buffers of rank 0, as DDP does.
   * When a backward has ended whose gradients are to be used, ranks tell each other which parameters got gradients since the
@@ -15,7 +15,7 @@ What they have in common:
   * Before a step changes anything, ranks compare the norm of all gradients, bit for bit. Clipping and skipped steps (fp16)
     follow from that norm, so all ranks do the same; and where one would do something else, because its script has changed
     a gradient, all of them raise.
-  * When a step ends in which each has updated its share, the new weights of all go to all: of units that were updated in
+  * When a step ends in which each has updated its shard, the new weights of all go to all: of units that were updated in
     backward in the order of those updates, which all ranks have agreed on, then of the others in the order of units. Where
     weights are divided, ranks meet instead, before and after (`infinity.tiers.weight_exchange`).
   * Main weights and states that are divided are put together when somebody reads them, which all ranks do together.
@@ -143,7 +143,7 @@ class Ranks:
     @property
     def has_failed(self) -> bool:
         """Whether an error ends this process."""
-        return self.causes is not None and self.causes.has_told
+        return self.causes is not None and self.causes.has_published
 
     def ask(self, causes: Causes) -> None:
         """Errors name the first cause from now on."""
@@ -151,13 +151,13 @@ class Ranks:
 
     def check_neighbours(self) -> None:
         """Raise RankError if the process of a rank on this machine has ended."""
-        why = self.causes.gone() if self.causes is not None else None
+        why = self.causes.find_ended() if self.causes is not None else None
         if why is not None:
             raise RankError("looking at the others", f"another rank has ended: {why}", rank=self.number, cure=_CURE)
 
     # ---------------------------------------------------------------------------------------------------------- meetings
 
-    def meet(
+    def all_gather_ints(
         self, what: str, values: Sequence[int] = (), meanwhile: Callable[[], None] | None = None
     ) -> list[list[int]]:
         """Wait until all ranks come with the same ``what``, and as many ``values`` (of 64 bits). Returns those of each.
@@ -195,7 +195,7 @@ class Ranks:
         """What each rank comes with, which may be of any length: on all of them, in memory."""
         if self.num == 1:
             return [data]
-        sizes = [found[0] for found in self.meet(what, [len(data)])]
+        sizes = [found[0] for found in self.all_gather_ints(what, [len(data)])]
         if not any(sizes):
             return [b""] * self.num
         rows = self._gathered(what, data.ljust(max(sizes), b"\0"))
@@ -206,7 +206,7 @@ class Ranks:
     def average(self, what: str, values: torch.Tensor, wire: torch.dtype = torch.float32) -> None:
         """Replace ``values`` (1-D, floating) by the mean over all ranks; see `reduce`.
 
-        All ranks must be known to come with as many values: see `meet`.
+        All ranks must be known to come with as many values: see `all_gather_ints`.
         """
         if self.num == 1:
             return
@@ -214,7 +214,7 @@ class Ranks:
         parts = list(itertools.pairwise(cuts))
         self.reduce(what, values, parts, wire)
         dtype = values.dtype if wire == torch.float32 else wire
-        self.gather_in_memory(what, values, parts, kind="gradients", dtype=dtype)
+        self.all_gather_in_memory(what, values, parts, kind="gradients", dtype=dtype)
 
     def reduce(
         self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], wire: torch.dtype = torch.float32
@@ -241,7 +241,7 @@ class Ranks:
                 total.add_(other)
             own.copy_(total.to(wire))
 
-    def gather_parts(
+    def all_gather_parts(
         self,
         what: str,
         parts: Sequence[tuple[int, int]],
@@ -275,7 +275,7 @@ class Ranks:
                 if rank != self.index and count > 0:
                     write(start + offset, received[rank][:count])
 
-    def gather_in_memory(
+    def all_gather_in_memory(
         self,
         what: str,
         values: torch.Tensor,
@@ -284,7 +284,7 @@ class Ranks:
         kind: str,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As `gather_parts`, where all parts lie in ``values`` (1-D). ``dtype``: sent as; None: as it is."""
+        """As `all_gather_parts`, where all parts lie in ``values`` (1-D). ``dtype``: sent as; None: as it is."""
 
         def read(start: int, target: torch.Tensor) -> None:
             target.copy_(values[start : start + target.numel()])
@@ -292,7 +292,7 @@ class Ranks:
         def write(start: int, found: torch.Tensor) -> None:
             values[start : start + found.numel()].copy_(found)
 
-        self.gather_parts(what, parts, read, write, dtype=dtype or values.dtype, kind=kind, device=values.device)
+        self.all_gather_parts(what, parts, read, write, dtype=dtype or values.dtype, kind=kind, device=values.device)
 
     def collect(self, what: str, values: torch.Tensor, parts: Sequence[tuple[int, int]], to: int) -> None:
         """Rank ``to`` gets the parts of all into ``values`` (1-D); on the others nothing changes."""
@@ -311,24 +311,24 @@ class Ranks:
             for (start, _), row in zip(others, found.split(of_all), strict=True):
                 values[start + offset : start + offset + row.numel()].copy_(row)
 
-    def swap(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
+    def all_to_all(self, what: str, sent: torch.Tensor, *, kind: str) -> torch.Tensor:
         """Row r of ``sent`` (one row for each rank, on the CPU, without gaps) goes to rank r. Returns what came, by rank.
 
-        ``kind``: under which `sent_bytes` counts it, here and in `share`.
+        ``kind``: under which `sent_bytes` counts it, here and in `all_gather`.
         """
         received = torch.empty_like(sent)
         self._run(what, "all_to_all_single", received.view(-1), sent.view(-1))
         self._count(kind, sent[0])
         return received
 
-    def share(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
+    def all_gather(self, what: str, own: torch.Tensor, *, kind: str) -> torch.Tensor:
         """All get ``own`` (1-D, on the CPU, as long on all) of each rank, as rows."""
         found = torch.empty((self.num, own.numel()), dtype=own.dtype, device="cpu")
         self._run(what, "all_gather_into_tensor", found.view(-1), own)
         self._count(kind, own)
         return found
 
-    def take_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
+    def broadcast_from(self, what: str, source: int, tensor: torch.Tensor) -> None:
         """``tensor``, of any dtype, strides and device, becomes that of rank ``source``; written to only where it differs."""
         if self.num == 1:
             return
@@ -386,10 +386,10 @@ class Ranks:
         """As `receive`, from any thread; ``source`` None: from whichever rank comes next."""
         return self._begin(what, "irecv", tensor, None if source is None else self.members[source], tag=tag)
 
-    def finish(self, what: str, begun: Any, *, is_patient: bool = False) -> None:
-        """Return when what was begun is over. ``is_patient``: however long that takes."""
+    def finish(self, what: str, begun: Any, *, waits_forever: bool = False) -> None:
+        """Return when what was begun is over. ``waits_forever``: however long that takes."""
         try:
-            begun.wait(*([_LONG] if is_patient else []))
+            begun.wait(*([_LONG] if waits_forever else []))
         except (RuntimeError, ValueError) as error:
             raise self._failed(what, error) from error
 

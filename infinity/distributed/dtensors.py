@@ -126,7 +126,7 @@ class LocalParameters:
         self._places = _places_of(model)
         self._parts: dict[int, nn.Parameter] = {}
         """By id of the DTensor: a weight may be in several places."""
-        self._given_back: dict[int, nn.Parameter] = {}
+        self._restored: dict[int, nn.Parameter] = {}
         """By id of the part, from `undo` on: the DTensor, or another one where the part has got another dtype."""
         names = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         for place in self._places:
@@ -155,7 +155,7 @@ class LocalParameters:
             else:
                 yield self._parts.get(id(each), each)
 
-    def give_to(self, optimizer: torch.optim.Optimizer) -> None:
+    def replace_in(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's groups hold parts from now on.
 
         Raises:
@@ -166,10 +166,10 @@ class LocalParameters:
         for group in optimizer.param_groups:
             group["params"] = list(self.of(group["params"]))
 
-    def take_from(self, optimizer: torch.optim.Optimizer) -> None:
+    def restore_in(self, optimizer: torch.optim.Optimizer) -> None:
         """Its groups hold DTensors again."""
         for group in optimizer.param_groups:
-            group["params"] = [self._given_back.get(id(each), each) for each in group["params"]]
+            group["params"] = [self._restored.get(id(each), each) for each in group["params"]]
 
     def undo(self) -> None:
         """Modules have their DTensors again, of what the parts hold."""
@@ -177,14 +177,14 @@ class LocalParameters:
             part = module._parameters.get(name)
             if part is not self._parts[id(whole)]:
                 continue  # the script has put another one there
-            if id(part) not in self._given_back:
-                self._given_back[id(part)] = whole
+            if id(part) not in self._restored:
+                self._restored[id(part)] = whole
                 if part.dtype == whole.dtype:
                     _exchange(whole, part.data)
                 else:
                     made = _form_of(whole).made_of(part.data)
-                    self._given_back[id(part)] = nn.Parameter(made, requires_grad=whole.requires_grad)
-            module._parameters[name] = self._given_back[id(part)]
+                    self._restored[id(part)] = nn.Parameter(made, requires_grad=whole.requires_grad)
+            module._parameters[name] = self._restored[id(part)]
         for module in {id(place.module): place.module for place in self._places}.values():
             if module.__dict__.pop(_ATTRIBUTE, None) is not None:
                 module.__class__ = type(module).__base__  # type: ignore[assignment]
@@ -207,7 +207,7 @@ def _check(fqn: str, parameter: torch.Tensor, mesh: Mesh) -> None:
 def _part_of(whole: Any) -> nn.Parameter:
     local = whole.to_local().detach()
     part = nn.Parameter(local, requires_grad=whole.requires_grad)
-    _exchange(whole, local.new_empty(0))  # its memory is the engine's to let go of
+    _exchange(whole, local.new_empty(0))  # its memory is the engine's to release
     is_divided = any(placement.is_shard() for placement in whole.placements)
     vars(part)["tensor_model_parallel"] = is_divided  # as Megatron marks them
     vars(part)["is_part_of_dtensor"] = is_divided  # of which torch's optimizers would see the whole

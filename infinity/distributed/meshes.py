@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from infinity.distributed.agreement import together
+from infinity.distributed.agreement import gather_results
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.process_groups import members_of, num_processes
 from infinity.distributed.world import subsets, world
@@ -99,18 +99,18 @@ def mesh_of(mpu: Any = None, mesh_param: Any = None) -> Mesh:
     everyone.services.pop(_SERVICE, None)
     if (mpu is None and mesh_param is None) or num_processes() == 1:
         return Mesh(everyone)
-    find: Callable[[], _Told] = functools.partial(_of_mpu, mpu, everyone)
+    find: Callable[[], _OfProcess] = functools.partial(_of_mpu, mpu, everyone)
     if hasattr(mesh_param, "mesh_dim_names"):
         find = functools.partial(_of_device_mesh, mesh_param, everyone.number)
     elif mpu is None:
         find = functools.partial(_of_sizes, mesh_param, everyone.num)
-    of_ranks = together(everyone, _SAYING, find)
-    told = [_Told(data, Place(*place)) for data, place in of_ranks]
-    members = _checked(told, everyone.number)
-    groups = tuple(sorted({each.data for each in told}))
+    of_ranks = gather_results(everyone, _SAYING, find)
+    of_ranks = [_OfProcess(data, Place(*place)) for data, place in of_ranks]
+    members = _checked(of_ranks, everyone.number)
+    groups = tuple(sorted({each.data for each in of_ranks}))
     if len(members) == everyone.num:
         return Mesh(everyone, source=mpu, groups=groups)
-    places = [each.place for each in told]
+    places = [each.place for each in of_ranks]
     rows = [tuple(sorted(row)) for row in zip(*groups, strict=True)]
     stages = {(row, places[number].stage) for row in rows for number in row}
     tensors = [tuple(number for number in row if places[number].stage == stage) for row, stage in stages]
@@ -135,19 +135,19 @@ def current_mesh() -> Mesh:
     return found if isinstance(found, Mesh) else Mesh(world())
 
 
-class _Told(NamedTuple):
+class _OfProcess(NamedTuple):
     """What a process's script has said of it."""
 
     data: tuple[int, ...]
     place: Place
 
 
-def _checked(told: Sequence[_Told], number: int) -> tuple[int, ...]:
+def _checked(of_ranks: Sequence[_OfProcess], number: int) -> tuple[int, ...]:
     """The processes with the same part as ``number``."""
     parts: dict[tuple[int, ...], Place] = {}
-    for rank, (members, place) in enumerate(told):
-        if rank not in members or any(told[other] != (members, place) for other in members):
-            others = sorted({str(told[other].place) for other in members})
+    for rank, (members, place) in enumerate(of_ranks):
+        if rank not in members or any(of_ranks[other] != (members, place) for other in members):
+            others = sorted({str(of_ranks[other].place) for other in members})
             raise ConfigError(
                 f"{_SAYING}: rank {rank} says that the ranks {list(members)} have the same part of the model as it has, and "
                 f"those do not say so ({'; '.join(others)}). Make the same groups on all processes, of which each is in one"
@@ -163,10 +163,10 @@ def _checked(told: Sequence[_Told], number: int) -> tuple[int, ...]:
             f"{_SAYING}: the groups {[list(members) for members in parts]} say that they have the same part of the model "
             f"({', '.join(map(str, parts.values()))}). Pass the DeviceMesh of all processes, not a part of it"
         )
-    return told[number].data
+    return of_ranks[number].data
 
 
-def _of_mpu(mpu: Any, everyone: Ranks) -> _Told:
+def _of_mpu(mpu: Any, everyone: Ranks) -> _OfProcess:
     find_group = getattr(mpu, "get_data_parallel_group", None)
     if not callable(find_group):
         raise ConfigError(f"mpu has no get_data_parallel_group(): it is a {type(mpu).__name__}. {_CURE_OF_MPU}")
@@ -176,19 +176,19 @@ def _of_mpu(mpu: Any, everyone: Ranks) -> _Told:
             f"mpu says that the ranks {list(members)} have the same part of the model, of {everyone.num}: parts by mpu are not "
             f"supported. {_CURE_OF_MPU}"
         )
-    return _Told(members, Place())
+    return _OfProcess(members, Place())
 
 
-def _of_sizes(sizes: Any, num: int) -> _Told:
+def _of_sizes(sizes: Any, num: int) -> _OfProcess:
     if tuple(sizes) != (num, 1):
         raise ConfigError(
             f"mesh_param is {sizes!r}, and {num} processes train together: sequences that are divided among processes are not "
             f"supported. Leave it out, or pass ({num}, 1) or a DeviceMesh with names of its dimensions"
         )
-    return _Told(tuple(range(num)), Place())
+    return _OfProcess(tuple(range(num)), Place())
 
 
-def _of_device_mesh(mesh: Any, number: int) -> _Told:
+def _of_device_mesh(mesh: Any, number: int) -> _OfProcess:
     names, ranks = mesh.mesh_dim_names, mesh.mesh
     if names is None:
         if ranks.dim() > 1:
@@ -218,4 +218,4 @@ def _of_device_mesh(mesh: Any, number: int) -> _Told:
                 'dp, those of tensor parallelism tp, and those of pipeline stages pp; others ("cp", "ep") are not supported'
             )
         own.append(index)
-    return _Told(tuple(sorted(ranks[tuple(own)].flatten().tolist())), place)
+    return _OfProcess(tuple(sorted(ranks[tuple(own)].flatten().tolist())), place)

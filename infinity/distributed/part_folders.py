@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from infinity.distributed.agreement import together
+from infinity.distributed.agreement import gather_results
 from infinity.distributed.meshes import Mesh
 from infinity.errors import CheckpointError, ModelError
 
@@ -78,20 +78,20 @@ def common_tag(
 
     if not mesh.is_divided:
         return tag
-    tags = [each for each in dict.fromkeys(together(mesh.everyone, what, latest)) if each is not None]
+    tags = [each for each in dict.fromkeys(gather_results(mesh.everyone, what, latest)) if each is not None]
     best: tuple[int, str] | None = None
     differing = ""
     for each in tags:
-        ages = together(mesh.everyone, what, functools.partial(age, own / each))
+        ages = gather_results(mesh.everyone, what, functools.partial(age, own / each))
         if not all(ages):
             continue
-        steps = sorted({*together(mesh.everyone, what, functools.partial(step, own / each))})
+        steps = sorted({*gather_results(mesh.everyone, what, functools.partial(step, own / each))})
         if len(steps) == 1:
             best = max(best or (0, each), (max(ages), each))
         else:
             differing += f"; {each} is of the steps {', '.join(map(str, steps))} in different parts"
     if best is None and tags:
-        nums = together(
+        nums = gather_results(
             mesh.everyone, what, lambda: sum(age(each) > 0 for each in own.iterdir()) if own.is_dir() else 0
         )
         if tag is None and max(nums) == 1 and min(nums) == 0:
@@ -110,7 +110,7 @@ def check_apart(mesh: Mesh, directory: Path) -> None:
     Raises:
         ModelError: several are to go to ``directory``; nothing has been written.
     """
-    found = {*together(mesh.everyone, "an export", lambda: (str(directory.absolute()), mesh.part))}
+    found = {*gather_results(mesh.everyone, "an export", lambda: (str(directory.absolute()), mesh.part))}
     if len({path for path, _ in found}) < len(found):
         raise ModelError(
             f"'{directory}' would get {mesh.parts.num} parts of the model, one over the other",

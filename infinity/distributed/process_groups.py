@@ -1,6 +1,6 @@
 """How the processes of a run find each other, and part. The only place that knows ``torch.distributed``.
 
-[Note: how a group ends] gloo's threads let go of tensors some time after what they carried is over, which takes Python's lock:
+[Note: how a group ends] gloo's threads release tensors some time after what they carried is over, which takes Python's lock:
 once the interpreter has begun to end, that aborts the process. A group joins its threads when nothing refers to it any more. So
 nothing here keeps one alive that a script has destroyed, and one that nobody has destroyed is before the interpreter ends.
 """
@@ -22,7 +22,7 @@ import torch
 from infinity.distributed.bounded import within
 from infinity.errors import ConfigError, RankError
 from infinity.torch_internals import names
-from infinity.torch_internals.names import forget_default_groups, take_gpu
+from infinity.torch_internals.names import forget_default_groups, set_default_gpu
 from swapper.sync.limits import start_threads
 
 ReduceOp: Any = getattr(torch.distributed, "ReduceOp", None)
@@ -145,7 +145,7 @@ def init_distributed(
 
 def _begin_group(backend: str, **options: Any) -> None:
     if "nccl" in backend:
-        take_gpu(local_rank())  # nccl would take that of the first for all
+        set_default_gpu(local_rank())  # nccl would take that of the first for all
     begin = functools.partial(torch.distributed.init_process_group, backend, **options)
     _find_each_other(begin, options.get("timeout"), rank=options["rank"])
 

@@ -45,13 +45,13 @@ _CURE = (
 )
 
 
-class Giver(Protocol):
+class PullServer(Protocol):
     """Has something that other ranks ask for, by number. Called by the threads of `Pulls`."""
 
-    def is_at_hand(self, index: int) -> bool:
+    def is_available(self, index: int) -> bool:
         """Whether it is in memory, or on its way there."""
 
-    def give(self, index: int) -> Sequence[torch.Tensor]:
+    def serve(self, index: int) -> Sequence[torch.Tensor]:
         """It, in pieces (uint8, 1-D, on the CPU), which stay as they are until the next call."""
 
 
@@ -134,12 +134,12 @@ class Pull:
 
 
 class Pulls:
-    """One for all that a process group's ranks fetch from each other; its threads begin with the first `Giver`."""
+    """One for all that a process group's ranks fetch from each other; its threads begin with the first `PullServer`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
-        self._givers: dict[int, Giver] = {}
+        self._servers: dict[int, PullServer] = {}
         """By the number that all ranks know them by. Under the lock, as the next two."""
         self._waiting: dict[tuple[int, int], list[_Request]] = {}
         """Requests ahead of need, by number and index."""
@@ -150,16 +150,16 @@ class Pulls:
         self._errors: dict[int, RankError] = {}
         """By number, what has made the ranks part."""
         self._ready: queue.SimpleQueue[_Request] = queue.SimpleQueue()
-        self._to_begin = [("asked", self._listen), ("giving", self._give_all)]
+        self._to_begin = [("asked", self._listen), ("giving", self._serve_all)]
         """Threads that have not been started."""
 
-    def register(self, giver: Giver) -> int:
+    def register(self, server: PullServer) -> int:
         """Answer requests from now on. All ranks call it at the same point. Returns the number to ask for."""
-        found = self.ranks.meet("making weights known to other ranks", [self._next_number])
+        found = self.ranks.all_gather_ints("making weights known to other ranks", [self._next_number])
         with self._lock:
             number = max(each[0] for each in found)
             self._next_number = number + 1
-            self._givers[number] = giver
+            self._servers[number] = server
             while self._to_begin:
                 name, function = self._to_begin[-1]
                 start_threads(threading.Thread(target=function, name=f"infinity-{name}", daemon=True))
@@ -169,7 +169,7 @@ class Pulls:
     def unregister(self, number: int) -> None:
         """There is nothing any more under this number: whoever asks gets an error."""
         with self._lock:
-            self._givers.pop(number, None)
+            self._servers.pop(number, None)
             for key in [key for key in self._waiting if key[0] == number]:
                 self.release(*key)
 
@@ -231,7 +231,7 @@ class Pulls:
             request = torch.zeros(4, dtype=torch.int64, device="cpu")
             try:
                 begun = self.ranks.begin_receive("waiting for requests", request, None, _REQUESTS)
-                self.ranks.finish("waiting for requests", begun, is_patient=True)
+                self.ranks.finish("waiting for requests", begun, waits_forever=True)
             except RankError:  # one rank has ended; others may still ask
                 num_failures += 1
                 Latch().wait(_PAUSE_SECONDS)
@@ -241,36 +241,36 @@ class Pulls:
     def _take(self, request: _Request) -> None:
         key = request.number, request.item
         with self._lock:
-            giver = self._givers.get(request.number)
+            server = self._servers.get(request.number)
             if request.kind == _PROMOTED:
                 asked = self._waiting.get(key, [])
                 found = next((e for e in asked if (e.source, e.tag) == (request.source, request.tag)), None)
                 if found is not None:
                     asked.remove(found)
                     self._ready.put(found)
-            elif request.kind == _AHEAD and giver is not None and not giver.is_at_hand(request.item):
+            elif request.kind == _AHEAD and server is not None and not server.is_available(request.item):
                 self._waiting.setdefault(key, []).append(request)
             else:
                 self._ready.put(request)
 
-    def _give_all(self) -> None:
+    def _serve_all(self) -> None:
         while True:
             request = self._ready.get()
             try:
-                self._give(request)
+                self._serve(request)
             except RankError:
                 logger.debug("rank %d does not take what it has asked for", request.source, exc_info=True)
 
-    def _give(self, request: _Request) -> None:
+    def _serve(self, request: _Request) -> None:
         what = f"giving rank {self.ranks.members[request.source]} what it has asked for"
         pieces: Sequence[torch.Tensor] = ()
         text = ""
         with self._lock:
-            giver = self._givers.get(request.number)
+            server = self._servers.get(request.number)
         try:
-            if giver is None:
+            if server is None:
                 raise RankError(what, "the engine is closed here", rank=self.ranks.number, cure=_CURE)
-            pieces = giver.give(request.item)
+            pieces = server.serve(request.item)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
         head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8, device="cpu")

@@ -2,7 +2,7 @@
 
 Knows tensors and ranks; must not know what is averaged.
 
-[Note: in two halves] As 1-bit Adam does it (arXiv 2102.02888, section 4.2). Each rank adds what its last signs have left out to
+[Note: in two steps] As 1-bit Adam does it (arXiv 2102.02888, section 4.2). Each rank adds what its last signs have left out to
 its values, and sends of them the signs, and the root of their mean square: to each rank a part, as a server. The server takes the
 mean of what it got, adds what its own last signs have left out, and sends signs and scale of that to all. So each element
 crosses twice, as in an exchange of fp32, with one bit in place of 32.
@@ -23,7 +23,7 @@ _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class ErrorFeedback:
     """What the signs of one tensor have left out so far, fp32, 1-D: zeros at first.
 
     Attributes:
@@ -42,7 +42,7 @@ def server_numel(numel: int, ranks: Ranks) -> int:
 
 
 def compressed_mean(
-    ranks: Ranks, what: str, values: Sequence[torch.Tensor], left_out: Sequence[LeftOut], *, kind: str
+    ranks: Ranks, what: str, values: Sequence[torch.Tensor], errors: Sequence[ErrorFeedback], *, kind: str
 ) -> None:
     """Each of ``values`` becomes its compressed mean over all ranks, with the same bits on all.
 
@@ -50,7 +50,7 @@ def compressed_mean(
         ranks: all come with as many values.
         what: for messages.
         values: 1-D, fp32, on the CPU; each is compressed by itself.
-        left_out: of each, by the calls before; changed in place.
+        errors: of each, by the calls before; changed in place.
         kind: under which `Ranks.sent_bytes` counts it.
     """
     parts = [_parts(each.numel(), ranks.num) for each in values]
@@ -59,25 +59,25 @@ def compressed_mean(
     sent = torch.zeros((ranks.num, sum(sizes)), dtype=torch.uint8, device="cpu")
     *places, last = sent.split(sizes, dim=1)
     scales = torch.zeros(len(values), dtype=torch.float32, device="cpu")
-    for each, left, place, scale in zip(values, left_out, places, scales, strict=True):
+    for each, left, place, scale in zip(values, errors, places, scales, strict=True):
         left.worker.add_(each)
-        signs = _take_signs(left.worker, scale)
+        signs = _pack_signs(left.worker, scale)
         place.copy_(torch.nn.functional.pad(signs, (0, place.numel() - signs.numel())).view(place.shape))
     last.copy_(scales.view(torch.uint8))
-    *received, last = ranks.swap(what, sent, kind=kind).split(sizes, dim=1)
+    *received, last = ranks.all_to_all(what, sent, kind=kind).split(sizes, dim=1)
     received_scales = last.clone().view(torch.float32)
     own = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
     *places, last = own.split(sizes)
-    for index, (of_ranks, left, place) in enumerate(zip(parts, left_out, places, strict=True)):
+    for index, (of_ranks, left, place) in enumerate(zip(parts, errors, places, strict=True)):
         start, stop = of_ranks[ranks.index]
         mean = torch.zeros(stop - start, dtype=torch.float32, device="cpu")
         for row, scale in zip(received[index], received_scales[:, index], strict=True):
             mean.add_(_decoded(row, stop - start, scale))
         left.server.add_(mean, alpha=1.0 / ranks.num)
-        signs = _take_signs(left.server, scales[index])
+        signs = _pack_signs(left.server, scales[index])
         place[: signs.numel()] = signs
     last.copy_(scales.view(torch.uint8))
-    *found, last = ranks.share(what, own, kind=kind).split(sizes, dim=1)
+    *found, last = ranks.all_gather(what, own, kind=kind).split(sizes, dim=1)
     found_scales = last.clone().view(torch.float32)
     for index, (each, of_ranks) in enumerate(zip(values, parts, strict=True)):
         for row, scale, (start, stop) in zip(found[index], found_scales[:, index], of_ranks, strict=True):
@@ -94,7 +94,7 @@ def _parts(numel: int, num: int) -> list[tuple[int, int]]:
     return [(min(rank * width, numel), min((rank + 1) * width, numel)) for rank in range(num)]
 
 
-def _take_signs(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _pack_signs(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Signs of ``values``, packed (uint8), whose scale is put into ``scale``; ``values`` become what the two leave out."""
     if not values.numel():
         return torch.empty(0, dtype=torch.uint8, device="cpu")

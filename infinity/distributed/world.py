@@ -42,7 +42,7 @@ def world() -> Ranks:
         index, num = process_rank(), num_processes()
         # A launcher's store outlives what it starts again, so each group has a part of its own.
         ranks = Ranks(index, num, group)
-        number = ranks.meet("beginning", [secrets.randbits(62)])[0][0]
+        number = ranks.all_gather_ints("beginning", [secrets.randbits(62)])[0][0]
         store = default_store()
         if store is not None:
             processes = ranks.gather("telling of processes", own_process().encode())
@@ -79,7 +79,9 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
         is_mine and not ((purpose, members) in known and known[purpose, members].has_group)
         for members, is_mine in zip(several, mine, strict=True)
     ]
-    for members, is_mine, *lack in zip(several, mine, *everyone.meet("making process groups", lacking), strict=True):
+    for members, is_mine, *lack in zip(
+        several, mine, *everyone.all_gather_ints("making process groups", lacking), strict=True
+    ):
         if not any(lack):
             continue
         group = group_of(members, everyone.check_neighbours) if len(members) > 1 else None
@@ -87,7 +89,7 @@ def subsets(wanted: Iterable[Sequence[int]], purpose: str = "") -> dict[tuple[in
             same = everyone if members == everyone.members else known.get(("", members))
             made = Ranks(members.index(everyone.number), len(members), group, everyone.causes, members, same)
             known[purpose, members] = made
-    everyone.meet("having made process groups")  # or one that ends at once ends the joining of others
+    everyone.all_gather_ints("having made process groups")  # or one that ends at once ends the joining of others
     of_all = {everyone.members: everyone}
     return of_all | {
         members: known[purpose, members] for members, is_mine in zip(several, mine, strict=True) if is_mine
@@ -104,7 +106,7 @@ class Numbered:
         everyone = world()
         self._used: set[int] = everyone.services.setdefault("numbers", set())
         free = max(self._used, default=-1) + 1
-        self.number = max(found for (found,) in everyone.meet("numbering process groups", [free]))
+        self.number = max(found for (found,) in everyone.all_gather_ints("numbering process groups", [free]))
         self._used.add(self.number)
 
     def end(self) -> None:

@@ -10,11 +10,11 @@ from torch import nn
 
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
-from infinity.device.host_memory import give_back_freed_memory
+from infinity.device.host_memory import trim_heap
 from infinity.distributed.meshes import Mesh
 from infinity.engine.engine import Engine
 from infinity.engine.parts import Parts
-from infinity.optim.template import Template
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.units.buffers import BufferCast, buffers_of, restore_buffers
 from infinity.units.originals import Originals
 
@@ -25,7 +25,7 @@ def build(
     engine_class: type[EngineClass],
     model: nn.Module,
     config: InfinityConfig,
-    template: Template,
+    wrapped_optimizer: WrappedOptimizer,
     device: ComputeDevice,
     mesh: Mesh,
     undo: contextlib.ExitStack,
@@ -47,7 +47,7 @@ def build(
     Raises:
         BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
     """
-    parts = Parts(model, config, template, device, mesh, undo, before)
+    parts = Parts(model, config, wrapped_optimizer, device, mesh, undo, before)
     buffers = BufferCast(model, parts.config.compute_dtype, parts.config.buffer_dtype)
     originals = Originals(
         parts.plan.units,
@@ -58,11 +58,11 @@ def build(
     )
     built: list[EngineClass] = []
     undo.callback(_close, built)
-    undo.callback(template.give_back_states, parts.access.state)
-    undo.callback(originals.give_back)  # what is paged out comes back, as far as it can be read
+    undo.callback(wrapped_optimizer.restore_states, parts.access.state)
+    undo.callback(originals.restore)  # what is paged out comes back, as far as it can be read
     undo.callback(restore_buffers, buffers_of(model))
     undo.callback(parts.module_hooks.uninstall)
-    parts.take_over(originals, undo)
+    parts.store_model(originals, undo)
     if engine is None:
         engine = engine_class(parts.config, parts)
     else:
@@ -70,7 +70,7 @@ def build(
     built.append(engine)
     buffers.apply(device.torch_device)
     parts.module_hooks.handles_of_others.append(buffers.explain_failures())
-    give_back_freed_memory()
+    trim_heap()
     return engine, originals
 
 

@@ -1,7 +1,7 @@
 """What an engine saves and loads: checkpoints with DeepSpeed's arguments and results.
 
 [Note: checkpoints of several ranks] All ranks make each call here. The first one writes everything,
-and what is a rank's own (random generators, the loader's position) comes to it before; so do, unit by unit, the shares of main
+and what is a rank's own (random generators, the loader's position) comes to it before; so do, unit by unit, the shards of main
 weights and states that only others keep. All of them read. Whatever fails on one
 rank raises on all: while a checkpoint is looked at, before anything is changed; while it is read, so that no rank goes on with
 weights that the others do not have.
@@ -21,11 +21,11 @@ from typing import Any
 from infinity.checkpoint.arrays import reading_from
 from infinity.checkpoint.checkpoint_loading import Wanted, load
 from infinity.checkpoint.manifest import MANIFEST, completed_at
-from infinity.checkpoint.record_stream import SharedStream
+from infinity.checkpoint.record_stream import GatheredStream
 from infinity.checkpoint.saved import Checkpoint, find, reading_again, tags
 from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.training_checkpoint import BackgroundSave, Saving, Training
-from infinity.distributed.agreement import agree, on_first, together
+from infinity.distributed.agreement import agree, gather_results, on_rank_0
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.part_folders import check_parts, common_tag, folder_of
 from infinity.engine.export_calls import ExportCalls, check_directory
@@ -83,8 +83,8 @@ class CheckpointCalls(ExportCalls):
                 from elsewhere, with the values that they have now: they stay as they are in the model.
             blocking: False: buffers, frozen weights and what the engine does not hold are written, then the call returns, and
                 the rest is written while training goes on: an update of a unit waits until that is saved as it was. It takes
-                about 14 MiB beside the budget. (Several processes that keep shares of the states write all of it before the call
-                returns.) `wait_for_checkpoint`, the next save or load, and `close` wait for its end.
+                about 14 MiB beside the budget. (Several processes that keep shards of the states write all of it before the
+                call returns.) `wait_for_checkpoint`, the next save or load, and `close` wait for its end.
             keep_last: so many checkpoints stay in ``save_dir``, this one counted: older ones are removed when this one is
                 complete, but never the one that ``latest`` names. None: all stay. Where processes have different parts of
                 the model, two stay at least.
@@ -117,14 +117,14 @@ class CheckpointCalls(ExportCalls):
             excludes_frozen=exclude_frozen_parameters,
             shows_progress=blocking and self.config.infinity.progress_bars and self.global_rank <= 0,
         )
-        together(self._mesh.everyone, what, lambda: self._save(what, begin, blocking))
+        gather_results(self._mesh.everyone, what, lambda: self._save(what, begin, blocking))
         self._is_saving = not blocking
         self._num_saved_steps = self.global_steps
         self._notes.note("save", self.global_steps, f"a checkpoint: '{Path(save_dir) / name}'")
         return True
 
     def _save(self, what: str, begin: Callable[[Training], Saving], blocking: bool) -> None:
-        of_ranks = together(self._mesh.data, what, self._begin_checkpoint)
+        of_ranks = gather_results(self._mesh.data, what, self._begin_checkpoint)
         if self.counts.position:
             logger.warning(
                 "engine.save_checkpoint between the micro-batches of a step: the gradients so far are not saved. Call it at "
@@ -140,13 +140,13 @@ class CheckpointCalls(ExportCalls):
                 with uninterrupted():  # nothing is updated before it returns
                     background.start(self)
                     self._saving = background
-                    self._let_updates_wait_for(background.saving)
+                    self._delay_updates_for(background.saving)
 
         shared = self._parts.access.shared
         if shared is None:
-            on_first(self._mesh.data, what, save)
+            on_rank_0(self._mesh.data, what, save)
         else:
-            _with_shares(shared, self._mesh.data, what, save)
+            _with_shards(shared, self._mesh.data, what, save)
 
     def _begin_checkpoint(self) -> dict[str, Any]:
         """Finish what is pending. Returns what a checkpoint has of each rank."""
@@ -155,7 +155,7 @@ class CheckpointCalls(ExportCalls):
         self.flush()
         return self._own()
 
-    def _let_updates_wait_for(self, saving: Saving | None) -> None:
+    def _delay_updates_for(self, saving: Saving | None) -> None:
         self._parts.stream.wait_for_saver(saving)
         self._parts.stored.wait_for_saver(saving)
 
@@ -169,7 +169,7 @@ class CheckpointCalls(ExportCalls):
         """
         if self._is_saving or self._mesh.data.num == 1:
             self._is_saving = False
-            on_first(self._mesh.data, "engine.wait_for_checkpoint", self._finish_saving)
+            on_rank_0(self._mesh.data, "engine.wait_for_checkpoint", self._finish_saving)
 
     def _finish_saving(self) -> None:
         """Wait for what this rank writes, and raise what went wrong. The others are not asked."""
@@ -185,7 +185,7 @@ class CheckpointCalls(ExportCalls):
 
     def _end_saving(self) -> None:
         saving, self._saving = self._saving, None
-        self._let_updates_wait_for(None)
+        self._delay_updates_for(None)
         if saving is not None:
             saving.raise_error()
 
@@ -254,7 +254,7 @@ class CheckpointCalls(ExportCalls):
             if self._mesh.data.index == 0:
                 remove_abandoned(folder_of(self._mesh, directory))
 
-        together(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
+        gather_results(self._mesh.everyone, what, tidy)  # before anybody looks: it may put a checkpoint back
         named = None if tag is None else str(tag)
         common = common_tag(self._mesh, directory, named, what, find=find, age=_written, step=_step)
         found: list[tuple[str | None, dict[str, Any] | None]] = []
@@ -263,7 +263,7 @@ class CheckpointCalls(ExportCalls):
         def load_all() -> None:
             found.append(self._load(what, directory, common, wanted, missing_ok=may_lack))
 
-        together(self._mesh.everyone, what, load_all)
+        gather_results(self._mesh.everyone, what, load_all)
         folder, client_state = found[0]
         durable = self._parts.durable
         if durable is not None and folder is not None:
@@ -301,24 +301,24 @@ class CheckpointCalls(ExportCalls):
                     wanted,
                     shows_progress=self.config.infinity.progress_bars and self.global_rank <= 0,
                     is_first_rank=self.global_rank <= 0,
-                    begin=changing.tell,
+                    begin=changing.agree,
                     changing=changing,
                 )
             except Exception as error:
-                changing.tell(error)
+                changing.agree(error)
                 raise
 
         # Several ranks may find it replaced or not: they all raise.
-        rest = reading_again(folder, read) if ranks.num == 1 else read()
+        training_state = reading_again(folder, read) if ranks.num == 1 else read()
         if self._parts.access.shared is not None:
             self._parts.exchange.gather(self._parts.parameter_map.units)
         if wanted.counters:
-            self.count_on(rest["counters"], with_loss_scale=wanted.optimizer)
+            self.count_on(training_state["counters"], with_loss_scale=wanted.optimizer)
         if wanted.optimizer:
-            self._go_on_as_rank(ranks.index, rest, wanted)
+            self._resume_as_rank(ranks.index, training_state, wanted)
         words = f"went on from '{folder}', of step {self.global_steps}"
         self._notes.note("load", before, words, to=self.global_steps)
-        client_state: dict[str, Any] = rest["client_state"]
+        client_state: dict[str, Any] = training_state["client_state"]
         return str(folder), client_state
 
     def _find_checkpoint(self, directory: Path, tag: str | None, what: str) -> Path | None:
@@ -336,7 +336,7 @@ class CheckpointCalls(ExportCalls):
                 manifest = None if found is None else found / MANIFEST
                 return found, zlib.crc32(manifest.read_bytes()) if manifest is not None and manifest.is_file() else 0
 
-        of_ranks = together(ranks, what, look)
+        of_ranks = gather_results(ranks, what, look)
         if len({stamp for _, stamp in of_ranks}) > 1 or len({found is None for found, _ in of_ranks}) > 1:
             places = ", ".join(f"rank {rank}: {found or 'none'}" for rank, (found, _) in enumerate(of_ranks))
             raise CheckpointError(
@@ -346,11 +346,11 @@ class CheckpointCalls(ExportCalls):
             )
         return of_ranks[ranks.index][0]
 
-    def _go_on_as_rank(self, rank: int, rest: Mapping[str, Any], wanted: Wanted) -> None:
-        """What is a rank's own; ``rest`` has the first rank's in itself, and those of the others in a list."""
-        of_ranks = [rest, *rest.get(_OTHER_RANKS, ())]
+    def _resume_as_rank(self, rank: int, training_state: Mapping[str, Any], wanted: Wanted) -> None:
+        """What is a rank's own; ``training_state`` has the first rank's in itself, and those of the others in a list."""
+        of_ranks = [training_state, *training_state.get(_OTHER_RANKS, ())]
         is_new = rank >= len(of_ranks)
-        own = rest if is_new else of_ranks[rank]
+        own = training_state if is_new else of_ranks[rank]
         loader = self.training_dataloader
         if wanted.data_position and "loader" in own and hasattr(loader, "load_state_dict"):
             loader.load_state_dict(own["loader"])
@@ -365,9 +365,9 @@ class CheckpointCalls(ExportCalls):
             self.lr_scheduler,
             parts.access,
             parts.parameter_map,
-            parts.pager,
-            lambda: self.rest() | ({_OTHER_RANKS: list(of_other_ranks)} if of_other_ranks else {}),
-            parts.template.tiled,
+            parts.coordinator,
+            lambda: self.training_state() | ({_OTHER_RANKS: list(of_other_ranks)} if of_other_ranks else {}),
+            parts.wrapped_optimizer.tiled,
         )
 
     def _resume(self) -> None:
@@ -403,14 +403,18 @@ class CheckpointCalls(ExportCalls):
         before = self.global_steps
         self._parts.durable.rollback(self, steps)
         self._paged.expire_states()
-        self._guard.note_part_loaded(None)
+        self._guard.on_partial_load(None)
         self._notes.note("rollback", before, f"went back to step {self.global_steps}", to=self.global_steps)
 
-    def rest(self) -> dict[str, Any]:
+    def training_state(self) -> dict[str, Any]:
         """What is no tensor of the model or the optimizer: counters, random generators, positions of loader and scheduler, and
         what modules keep for themselves."""
-        rest: dict[str, Any] = {"counters": self.counters(), EXTRA_STATES: extra_states(self.module), **self._own()}
-        return rest | state_of_scheduler(self.lr_scheduler)
+        training_state: dict[str, Any] = {
+            "counters": self.counters(),
+            EXTRA_STATES: extra_states(self.module),
+            **self._own(),
+        }
+        return training_state | state_of_scheduler(self.lr_scheduler)
 
     def _own(self) -> dict[str, Any]:
         """What each rank has for itself."""
@@ -431,9 +435,9 @@ class CheckpointCalls(ExportCalls):
             self._parts.stepper.scaler.load_state(counters["loss_scale"])
 
 
-def _with_shares(shared: SharedStream, ranks: Ranks, what: str, save: Callable[[], None]) -> None:
+def _with_shards(shared: GatheredStream, ranks: Ranks, what: str, save: Callable[[], None]) -> None:
     """Call ``save`` on rank 0, while the others send it what they keep. What goes wrong is raised on all."""
-    ranks.meet(what)
+    ranks.all_gather_ints(what)
     error: Exception | None = None
     try:
         if ranks.index:
@@ -466,7 +470,7 @@ def _written(folder: Path) -> int:
 
 def _step(folder: Path) -> int:
     """Of which step a complete checkpoint is."""
-    return int(Checkpoint(folder).rest()["counters"]["global_steps"])
+    return int(Checkpoint(folder).training_state()["counters"]["global_steps"])
 
 
 class _Changing(contextlib.AbstractContextManager[None]):
@@ -485,7 +489,7 @@ class _Changing(contextlib.AbstractContextManager[None]):
         self._ahead = ["the optimizer", "the model"]
         """What no rank looks at before all have done with what comes before."""
 
-    def tell(self, error: Exception | None = None) -> None:
+    def agree(self, error: Exception | None = None) -> None:
         """Whether this rank can go on. Raises if another cannot."""
         if not self._ahead:  # inside the ``with`` block
             return
@@ -493,12 +497,12 @@ class _Changing(contextlib.AbstractContextManager[None]):
             agree(self._ranks, f"{self._what}, before {self._ahead.pop(0)}", error)
         except Exception:
             if not self._ahead and self._ranks.num > 1:  # others have changed their optimizers
-                self._guard.note_part_loaded(self._folder)
+                self._guard.on_partial_load(self._folder)
             self._ahead.clear()
             raise
 
     def __enter__(self) -> None:
-        self._replacing.enter_context(self._access.replacing_all(self.tell))
+        self._replacing.enter_context(self._access.replacing_all(self.agree))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -510,4 +514,4 @@ class _Changing(contextlib.AbstractContextManager[None]):
                 agree(self._ranks, self._what, error)
                 is_whole = error is None
         finally:
-            self._guard.note_part_loaded(None if is_whole else self._folder)
+            self._guard.on_partial_load(None if is_whole else self._folder)

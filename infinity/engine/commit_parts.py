@@ -52,14 +52,14 @@ def check_layout(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str
         )
 
 
-def packed(rest: Mapping[str, Any]) -> bytes:
+def packed(training_state: Mapping[str, Any]) -> bytes:
     """Scalars and small tensors as bytes.
 
     Raises:
         ModelError: something of it is no plain data.
     """
     try:
-        return pack(dict(rest), "the commit")
+        return pack(dict(training_state), "the commit")
     except Exception as error:  # whatever the objects' classes raise
         raise ModelError(
             f"a durable run cannot keep the optimizer's groups, the scheduler or a module's extra state: {error}",

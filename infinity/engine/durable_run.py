@@ -4,7 +4,7 @@ Knows what a commit is made of, and when one can be made; must not know how byte
 
 [Note: what survives] A commit begins at the end of `Engine.step`: what is no tensor of a unit is taken down there. It goes on
 beside the next forward, until the updates of the step are written and the file that names their places is on the drive.
-Whoever writes next waits for that (`settle`): the next step's first update, and whatever looks at weights or states from
+Whoever writes next waits for that (`wait`): the next step's first update, and whatever looks at weights or states from
 outside. So what survives is the last step that has returned or, if a crash falls in its commit, the one before. All of a step
 is in a commit or nothing: its bytes lie in other places than those of the commit before.
 
@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.rest_checks import check_counters, check_groups, check_states
+from infinity.checkpoint.training_state_checks import check_counters, check_groups, check_states
 from infinity.config.resolved import DurableSection, InfinityConfig
-from infinity.distributed.agreement import agree, together
+from infinity.distributed.agreement import agree, gather_results
 from infinity.distributed.collectives import Ranks
 from infinity.engine import commit_parts
 from infinity.engine.resources import EngineResources
@@ -39,7 +39,7 @@ from infinity.errors import InfinityError, ModelError, StepError, StorageError
 from infinity.numerics.plain_data import UNREADABLE, unpack
 from infinity.numerics.random_states import check_random_states, set_random_states
 from infinity.optim.scheduler_state import scheduler_with
-from infinity.paging.residency import Residency
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.extra_states import EXTRA_STATES, set_extra_states
@@ -87,17 +87,17 @@ class DurableRun:
         self._commits: dict[int, tuple[int, int]] = {}
         """By commit, its line (see [Note: lines of commits]), and the step that it was made after."""
         self._line = 0
-        self._is_settled = True
+        self._is_consistent = True
         """Whether no commit is under way."""
         self.has_failed = False
-        """Whether `settle` has told of a commit that could not be made."""
+        """Whether `wait` has told of a commit that could not be made."""
         self.went_on_at: int | None = None
         """The step that `resume` went on from; None if the run began then."""
         self._given: list[dict[str, Any]] = []
         """Of each group, the values that the script began with."""
-        self._is_scheduler_told = False
+        self._has_warned_of_scheduler = False
         self._header: dict[str, Any] | None = None
-        self._page_bytes = config.infinity.page_bytes
+        self._staging_buffer_bytes = config.infinity.staging_buffer_bytes
         try:
             with self._reading():
                 self._header = None if found is None else _header_of(found[1][1])
@@ -122,7 +122,7 @@ class DurableRun:
         """Line and step of the newest commit that all ranks have; None if all begin anew."""
         newest = -1 if self._header is None else int(self._header["step"])
         line = 0 if self._header is None else int(self._header["line"])
-        of_ranks = self._ranks.meet("the commits of a durable run", [line, newest, self._number])
+        of_ranks = self._ranks.all_gather_ints("the commits of a durable run", [line, newest, self._number])
         lines, steps, numbers = zip(*of_ranks, strict=True)
         if min(steps) >= 0:
             return min(zip(lines, steps, strict=True))
@@ -146,47 +146,48 @@ class DurableRun:
 
     def adapted(self, config: InfinityConfig) -> InfinityConfig:
         """The config with the sizes that the newest commit was made with, where it leaves them open."""
-        if self._header is None or config.infinity.page_bytes is not None:
+        if self._header is None or config.infinity.staging_buffer_bytes is not None:
             return config
-        section = dataclasses.replace(config.infinity, page_bytes=self._header["page_bytes"])
+        section = dataclasses.replace(config.infinity, staging_buffer_bytes=self._header["page_bytes"])
         return dataclasses.replace(config, infinity=section)
 
-    def check(self, layout: Mapping[str, Any], page_bytes: int, share: tuple[int, int]) -> None:
+    def check(self, layout: Mapping[str, Any], staging_buffer_bytes: int, shard: tuple[int, int]) -> None:
         """See that the newest commit is of this training. Nothing has been written yet.
 
         Args:
             layout: what must be the same for a commit to be gone on from, as JSON has it.
-            page_bytes: of records.
-            share: which of how many this process has of the states.
+            staging_buffer_bytes: of records.
+            shard: which of how many this process has of the states.
 
         Raises:
             ModelError: names what differs.
         """
-        self._layout = {**layout, "processes": self._ranks.num, "share": list(share)}
-        self._page_bytes = page_bytes
+        self._layout = {**layout, "processes": self._ranks.num, "share": list(shard)}
+        self._staging_buffer_bytes = staging_buffer_bytes
         if self._header is not None:
             with self._reading():
-                self._check_header(self._header, share)
+                self._check_header(self._header, shard)
 
-    def _check_header(self, header: Mapping[str, Any], share: tuple[int, int]) -> None:
+    def _check_header(self, header: Mapping[str, Any], shard: tuple[int, int]) -> None:
         num_before = header["layout"]["processes"]
         if num_before != self._ranks.num:
             raise ModelError(
                 f"the durable run in '{self._path.parent}' is of {num_before} processes, not {self._ranks.num}",
                 cure=f"Start {num_before}, or name another infinity.durable_path and load a checkpoint there: any number can",
             )
-        before = header["layout"].get("share", [*share])
-        if before != [*share]:
+        before = header["layout"].get("share", [*shard])
+        if before != [*shard]:
             raise ModelError(
-                f"the durable run in '{self._path.parent}' divides states among {before[1]} processes, not {share[1]}",
+                f"the durable run in '{self._path.parent}' divides states among {before[1]} processes, not {shard[1]}",
                 cure="Set zero_optimization.stage and the mesh as they were, or name another "
                 "infinity.durable_path and load a checkpoint there",
             )
         commit_parts.check_layout(header["layout"], self._layout, str(self._path))
-        if header["page_bytes"] != self._page_bytes:
+        if header["page_bytes"] != self._staging_buffer_bytes:
             raise ModelError(
-                f"the durable run in '{self._path}' has pages of {header['page_bytes']} bytes, not {self._page_bytes}",
-                cure=f"Set infinity.page_bytes to {header['page_bytes']}, or leave it out",
+                f"the durable run in '{self._path}' has staging buffers of {header['page_bytes']} bytes, not "
+                f"{self._staging_buffer_bytes}",
+                cure=f"Set infinity.staging_buffer_bytes to {header['page_bytes']}, or leave it out",
             )
 
     def connect(
@@ -194,7 +195,7 @@ class DurableRun:
         storage: EngineResources,
         units: Sequence[Unit],
         states: Mapping[tuple[int, int], ParameterState],
-        residency: Residency,
+        parameter_cache: ParameterCache,
         stream: UpdateStream,
         waiting: Callable[[str], Any],
         exchange: WeightExchange,
@@ -208,7 +209,7 @@ class DurableRun:
         if storage.versions is None or not isinstance(storage.records, PagedStateStore):
             raise RuntimeError("a durable run without versions of its states")
         self._versions, self._records = storage.versions, storage.records
-        self._units, self._states, self._residency, self._waiting = units, states, residency, waiting
+        self._units, self._states, self._parameter_cache, self._waiting = units, states, parameter_cache, waiting
         self._stream, self._exchange = stream, exchange
         if self._header is not None:
             if self._header["places"] != self._places():
@@ -221,7 +222,7 @@ class DurableRun:
                 self._versions.recover(self._number)
                 *_, inside = self._versions.go_to(self._number)
                 for number in self._versions.kept:
-                    self._note(number, self.directory.read(number)[1])
+                    self._record(number, self.directory.read(number)[1])
                 storage.records.set_valid_bytes(unpack(inside)["valid_bytes"])
 
     # ---------------------------------------------------------------------------------------------------------- commits
@@ -230,7 +231,7 @@ class DurableRun:
         """Begin to commit the step that has just ended.
 
         Raises:
-            StepError: the step before could not be; see `settle`.
+            StepError: the step before could not be; see `wait`.
             ModelError: parameters were added that lie outside of what is committed.
         """
         if added := training.num_not_held:
@@ -238,11 +239,11 @@ class DurableRun:
                 f"{added} parameters came after infinity.initialize, and a durable run does not have them",
                 cure="Add them before, or set infinity.durable to false",
             )
-        self.settle()
-        self._tell_of_scheduler(training)
-        self._ranks.meet(f"the commit of step {training.global_steps}")
+        self.wait()
+        self._warn_of_scheduler(training)
+        self._ranks.all_gather_ints(f"the commit of step {training.global_steps}")
         for unit in self._units:
-            unit.note_changes()
+            unit.detect_writes()
         if any(unit.dirty for unit in self._units):  # what others have written belongs to the step
             training.flush()
         outside, step = commit_parts.packed(self._outside(training)), training.global_steps
@@ -254,31 +255,31 @@ class DurableRun:
 
         def parts() -> list[bytes]:
             head = {"layout": self._layout, "step": step, "line": line, "time": time.time()}
-            head |= {"page_bytes": self._page_bytes or 0, "places": self._places()}
+            head |= {"page_bytes": self._staging_buffer_bytes or 0, "places": self._places()}
             return [json.dumps(head).encode(), outside, commit_parts.packed(self._inside())]
 
         self._number += 1
         self._commits[self._number] = line, step
-        self._is_settled = False
+        self._is_consistent = False
         self._versions.begin(self._number, parts, self._staying(), ready)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return when the last step is committed. Nothing is written by anybody as long as one is being committed.
 
         Raises:
             StepError: it could not be; the commits before are as they were, and no later one can be made.
         """
-        if self._is_settled:
+        if self._is_consistent:
             return
         try:
             with self._waiting("commit"):
                 self._stream.release_all()
-                self._versions.settle()
+                self._versions.wait()
         except Exception as error:
             self.has_failed = True
             _, step = self._commits[self._number]
             raise StepError.uncommitted(self._path, step=step, problem=str(error), cure=write_cure(error)) from error
-        self._is_settled = True
+        self._is_consistent = True
 
     def _staying(self) -> list[int]:
         """Numbers of the commits that stay when the next is there."""
@@ -308,11 +309,11 @@ class DurableRun:
             number = there[0]
         given = self._go_to(training, number)
         self.went_on_at = training.global_steps
-        self._tell_of_changes(training, given)
+        self._warn_of_changes(training, given)
         age = time.time() - self._header["time"]
         logger.info("durable run in '%s': goes on from step %d, %.0f s old", self._path, training.global_steps, age)
 
-    def _tell_of_changes(self, training: Any, before: Sequence[Mapping[str, Any]]) -> None:
+    def _warn_of_changes(self, training: Any, before: Sequence[Mapping[str, Any]]) -> None:
         """Warn of values that the script gives now, other than ``before``: the groups' are those of the run."""
         changes = [
             f"group {index}: {name} goes on with {group[name]!r}, not {now[name]!r}"
@@ -330,11 +331,11 @@ class DurableRun:
                 "; ".join(changes),
             )
 
-    def _tell_of_scheduler(self, training: Any) -> None:
-        if self._is_scheduler_told or training.lr_scheduler is not None:
+    def _warn_of_scheduler(self, training: Any) -> None:
+        if self._has_warned_of_scheduler or training.lr_scheduler is not None:
             return
         if any("initial_lr" in group for group in training.optimizer.param_groups):
-            self._is_scheduler_told = True
+            self._has_warned_of_scheduler = True
             logger.warning(
                 "durable run in '%s': it does not have the lr scheduler that was made after infinity.initialize, so that "
                 "begins anew at each start. Pass it, or a function that makes one of the optimizer, as lr_scheduler= to "
@@ -349,7 +350,7 @@ class DurableRun:
             StepError: so many are not kept (of several ranks, on all of them), or there is no room for a small file, say.
                 Nothing has changed.
         """
-        found = together(self._ranks, f"engine.rollback({steps})", lambda: self._before(training, steps))
+        found = gather_results(self._ranks, f"engine.rollback({steps})", lambda: self._before(training, steps))
         self._go_to(training, found[self._ranks.index])
         logger.info("durable run in '%s': went back to step %d", self._path, training.global_steps)
 
@@ -394,63 +395,67 @@ class DurableRun:
         what = "going to a commit"
         with self._exchange.replacing(self._units, lambda: agree(self._ranks, f"before {what}")):
             for unit in self._units:
-                self._residency.evict(unit)
+                self._parameter_cache.evict(unit)
                 unit.outdate()
-            together(self._ranks, what, go)
+            gather_results(self._ranks, what, go)
         with self._reading():
-            rest = self._restore(training, as_number or number, *found)
+            training_state = self._restore(training, as_number or number, *found)
         # From here on, classes of the script are called, whose errors are their own.
-        set_extra_states(training.module, rest[EXTRA_STATES])
-        with scheduler_with(training.lr_scheduler, rest, otherwise="name another infinity.durable_path"):
+        set_extra_states(training.module, training_state[EXTRA_STATES])
+        with scheduler_with(training.lr_scheduler, training_state, otherwise="name another infinity.durable_path"):
             pass
-        if "loader" in rest and hasattr(training.training_dataloader, "load_state_dict"):
-            training.training_dataloader.load_state_dict(rest["loader"])
+        if "loader" in training_state and hasattr(training.training_dataloader, "load_state_dict"):
+            training.training_dataloader.load_state_dict(training_state["loader"])
         with self._reading():
-            training.count_on(rest["counters"])
-            set_random_states(rest["random"])
-            given: list[dict[str, Any]] = rest["given"]
+            training.count_on(training_state["counters"])
+            set_random_states(training_state["random"])
+            given: list[dict[str, Any]] = training_state["given"]
         return given
 
     def _restore(self, training: Any, number: int, head: bytes, outside: bytes, inside: bytes) -> dict[str, Any]:
         """What else the commit holds."""
         self._number = number
-        self._note(number, head)
+        self._record(number, head)
         self._line, _ = self._commits[number]
-        rest: dict[str, Any] = unpack(outside) | unpack(inside)
+        training_state: dict[str, Any] = unpack(outside) | unpack(inside)
         lacking = [
             name
             for name in ("given", EXTRA_STATES, "counters", "random")
-            if not isinstance(rest.get(name), dict | list)
+            if not isinstance(training_state.get(name), dict | list)
         ]
         if lacking:
             raise ValueError(f"it has no {', '.join(lacking)}")
-        if not all(isinstance(group, dict) for group in rest["given"]):
+        if not all(isinstance(group, dict) for group in training_state["given"]):
             raise ValueError("the values that the script began with are none of groups")
-        check_random_states(rest["random"])
-        check_counters(rest["counters"])
-        check_groups(rest["groups"], training.optimizer.param_groups)
-        check_states(rest["states"], sorted({name for unit in self._units for name in self._records.names_of(unit)}))
-        if lost := _header_of(head)["layout"]["buffers"].keys() - rest["buffers"].keys():
+        check_random_states(training_state["random"])
+        check_counters(training_state["counters"])
+        check_groups(training_state["groups"], training.optimizer.param_groups)
+        check_states(
+            training_state["states"], sorted({name for unit in self._units for name in self._records.names_of(unit)})
+        )
+        if lost := _header_of(head)["layout"]["buffers"].keys() - training_state["buffers"].keys():
             raise ValueError(f"it lacks buffer '{min(lost)}'")
-        self._records.set_valid_bytes(rest["valid_bytes"])
-        for group, values in zip(training.optimizer.param_groups, rest["groups"], strict=True):
+        self._records.set_valid_bytes(training_state["valid_bytes"])
+        for group, values in zip(training.optimizer.param_groups, training_state["groups"], strict=True):
             group.update(values)
         for unit in self._units:
             for slot in unit.layout.slots:
                 state = self._states.get((unit.index, slot.index))
                 if state is not None:
-                    scalars, names, num_updates, is_fresh = rest["states"][slot.spec.fqn]
+                    scalars, names, num_updates, is_fresh = training_state["states"][slot.spec.fqn]
                     if not is_fresh:
                         training.optimizer.check_scalars(unit.parameters[slot.index], scalars)
                     state.load(scalars, None if is_fresh else names, num_updates)
-        commit_parts.set_buffers(training.module, rest["buffers"], training.device)
-        return rest
+        commit_parts.set_buffers(training.module, training_state["buffers"], training.device)
+        return training_state
 
     def begin_line(self) -> None:
         """Weights and states are those of a checkpoint from now on, on all ranks: see [Note: lines of commits]."""
-        self._line = 1 + max(number for (number,) in self._ranks.meet("a new line of commits", [self._number]))
+        self._line = 1 + max(
+            number for (number,) in self._ranks.all_gather_ints("a new line of commits", [self._number])
+        )
 
-    def _note(self, number: int, head: bytes) -> None:
+    def _record(self, number: int, head: bytes) -> None:
         header = _header_of(head)
         self._commits[number] = header["line"], header["step"]
 
@@ -460,7 +465,7 @@ class DurableRun:
             "groups": _without_parameters(training.optimizer.param_groups),
             "given": self._given,
             "buffers": commit_parts.buffers_of(training.module),
-            **training.rest(),
+            **training.training_state(),
         }
 
     def _inside(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The engine: one object that a training loop talks to.
 
-Decides when: it turns calls of the user and events of the model into work for pager, stepper and update stream. It moves
+Decides when: it turns calls of the user and events of the model into work for coordinator, stepper and update stream. It moves
 no bytes itself.
 
 Here are its loop, its optimizer's step and its end. What else users call on it is in the classes that it extends, one file
 each, from the top down: parameters that come later (`Relayout`), checkpoints (`CheckpointCalls`), exports (`ExportCalls`),
 counters, sizes and a loader (`LoopSettings`), and the model's own names (`ModuleFacade`). Whoever looks at weights or states from
-outside of the loop does so through `SettledAccess`.
+outside of the loop does so through `ConsistentAccess`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Engine(Relayout):
         """Not meant to be called: see `infinity.initialize`."""
         super().__init__(config, parts)
         self._paged = PagedOptimizer(
-            parts.template, parts.updater, self, parts.settled, parts.groups.loose, parts.mains
+            parts.wrapped_optimizer, parts.updater, self, parts.consistent, parts.groups.loose, parts.mains
         )
-        self.optimizer = self._paged if parts.template.param_groups else None
+        self.optimizer = self._paged if parts.wrapped_optimizer.param_groups else None
         self._has_warned_of_dropping = False
         self._saving = None
         self._untile: Callable[[], None] = lambda: None
@@ -71,13 +71,13 @@ class Engine(Relayout):
     def _connect(self, parts: Parts) -> None:
         """Work with these parts from now on."""
         self._parts = parts
-        self._pager = parts.pager
+        self._coordinator = parts.coordinator
         self._stepper = parts.stepper
         self._reporter = parts.reporter
         self._guard = parts.guard
         self._backwards = parts.backwards
-        self._settled = parts.settled
-        self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.note_size)
+        self._consistent = parts.consistent
+        self.run_module = ModelCall(self.module, self.config, parts.device.torch_device, parts.reporter.on_micro_batch)
         self._vertical = VerticalSchedule(parts.vertical, self._backwards, self._guard)
         self._train_batch = TrainBatch(self, self._vertical, self._reporter)
         self._shutdown = Shutdown(self, parts.stream, parts.storage, parts.timeline, parts.exchange)
@@ -88,10 +88,10 @@ class Engine(Relayout):
         """At the end of ``rest``, in reverse, and each even if the one before fails."""
         rest.callback(self._shutdown.now)
         rest.callback(self._stepper.close)
-        rest.callback(self._pager.close)
+        rest.callback(self._coordinator.close)
         rest.callback(self._parts.exchange.stop)
         rest.callback(self._parts.stream.close)
-        rest.callback(self._pager.abandon_forward)
+        rest.callback(self._coordinator.abandon_forward)
         rest.callback(self._vertical.close)
         rest.callback(self._parts.module_hooks.uninstall)
         rest.callback(self._backwards.collector.close)
@@ -108,7 +108,7 @@ class Engine(Relayout):
         self._notes, self.monitor = notes, monitors
         notes.start(self)
 
-    def note_passed(self, passed: PassedOptimizer) -> None:
+    def adopt_optimizer(self, passed: PassedOptimizer) -> None:
         """The script's own instance is the engine's optimizer until `close`."""
         self._passed = passed
         self.optimizer = passed.optimizer
@@ -123,7 +123,7 @@ class Engine(Relayout):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Arguments and result are those of ``module.forward``."""
         self._check_usable()
-        if self._pager.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
+        if self._coordinator.is_in_forward:  # torch runs no hooks after a KeyboardInterrupt in forward
             self._parts.module_hooks.abandon_calls()
         return self.run_module(*args, **kwargs)
 
@@ -152,13 +152,13 @@ class Engine(Relayout):
         self._check_optimizer("engine.backward()")
         self._guard.check_backward(loss)
         self._backwards.collect()
-        self._vertical.note_ordinary()
-        self._reporter.note_loss(loss, self.global_steps)
+        self._vertical.on_ordinary_step()
+        self._reporter.on_loss(loss, self.global_steps)
         if self.counts.boundary is None or self.counts.boundary:
-            self._style.note_backward()
+            self._style.on_backward()
         self.counts.count_backwards(1)
         divisor = self._style.begin_backward(divides=scale_wrt_gas)
-        self._backwards.run(self._stepper.scaler.share_of(loss, divisor), retain_graph=retain_graph)
+        self._backwards.run(self._stepper.scaler.scale_loss(loss, divisor), retain_graph=retain_graph)
         num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         return loss if num_parts == 1 else loss.detach() / num_parts
 
@@ -184,7 +184,7 @@ class Engine(Relayout):
         self._check_optimizer("engine.backward_together()")
         self._guard.check_whole()
         self._backwards.collect()
-        self._style.note_backward()
+        self._style.on_backward()
         found = self._train_batch.together(compute_losses, updates=self._style.updates_in_backward)
         if isinstance(found, str):
             self._style.forget_backwards()
@@ -193,9 +193,9 @@ class Engine(Relayout):
         self.counts.count_backwards(len(found))
         return found
 
-    def note_ordinary(self, reason: str) -> None:
+    def on_ordinary_step(self, reason: str) -> None:
         """The present step's micro-batches go one after the other: ``reason`` is for the report, and logged once."""
-        self._train_batch.note_ordinary(reason)
+        self._train_batch.on_ordinary_step(reason)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss for a ``loss.backward()`` of one's own before `step`: with fp16, times the loss scale.
@@ -239,7 +239,7 @@ class Engine(Relayout):
                     self.loose.zero_grad(set_to_none=True)
             self.micro_steps += 1
             self._guard.end_micro_batch()
-            self._style.note_engine_step(is_boundary=is_boundary)
+            self._style.on_engine_step(is_boundary=is_boundary)
             if is_boundary:
                 self._end_step(scheduled)
         self._check_saving()
@@ -251,7 +251,7 @@ class Engine(Relayout):
         """
         samples_before = self.global_samples
         self.counts.count_samples(None if self.report is None else self.report.num_samples)
-        self._stepper.scaler.note(is_finite=self.was_step_applied(), step=self.global_steps)
+        self._stepper.scaler.update(is_finite=self.was_step_applied(), step=self.global_steps)
         if self.was_step_applied() and scheduled is not None:
             self.lr_scheduler.step(*scheduled.args, **scheduled.kwargs)
         if self.report is not None:
@@ -328,7 +328,7 @@ class Engine(Relayout):
 
     def optimizer_lock(self, what: str) -> contextlib.AbstractContextManager[None]:
         """The engine lock is held inside the ``with`` block; see [Note: engine lock] in ``infinity.threads.engine_lock``."""
-        return self._pager.lock.held(what)
+        return self._coordinator.lock.held(what)
 
     @locked
     def optimizer_step(self) -> None:
@@ -357,10 +357,10 @@ class Engine(Relayout):
                 step=self.global_steps,
             )
         self._stepper.divide_by(self._style.divisor(is_engine_step=self.counts.is_in_step))
-        self._parts.live.take_in()
+        self._parts.live.apply_user_writes()
         if not self.counts.is_in_step:
-            self._style.note_plain_step()
-            self._vertical.note_ordinary()
+            self._style.on_plain_step()
+            self._vertical.on_ordinary_step()
         with uninterrupted():  # else some weights would be of this step, others of the one before
             self._update()
             self._end_update()
@@ -418,14 +418,14 @@ class Engine(Relayout):
             self._forget_gradients(kept)
         else:
             self._parts.live.zero(kept)
-            self._note_forgotten()
+            self._on_gradients_dropped()
 
     def _forget_gradients(self, kept: Collection[tuple[int, int]] = ()) -> None:
         self._backwards.drop(kept)
         self._stepper.clear(kept)
-        self._note_forgotten()
+        self._on_gradients_dropped()
 
-    def _note_forgotten(self) -> None:
+    def _on_gradients_dropped(self) -> None:
         self._reporter.forget_losses()
         if self._guard.phase is Phase.BROKEN:
             self._guard.move_to(Phase.READY)
@@ -438,9 +438,9 @@ class Engine(Relayout):
         After an update in backward was cut off, weights are between two steps; this accepts them as they are. Several processes
         that update in backward all have to call it.
         """
-        if not self._pager.lock.is_mine:
-            self._pager.break_off()
-        with self._pager.lock.held("engine.reset()"):
+        if not self._coordinator.lock.is_mine:
+            self._coordinator.break_off()
+        with self._coordinator.lock.held("engine.reset()"):
             self._parts.module_hooks.abandon_calls()
             self._forget_calls()
             self._stepper.abandon()
@@ -451,8 +451,8 @@ class Engine(Relayout):
 
     def _forget_calls(self) -> None:
         """An interrupt may have kept calls of this thread from giving the lock back."""
-        if not any(unit.gathered for unit in self._pager.residency.units):  # which last beyond a call
-            self._pager.lock.be_outermost()
+        if not any(unit.gathered for unit in self._coordinator.parameter_cache.units):  # which last beyond a call
+            self._coordinator.lock.be_outermost()
 
     def forget_step(self) -> None:
         """As `reset`, unless weights have been updated already: then the next call raises."""
@@ -461,7 +461,7 @@ class Engine(Relayout):
 
     def _forget_cut_off_forward(self) -> None:
         """A KeyboardInterrupt in a module below the model may have left one that seems to go on: see `forward`."""
-        if self._pager.is_in_forward and not self._parts.module_hooks.are_running():
+        if self._coordinator.is_in_forward and not self._parts.module_hooks.are_running():
             self._parts.module_hooks.abandon_calls()
 
     # ---------------------------------------------------------------------------------------------------------- the end
@@ -483,7 +483,7 @@ class Engine(Relayout):
         self._close(restore_weights, self._restore)
 
     @locked
-    def hand_over(self) -> None:
+    def close_for_next(self) -> None:
         """Close, and leave the model to the next engine: its large weights lie on the config's drives, if that names any."""
         self._close(True, functools.partial(self._restore, on_drives=True))
 
@@ -495,17 +495,17 @@ class Engine(Relayout):
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             if self._passed is not None:
-                rest.callback(self._give_back, self._passed, had_states=self._has_states())
+                rest.callback(self._restore_optimizer, self._passed, had_states=self._has_states())
             rest.callback(self._guard.move_to, Phase.CLOSED)
             rest.callback(self.monitor.close)
             rest.callback(self._notes.end, self)
             rest.callback(self._finish_saving)
             durable = self._parts.durable
-            if durable is not None and self._guard.is_settled and not durable.has_failed:
+            if durable is not None and self._guard.is_consistent and not durable.has_failed:
                 self.flush()  # whoever closes has to hear of a commit that fails
             if self._guard.phase is Phase.CLOSED:
-                rest.callback(self._shutdown.hurry)  # an interrupt has cut off an attempt to close
-            elif restores or self._guard.is_settled:
+                rest.callback(self._shutdown.abort)  # an interrupt has cut off an attempt to close
+            elif restores or self._guard.is_consistent:
                 leave(
                     self._parts.parameter_map.units,
                     self.device,
@@ -514,21 +514,21 @@ class Engine(Relayout):
                     is_wanted=restores,
                     has_unsaved=self.global_steps > self._num_saved_steps,
                 )
-                self._parts.exchange.leave()
+                self._parts.exchange.wait_for_peers()
             else:
-                rest.callback(self._shutdown.hurry)
-                rest.callback(self._finish_saving)  # before it gets no page any more
+                rest.callback(self._shutdown.abort)
+                rest.callback(self._finish_saving)  # before it gets no staging buffer any more
 
     def _has_states(self) -> bool:
         """Whether the optimizer has any; after an error, whether it has made a step."""
         try:
-            return any(self._paged.has_state(parameter) for parameter in self._parts.template.params())
+            return any(self._paged.has_state(parameter) for parameter in self._parts.wrapped_optimizer.params())
         except Exception:
             return self.global_steps > 0
 
-    def _give_back(self, passed: PassedOptimizer, *, had_states: bool) -> None:
+    def _restore_optimizer(self, passed: PassedOptimizer, *, had_states: bool) -> None:
         self.optimizer = self._paged
-        passed.give_back(had_states=had_states)
+        passed.restore(had_states=had_states)
 
     def _restore(self, *, on_drives: bool = False) -> None:
         self._parts.access.restore(on_drives=on_drives)
@@ -543,7 +543,7 @@ class Engine(Relayout):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self._guard.is_settled:
+        if kind is not None and self._guard.is_consistent:
             self._guard.move_to(Phase.BROKEN)  # whoever leaves by an exception waits for nothing but a checkpoint
         try:
             self.close()

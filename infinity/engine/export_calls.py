@@ -37,7 +37,7 @@ class ExportCalls(LoopSettings):
     first of each part, to a directory of its own.
     """
 
-    _has_told_of_adapters = False
+    _has_warned_of_adapters = False
 
     @locked
     def save_16bit_model(
@@ -80,8 +80,8 @@ class ExportCalls(LoopSettings):
             trained_only=exclude_frozen_parameters,
             max_shard_bytes=max_shard_bytes,
         )
-        if is_adapted(self.module) and not self._has_told_of_adapters:
-            self._has_told_of_adapters = True
+        if is_adapted(self.module) and not self._has_warned_of_adapters:
+            self._has_warned_of_adapters = True
             logger.warning(
                 "engine.save_16bit_model: '%s' got the adapters alone, in PEFT's files, and not the base model. For the whole "
                 "model, close the engine and save what merge_and_unload() returns",
@@ -157,7 +157,7 @@ class ExportCalls(LoopSettings):
         parts = self._parts
         return Weights(
             parts.parameter_map,
-            parts.pager,
+            parts.coordinator,
             (reading or parts.access).main_weights,
             self.config.nvme_paths,
             self.config.infinity.progress_bars,
@@ -202,18 +202,18 @@ class _LedReading:
         try:
             yield
         finally:
-            self._ranks.meet(_WHAT, _END)
+            self._ranks.all_gather_ints(_WHAT, _END)
 
     def main_weights(self, unit: Unit, slots: Sequence[Slot]) -> dict[int, torch.Tensor]:
         """See `StateAccess.main_weights`. The others are told of each."""
         found: dict[int, torch.Tensor] = {}
         for slot in slots:
-            self._ranks.meet(_WHAT, [unit.index, slot.index])
+            self._ranks.all_gather_ints(_WHAT, [unit.index, slot.index])
             found |= self._access.main_weights(unit, [slot])
         return found
 
     def follow(self) -> None:
         """Join in until the first rank has read all that it wants."""
-        while (told := self._ranks.meet(_WHAT, _END)[0]) != _END:
+        while (told := self._ranks.all_gather_ints(_WHAT, _END)[0]) != _END:
             unit = self._units[told[0]]
             self._access.main_weights(unit, [unit.layout.slots[told[1]]])

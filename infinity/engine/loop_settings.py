@@ -113,7 +113,7 @@ class LoopSettings(ModuleFacade):
         self._parts.preconditions.check_usable()
 
     def _check_not_gathered(self, call: str) -> None:
-        if self._parts.pager.num_gathered:
+        if self._parts.coordinator.num_gathered:
             problem = "weights are gathered, and a step would change them"
             raise StepError.order(call, problem, cure="Call it outside the GatheredParameters block")
 
@@ -146,7 +146,7 @@ class LoopSettings(ModuleFacade):
 
         In a durable run the last step is committed then.
         """
-        self._parts.settled.flush()
+        self._parts.consistent.flush()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed weights.
@@ -174,8 +174,10 @@ class LoopSettings(ModuleFacade):
 
     @property
     def plan(self) -> Plan:
-        """What rests where and what a step moves; predictions follow the recorded trace."""
-        return self._parts.plan_tracker.plan(self._parts.pager.residency.training_trace, self._vertical.traffic)
+        """What rests where and what a step moves; predictions follow the recorded prefetch schedule."""
+        return self._parts.plan_tracker.plan(
+            self._parts.coordinator.parameter_cache.training_schedule, self._vertical.traffic
+        )
 
     def note(self, text: str) -> None:
         """Write a line of one's own into the log of the run (config key ``infinity.run_log``), at the present step.
@@ -202,7 +204,7 @@ class LoopSettings(ModuleFacade):
 
     def train(self, mode: bool = True) -> Self:
         """Training mode, as ``module.train``."""
-        if not mode and self._guard.is_settled:
+        if not mode and self._guard.is_consistent:
             self.flush()
         self.module.train(mode)
         return self

@@ -17,13 +17,13 @@ from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import zeros_on
-from infinity.device.host_memory import HeapTrimmer, free_share, process_bytes
+from infinity.device.host_memory import HeapTrimmer, find_free_memory, process_bytes
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.world import Numbered, num_local_processes, subsets, world
+from infinity.engine.consistent_access import ConsistentAccess
 from infinity.engine.planned import check_same_layout, divide, durable_run_of, exchanges_momenta, make_plan
 from infinity.engine.resources import EngineResources
-from infinity.engine.settled_access import SettledAccess
-from infinity.engine.shutdown import settle
+from infinity.engine.shutdown import wait_for_collected
 from infinity.gradients.gradient_exchange import GradientExchange
 from infinity.gradients.live_gradients import LiveGradients
 from infinity.gradients.loss_scaler import LossScaler
@@ -32,7 +32,7 @@ from infinity.gradients.unit_grads import MainGradDtype
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks
-from infinity.loop.pager import Pager, Preconditions
+from infinity.loop.parameter_coordinator import ParameterCoordinator, Preconditions
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
 from infinity.loop.style import LoopStyle
@@ -45,11 +45,11 @@ from infinity.numerics.state_format import StateFormat
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.fused_adam import FusedAdam, GpuAdam
 from infinity.optim.main_weights import MAIN_WEIGHT
-from infinity.optim.template import Template
-from infinity.packed.sources import forget_source
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
+from infinity.packed.sources import clear_source
 from infinity.paging.assigned import AssignedData
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
-from infinity.paging.residency import Residency
 from infinity.threads.engine_lock import EngineLock
 from infinity.tiers.user_copies import UserCopies
 from infinity.tiers.weight_exchange import WeightExchange
@@ -63,7 +63,7 @@ from infinity.updates.momenta import CompressedMomenta
 from infinity.updates.step_groups import StepGroups
 from infinity.updates.stepper import Stepper, StepRules
 from infinity.updates.stream import UpdateStream
-from infinity.vertical.eligibility import Suitability
+from infinity.vertical.schedule_selector import ScheduleSelector
 from infinity.vertical.step import StepContext
 from swapper import AlignedRegion
 
@@ -83,7 +83,7 @@ class Parts:
         self,
         model: nn.Module,
         config: InfinityConfig,
-        template: Template,
+        wrapped_optimizer: WrappedOptimizer,
         device: ComputeDevice,
         mesh: Mesh,
         undo: contextlib.ExitStack,
@@ -98,29 +98,29 @@ class Parts:
         Raises:
             BudgetTooSmallError, ConfigError: what the config asks for cannot be had.
         """
-        self.mesh, self.template, self.device = mesh, template, device
+        self.mesh, self.wrapped_optimizer, self.device = mesh, wrapped_optimizer, device
         self.durable, config = durable_run_of(config, undo)
         self.timeline = Timeline(config.infinity.timeline) if config.infinity.timeline is not None else None
-        share = free_share(
-            holds_activations=device.shares_host_memory,
-            num_sharing=num_local_processes(),
+        free_memory = find_free_memory(
+            holds_activations=device.uses_host_memory,
+            num_processes=num_local_processes(),
             is_unified=device.is_unified,
         )
         self._divided, config = divide(mesh, config)
-        self.plan = make_plan(model, config, template, device, share, self._divided)
+        self.plan = make_plan(model, config, wrapped_optimizer, device, free_memory, self._divided)
         self.config, self.updater = self.plan.config, self.plan.inputs.updater
         if self.durable is not None:
-            check_same_layout(self.durable, self.plan, template, model, self._divided)
-        settle()  # space of an engine that became garbage a moment ago
+            check_same_layout(self.durable, self.plan, wrapped_optimizer, model, self._divided)
+        wait_for_collected()  # space of an engine that became garbage a moment ago
         self._open_storage(undo)
         self._make_weights(model)
         self._make_updates(before, undo)
         self._make_step(before)
 
     @property
-    def mains(self) -> SettledAccess | None:
+    def mains(self) -> ConsistentAccess | None:
         """Has the main weights, where those are something else than model weights."""
-        return self.settled if self.stored.has_main_weights else None
+        return self.consistent if self.stored.has_main_weights else None
 
     # --------------------------------------------------------------------------------------------------------- storage
 
@@ -134,12 +134,12 @@ class Parts:
             plan.request,
             plan.inputs.sizes,
             None if self.durable is None else self.durable.directory,
-            divided.shares if divided.has_parts_of_weights else None,
+            divided.shards if divided.has_parts_of_weights else None,
             self.mesh.data,
         )
         undo.callback(self.storage.close)
-        self.exchange = WeightExchange(self.mesh.data, divided.shares, self.storage.weights, self.device)
-        undo.callback(self.exchange.leave)
+        self.exchange = WeightExchange(self.mesh.data, divided.shards, self.storage.weights, self.device)
+        undo.callback(self.exchange.wait_for_peers)
         self.clock = StepClock(self.device, self.timeline)
 
     # --------------------------------------------------------------------------------------------------------- weights
@@ -148,7 +148,7 @@ class Parts:
         """The model's weights, at rest and in memory."""
         plan, config, storage = self.plan, self.config, self.storage
         self.parameter_map = ParameterMap(model, plan.units)
-        self._states = {place: ParameterState() for place in plan.inputs.with_room}
+        self._states = {place: ParameterState() for place in plan.inputs.with_states}
         self.stored = StoredWeights(
             storage.records,
             storage.weights,
@@ -156,9 +156,9 @@ class Parts:
             plan.chunks,
             plan.request.record_format,
             self.exchange,
-            self.durable.settle if self.durable is not None else lambda: None,
+            self.durable.wait if self.durable is not None else lambda: None,
         )
-        self._residency = Residency(
+        self._parameter_cache = ParameterCache(
             plan.units,
             storage.pool,
             storage.weights,
@@ -172,12 +172,12 @@ class Parts:
         )
         for unit in plan.units:  # room for its records and weights
             names = tuple(plan.inputs.names[unit.index])
-            storage.records.allocate(unit, plan.chunks[unit.index], names, plan.borders[unit.index])
+            storage.records.allocate(unit, plan.chunks[unit.index], names, plan.splits[unit.index])
             if storage.weights is not None:
                 storage.weights.allocate(unit, in_host_memory=unit.index in plan.placement.hosted_units)
 
-    def take_over(self, originals: Originals, undo: contextlib.ExitStack) -> None:
-        """Store unit after unit, and let go of each one's original tensors as soon as it is stored.
+    def store_model(self, originals: Originals, undo: contextlib.ExitStack) -> None:
+        """Store unit after unit, and release each one's original tensors as soon as it is stored.
 
         What a durable run goes on from is stored already; it takes the place of the originals.
         """
@@ -195,18 +195,18 @@ class Parts:
                 flat = self.storage.pool.allocate(unit.num_bytes)
                 if flat is None:
                     raise RuntimeError("the pool for flat buffers is smaller than a unit")
-                self._residency.place(unit, flat)
+                self._parameter_cache.place(unit, flat)
                 originals.keep(unit)
                 if not goes_on:
                     self.stored.store(unit, [parameter.detach() for parameter in unit.parameters])
                 for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                     parameter.grad = None
-                    forget_source(parameter)
+                    clear_source(parameter)
                     hold(parameter, self.parameter_handler, slot.spec.dtype, self.device.torch_device)
-                self._residency.evict(unit)
+                self._parameter_cache.evict(unit)
                 note(unit.num_bytes)
         self.exchange.after(self.plan.units)
-        for parameter, state in self.template.take_initial_states():  # those that the optimizer came with
+        for parameter, state in self.wrapped_optimizer.pop_initial_states():  # those that the optimizer came with
             main = state.pop(MAIN_WEIGHT, None)
             self.access.load_state(parameter, state)
             if main is not None:
@@ -221,31 +221,31 @@ class Parts:
         plan, config, storage = self.plan, self.config, self.storage
         momenta = self._make_momenta()
         gradients = self._make_gradients(momenta)
-        self.live = LiveGradients(gradients, self._residency.await_update)
+        self.live = LiveGradients(gradients, self._parameter_cache.await_update)
         self.stream = self._make_stream()
         undo.callback(self.stream.close)
         if self.durable is not None:
             self.durable.connect(
-                storage, plan.units, self._states, self._residency, self.stream, self.clock.waiting, self.exchange
+                storage, plan.units, self._states, self._parameter_cache, self.stream, self.clock.waiting, self.exchange
             )
         # Where all fits, the heap is what it is in plain torch; fresh memory after each trim would cost more than it saves.
         spills = storage.nvme_bytes > 0 or config.infinity.activations == "nvme"
-        self._trimmer = HeapTrimmer() if self.device.shares_host_memory and spills else None
+        self._trimmer = HeapTrimmer() if self.device.uses_host_memory and spills else None
         self.groups: StepGroups = StepGroups(
             self.parameter_map,
-            self.template,
+            self.wrapped_optimizer,
             self.updater,
             storage.records.names_of,
             self._states,
-            self._residency.await_update,
-            LooseParameters(self.template) if before is None else before.groups.loose,
+            self._parameter_cache.await_update,
+            LooseParameters(self.wrapped_optimizer) if before is None else before.groups.loose,
         )
         self.stepper = Stepper(
             plan.units,
             plan.chunks,
             StepRules(config.gradient_clipping, config.infinity.update, config.checks_overflow),
             device=self.device,
-            residency=self._residency,
+            parameter_cache=self._parameter_cache,
             trimmer=self._trimmer,
             gradients=gradients,
             stream=self.stream,
@@ -258,27 +258,27 @@ class Parts:
 
     def _make_momenta(self) -> CompressedMomenta | None:
         """What 1-bit Adam exchanges in place of gradients."""
-        if not exchanges_momenta(self.plan, self._divided, self.template, is_durable=self.durable is not None):
+        if not exchanges_momenta(self.plan, self._divided, self.wrapped_optimizer, is_durable=self.durable is not None):
             return None
         return CompressedMomenta(
             self.plan.units,
             self.plan.chunks,
             records=self.storage.records,
             states=self._states,
-            template=self.template,
+            wrapped_optimizer=self.wrapped_optimizer,
             ranks=self.mesh.data,
-            await_update=self._residency.await_update,
+            await_update=self._parameter_cache.await_update,
             zeros=functools.partial(zeros_on, self.config.offload_optimizer.nvme_paths),
         )
 
     def _make_gradients(self, momenta: CompressedMomenta | None) -> ReducedGradients:
         plan, config, storage, divided = self.plan, self.config, self.storage, self._divided
         exchange: GradientExchange | None = None
-        if divided.shares.is_divided:
+        if divided.shards.is_divided:
             numbered = Numbered()  # each engine has process groups for this, which the next one takes over
             parts = self.mesh.groups or (self.mesh.data.members,)
             apart = subsets(parts, f"gradients {numbered.number}")[self.mesh.data.members]
-            exchange = GradientExchange(apart, numbered, divided.shares, config.communication_dtype, self.device)
+            exchange = GradientExchange(apart, numbered, divided.shards, config.communication_dtype, self.device)
         dtype = torch.bfloat16 if config.infinity.gradient_dtype == "bf16" else torch.float32
         store = ReducedGradients(
             plan.units,
@@ -303,12 +303,12 @@ class Parts:
         plan, has_remainder = self.plan, self.plan.has_remainder
         update_device = self.device.torch_device if plan.request.optimizer_tier == "none" else torch.device("cpu")
         kernel = GpuAdam if has_remainder and update_device.type == "cuda" else FusedAdam
-        fused = kernel.of(self.template, update_device, has_remainder=has_remainder)
+        fused = kernel.of(self.wrapped_optimizer, update_device, has_remainder=has_remainder)
         state_format = StateFormat(self.config.infinity.state_dtype)
         return UpdateStream(
             self.storage.records,
             self.storage.weights,
-            ChunkUpdater(self.updater, self._states, state_format, fused, has_halves=has_remainder),
+            ChunkUpdater(self.updater, self._states, state_format, fused, splits_main_weights=has_remainder),
             self.device,
             self._states,
             self.timeline,
@@ -320,13 +320,13 @@ class Parts:
     def _make_step(self, before: Parts | None) -> None:
         """What the user's loop and torch's hooks call."""
         plan, storage, stepper = self.plan, self.storage, self.stepper
-        parameter_map, residency = self.parameter_map, self._residency
+        parameter_map, parameter_cache = self.parameter_map, self._parameter_cache
         self.counts: Accumulation = Accumulation(self.config, self.mesh.data.num) if before is None else before.counts
         self.style: LoopStyle = LoopStyle(self.counts) if before is None else before.style
         lock, assigned = EngineLock(), AssignedData()
         self.guard = PhaseGuard(stepper, self.counts)
         self.backwards = Backwards(
-            parameter_map, residency, lock, stepper, self.guard, self.live, self.style, self.counts
+            parameter_map, parameter_cache, lock, stepper, self.guard, self.live, self.style, self.counts
         )
         self.reporter = self._make_reporter()
         checks = (
@@ -342,18 +342,18 @@ class Parts:
         copies = UserCopies(
             dict.fromkeys((*self.config.offload_optimizer.nvme_paths, *self.config.offload_param.nvme_paths))
         )
-        self.pager = Pager(
-            residency, lock, self.backwards, self.preconditions, copies, self._trimmer, self._activations()
+        self.coordinator = ParameterCoordinator(
+            parameter_cache, lock, self.backwards, self.preconditions, copies, self._trimmer, self._activations()
         )
-        self.access = StateAccess(parameter_map, self.pager, storage.records, self._states, self.stored)
-        self.settled = SettledAccess(
-            self.pager, self.access, self.stored, self.stream, storage, self.preconditions, self.mesh.data
+        self.access = StateAccess(parameter_map, self.coordinator, storage.records, self._states, self.stored)
+        self.consistent = ConsistentAccess(
+            self.coordinator, self.access, self.stored, self.stream, storage, self.preconditions, self.mesh.data
         )
         blocks = tuple(find_blocks(parameter_map.model, self.config.infinity.units))
         recomputed = RecomputedForward if self.config.infinity.activation_checkpointing else None
-        self.module_hooks = ModuleHooks(parameter_map, self.pager, blocks, recomputed)
+        self.module_hooks = ModuleHooks(parameter_map, self.coordinator, blocks, recomputed)
         self.parameter_handler = ParameterHandler(
-            parameter_map, self.module_hooks, self.pager, stepper, self.live, self.settled, assigned
+            parameter_map, self.module_hooks, self.coordinator, stepper, self.live, self.consistent, assigned
         )
         self.plan_tracker = plan.inputs.tracker(
             plan.placement, plan.reason_against, room_bytes, bandwidth_of(self.config)
@@ -361,14 +361,14 @@ class Parts:
         self.vertical = StepContext(
             parameter_map,
             self.module_hooks,
-            self.pager,
+            self.coordinator,
             stepper,
             self.clock,
             self.device,
             SpillSpace(storage.open_more),
-            plan.placement.activation_bytes if self.device.shares_host_memory else None,
+            plan.placement.activation_bytes if self.device.uses_host_memory else None,
             blocks,
-            Suitability(self.config.infinity.schedule, plan.reason_against),
+            ScheduleSelector(self.config.infinity.schedule, plan.reason_against),
         )
 
     def _activations(self) -> SavedActivations | HostActivations | None:
@@ -386,8 +386,8 @@ class Parts:
             self.clock,
             self.storage.counters,
             lambda: stream.busy_seconds,
-            device.take_copies,
-            lambda: (*process_bytes(), device.peak_bytes(), AlignedRegion.take_peak_bytes()),
+            device.pop_copies,
+            lambda: (*process_bytes(), device.peak_bytes(), AlignedRegion.pop_peak_bytes()),
             self.timeline,
             num_processes=self.mesh.data.num,
             steps_per_print=self.config.steps_per_print if world().index == 0 else None,

@@ -13,7 +13,7 @@ from torch import nn
 from infinity.config import InfinityConfig
 from infinity.device.compute import ComputeDevice
 from infinity.device.drive_tensors import on_drive
-from infinity.device.host_memory import FreeShare
+from infinity.device.host_memory import FreeMemory
 from infinity.distributed.collectives import Ranks
 from infinity.distributed.meshes import Mesh
 from infinity.distributed.world import world
@@ -22,13 +22,13 @@ from infinity.engine.durable_run import DurableRun
 from infinity.errors import BudgetTooSmallError, ConfigError
 from infinity.machine.here import bandwidth_of
 from infinity.optim.classes import OneBitAdam
-from infinity.optim.template import Template
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.packed.selection import KEY
 from infinity.plan.inputs import PlanInputs
 from infinity.plan.placement import DEVICE_KEY, Placement
 from infinity.plan.sizes import Request
 from infinity.units.layout import Chunk
-from infinity.units.shares import Shares
+from infinity.units.shards import Shards
 from infinity.units.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Divided:
     """What this process has of states and weights."""
 
     mesh: Mesh
-    shares: Shares
+    shards: Shards
     has_parts_of_weights: bool
     """Whether weights that do not stay in memory are divided."""
 
@@ -52,7 +52,7 @@ class Planned:
     placement: Placement
     reason_against: str | None
     """Why steps cannot go vertically."""
-    borders: list[int]
+    splits: list[int]
     """Of each unit's trainable segment, the element up to which states stay in memory."""
     chunks: list[tuple[Chunk, ...]]
     """Of each unit, those whose records this process keeps."""
@@ -91,20 +91,20 @@ def durable_run_of(config: InfinityConfig, undo: contextlib.ExitStack) -> tuple[
 def divide(mesh: Mesh, config: InfinityConfig) -> tuple[Divided, InfinityConfig]:
     """Who has which part of states and weights; and the config, of which the time of updates may follow from that."""
     ranks = mesh.data
-    shares = Shares(ranks.index, ranks.num) if config.zero_stage > 0 else Shares()
-    needs_all = mesh.is_divided or (ranks.num > 1 and not shares.is_divided)
+    shards = Shards(ranks.index, ranks.num) if config.zero_stage > 0 else Shards()
+    needs_all = mesh.is_divided or (ranks.num > 1 and not shards.is_divided)
     if needs_all and config.infinity.update == "in_backward":  # no part is to be updated before all have met
         config = replace(config, infinity=replace(config.infinity, update="step" if ranks.num > 1 else "deferred"))
-    has_parts = config.zero_stage == 3 and shares.is_divided
-    return Divided(mesh, shares, has_parts), config
+    has_parts = config.zero_stage == 3 and shards.is_divided
+    return Divided(mesh, shards, has_parts), config
 
 
 def make_plan(
     model: nn.Module,
     config: InfinityConfig,
-    template: Template,
+    wrapped_optimizer: WrappedOptimizer,
     device: ComputeDevice,
-    share: FreeShare,
+    free_memory: FreeMemory,
     divided: Divided,
 ) -> Planned:
     """What rests where. All ranks come here at the same point.
@@ -115,20 +115,20 @@ def make_plan(
     ranks, has_parts = divided.mesh.data, divided.has_parts_of_weights
     free_bytes = device.free_bytes(model)
     if has_parts and free_bytes is not None:  # or some ranks would keep units whole there that others do not
-        free_bytes = min(free for (free,) in ranks.meet("planning the memory of devices", [free_bytes]))
+        free_bytes = min(free for (free,) in ranks.all_gather_ints("planning the memory of devices", [free_bytes]))
     inputs_of = functools.partial(
         PlanInputs.of,
         model,
-        template=template,
-        share=share,
-        shares=divided.shares,
+        wrapped_optimizer=wrapped_optimizer,
+        free_memory=free_memory,
+        shards=divided.shards,
         divides_weights=has_parts,
         is_alone=world().num == 1,
-        shares_host_memory=device.shares_host_memory,
+        uses_host_memory=device.uses_host_memory,
         device_free_bytes=free_bytes,
         bandwidth=bandwidth_of(config),
     )
-    fills_devices = has_parts and config.offload_param.device == "none" and not device.shares_host_memory
+    fills_devices = has_parts and config.offload_param.device == "none" and not device.uses_host_memory
     inputs, placement, reason_against = (
         _placed_on_devices(ranks, inputs_of, config) if fills_devices else _placed(inputs_of, config)
     )
@@ -137,15 +137,17 @@ def make_plan(
         placement = _agreed(ranks, placement, len(inputs.units))
     if inputs.config.infinity.host_memory_budget is not None:
         in_memory = [parameter for parameter in model.parameters() if not on_drive(parameter)]
-        share.warn_beyond(placement.host_bytes(inputs.request), sum(p.numel() * p.element_size() for p in in_memory))
+        free_memory.warn_beyond(
+            placement.host_bytes(inputs.request), sum(p.numel() * p.element_size() for p in in_memory)
+        )
     for unit in inputs.units:
-        unit.stays_resident = unit.index in placement.resident_units
-    borders = [span[0] + kept for span, kept in zip(inputs.spans, placement.states_in_memory, strict=True)]
+        unit.is_persistent = unit.index in placement.resident_units
+    splits = [span[0] + kept for span, kept in zip(inputs.spans, placement.states_in_memory, strict=True)]
     chunks = [
-        unit.layout.chunks(placement.chunk_numel, border, span)
-        for unit, border, span in zip(inputs.units, borders, inputs.spans, strict=True)
+        unit.layout.chunks(placement.chunk_numel, split, span)
+        for unit, split, span in zip(inputs.units, splits, inputs.spans, strict=True)
     ]
-    return Planned(inputs, placement, reason_against, borders, chunks)
+    return Planned(inputs, placement, reason_against, splits, chunks)
 
 
 def _check_packed(inputs: PlanInputs, *, has_parts: bool) -> None:
@@ -187,11 +189,13 @@ def _placed_on_devices(
     except BudgetTooSmallError as error:
         if error.key != DEVICE_KEY:
             raise
-    has_room = all(is_there for (is_there,) in ranks.meet("placing all weights on devices", [int(found is not None)]))
+    has_room = all(
+        is_there for (is_there,) in ranks.all_gather_ints("placing all weights on devices", [int(found is not None)])
+    )
     if found is not None and has_room:
         return found
     logger.warning(
-        "the devices have no room for all weights, so each process keeps its share of them in host memory, as with "
+        "the devices have no room for all weights, so each process keeps its shard of them in host memory, as with "
         '"offload_param": {"device": "cpu"}'
     )
     return _placed(inputs_of, replace(config, offload_param=replace(config.offload_param, device="cpu")))
@@ -200,12 +204,12 @@ def _placed_on_devices(
 def _agreed(ranks: Ranks, placement: Placement, num_units: int) -> Placement:
     """What is to stay in memory whole does so on all ranks, or on none: budgets may differ."""
     stays = [int(index in placement.resident_units) for index in range(num_units)]
-    everywhere = [all(of_unit) for of_unit in zip(*ranks.meet("laying out weights", stays), strict=True)]
+    everywhere = [all(of_unit) for of_unit in zip(*ranks.all_gather_ints("laying out weights", stays), strict=True)]
     return replace(placement, resident_units=frozenset(i for i, on_all in enumerate(everywhere) if on_all))
 
 
 def check_same_layout(
-    durable: DurableRun, plan: Planned, template: Template, model: nn.Module, divided: Divided
+    durable: DurableRun, plan: Planned, wrapped_optimizer: WrappedOptimizer, model: nn.Module, divided: Divided
 ) -> None:
     """Raise if the durable run was begun with another model, or another layout."""
     form = plan.request.record_format
@@ -225,20 +229,25 @@ def check_same_layout(
     layout = {
         "parameters": parameters,
         "records": [str(form.weight_dtype), form.main.value, form.states.value],
-        "optimizer": template.name,
-        "groups": [[template.fqn(parameter) for parameter in group["params"]] for group in template.param_groups],
+        "optimizer": wrapped_optimizer.name,
+        "groups": [
+            [wrapped_optimizer.fqn(parameter) for parameter in group["params"]]
+            for group in wrapped_optimizer.param_groups
+        ],
         "buffers": persistent_buffers_of(model),
     }
-    durable.check(layout, plan.placement.page_bytes, (divided.shares.index, divided.shares.num))
+    durable.check(layout, plan.placement.staging_buffer_bytes, (divided.shards.index, divided.shards.num))
 
 
-def exchanges_momenta(plan: Planned, divided: Divided, template: Template, *, is_durable: bool) -> bool:
+def exchanges_momenta(
+    plan: Planned, divided: Divided, wrapped_optimizer: WrappedOptimizer, *, is_durable: bool
+) -> bool:
     """Whether momenta are exchanged in place of gradients, as 1-bit Adam does where each rank has all of them.
 
     Raises:
         ConfigError: processes have parts of the model, or the run is durable.
     """
-    if not isinstance(template.optimizer, OneBitAdam) or divided.mesh.data.num == 1:
+    if not isinstance(wrapped_optimizer.optimizer, OneBitAdam) or divided.mesh.data.num == 1:
         return False
     if divided.mesh.is_divided:
         raise ConfigError.value(
@@ -248,7 +257,7 @@ def exchanges_momenta(plan: Planned, divided: Divided, template: Template, *, is
             "one's norm",
             cure='Take "Adam", or let each process have the whole model',
         )
-    if divided.shares.is_divided:
+    if divided.shards.is_divided:
         logger.warning(
             "OneBitAdam with ZeRO's stage %d: momenta are not compressed, for each rank has a part of them. After "
             "freeze_step, whole gradients are averaged in fp32 as before, and the variance stays as it is. Set "

@@ -22,10 +22,10 @@ from infinity.engine.parts import Parts
 from infinity.errors import ModelError, StepError
 from infinity.loop.phase import Phase
 from infinity.optim.facade.loose_parameters import LooseParameters
-from infinity.packed.sources import give_source
+from infinity.packed.sources import set_source
 from infinity.units.adapters import is_base
 from infinity.units.originals import Originals
-from infinity.units.parameter import let_go
+from infinity.units.parameter import release_parameters
 from swapper.sync.interrupts import uninterrupted
 
 
@@ -71,7 +71,7 @@ class Relayout(CheckpointCalls):
         before = self._parts.stepper
         self._connect(parts)
         parts.stepper.follow(before)
-        self._paged.update_by(parts.updater, parts.settled, parts.mains)
+        self._paged.update_by(parts.updater, parts.consistent, parts.mains)
 
     def make_room(self) -> None:
         """The last group is new: make room for the states of those of its parameters that have none.
@@ -80,17 +80,17 @@ class Relayout(CheckpointCalls):
         """
         contents: _Contents | None = None
         new: list[nn.Parameter] = []
-        template = self._parts.template
+        wrapped_optimizer = self._parts.wrapped_optimizer
         try:
             new = self._without_room()
             if not new:
                 return
             self._check_relayout(new[0])
             contents = self._copy_contents()
-            self._parts.exchange.leave()
+            self._parts.exchange.wait_for_peers()
             self._lay_out(contents)
         except BaseException:
-            template.param_groups.pop()
+            wrapped_optimizer.param_groups.pop()
             if contents is not None:
                 # Frozen meanwhile: trainable parameters in no group get room as well, and there is none.
                 thawed = [parameter for parameter in new if parameter.requires_grad]
@@ -109,7 +109,7 @@ class Relayout(CheckpointCalls):
         is_left_out = is_base(self.module)
         return [
             parameter
-            for parameter in parts.template.params()
+            for parameter in parts.wrapped_optimizer.params()
             if not is_left_out(parameter)
             and parts.parameter_map.holds(parameter)
             and not parts.access.has_place(parameter)
@@ -121,30 +121,30 @@ class Relayout(CheckpointCalls):
         what = "optimizer.add_param_group() with a parameter of the model that was frozen and in no group until now"
         if parts.durable is not None:
             raise ModelError.unprepared(
-                parts.template.fqn(parameter),
+                parts.wrapped_optimizer.fqn(parameter),
                 "was frozen and in no group in infinity.initialize, and a durable run has no place for its states",
                 cure="Put it into a group before infinity.initialize, be it frozen",
             )
-        members = {id(member) for member in parts.template.params()}
+        members = {id(member) for member in parts.wrapped_optimizer.params()}
         present = parts.parameter_map.parameters_now()
-        for member in parts.template.known():
+        for member in parts.wrapped_optimizer.known():
             is_gone = id(member) not in present and parts.parameter_map.holds(member)
             if is_gone and parts.access.has_place(member):
                 raise ModelError.unprepared(
-                    parts.template.fqn(member),
+                    parts.wrapped_optimizer.fqn(member),
                     "was taken out of the model, and its states would be lost while groups get new parameters",
                     cure="Leave it in the model, frozen and as an attribute of any module, or take it out after "
                     "engine.close() and call infinity.initialize anew",
                 )
             if id(member) not in members and parts.parameter_map.holds(member) and parts.access.has_state(member):
                 raise ModelError.unprepared(
-                    parts.template.fqn(member),
+                    parts.wrapped_optimizer.fqn(member),
                     "has a state and is in no group, and there is no room for that while groups get new parameters",
                     cure="Put it into a group before, or delete its state: del optimizer.state[parameter]",
                 )
         self._guard.check_whole()
-        self._guard.check_settled()
-        if parts.pager.is_computing or parts.pager.num_gathered:
+        self._guard.check_consistent()
+        if parts.coordinator.is_computing or parts.coordinator.num_gathered:
             raise StepError.order(
                 what, "weights are in use", cure="Call it outside forward, backward and GatheredParameters"
             )
@@ -155,12 +155,12 @@ class Relayout(CheckpointCalls):
         parts = self._parts
         access, copies = parts.access, parts.access.copies
         found = _Contents({}, {}, {}, {}, {}, parts.stepper.scaler.state())
-        parts.template.keep_room(
-            [p for p in parts.template.known() if parts.parameter_map.holds(p) and access.has_place(p)]
+        parts.wrapped_optimizer.reserve_states(
+            [p for p in parts.wrapped_optimizer.known() if parts.parameter_map.holds(p) and access.has_place(p)]
         )
         for unit in parts.parameter_map.units:
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                with parts.pager.opened(unit):
+                with parts.coordinator.opened(unit):
                     found.weights[parameter] = copies.copy(unit.weight(slot).cpu())
                 stored = parts.stored.packed_bytes(unit, slot)
                 if stored is not None and slot.spec.packed is not None:
@@ -177,7 +177,7 @@ class Relayout(CheckpointCalls):
     def _lay_out(self, contents: _Contents) -> None:
         """Parts around the model as it is now, which hold ``contents``."""
         with uninterrupted():
-            self._take_down(contents)
+            self._dismantle(contents)
         with contextlib.ExitStack() as undo:
             _, originals = self._make_parts(undo, self, self._parts)
             undo.pop_all()
@@ -191,13 +191,13 @@ class Relayout(CheckpointCalls):
             parameter.grad = gradient
         self._parts.stepper.scaler.load_state(contents.loss_scale)
 
-    def _take_down(self, contents: _Contents) -> None:
+    def _dismantle(self, contents: _Contents) -> None:
         """The model is an ordinary one, over copies of its weights."""
         with contextlib.ExitStack() as rest:
             self._release_parts(rest)
             rest.callback(self._guard.move_to, Phase.CLOSED)
             for parameter, weight in contents.weights.items():
-                let_go([parameter])
+                release_parameters([parameter])
                 parameter.data = weight
                 if parameter in contents.packed:
-                    give_source(parameter, *contents.packed[parameter])
+                    set_source(parameter, *contents.packed[parameter])

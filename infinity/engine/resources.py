@@ -1,4 +1,4 @@
-"""The tiers of one engine: swappers, arenas and pools, opened together and closed together.
+"""The tiers of one engine: swappers, staging pools and pools, opened together and closed together.
 
 Knows what the config and the placement ask for; must not know modules or when anything is used.
 """
@@ -25,12 +25,12 @@ from infinity.plan.volumes import TierKey, Volumes, resting_bytes, spilled_bytes
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.state_store import PagedStateStore, ResidentStateStore, StateStore
 from infinity.tiers.weight_store import WeightStore
-from infinity.units.shares import Shares
+from infinity.units.shards import Shards
 from swapper import (
     BackendUnavailableError,
     BusyTimes,
     RunDirectory,
-    StagingArena,
+    StagingPool,
     Swapper,
     SwapperConfig,
     TransferRecord,
@@ -42,7 +42,7 @@ from swapper.volumes.directory import Directory
 
 logger = logging.getLogger(__name__)
 
-_IN_MEMORY: TierKey = ("shares", ())
+_IN_MEMORY: TierKey = ("shards", ())
 
 
 class EngineResources:
@@ -56,7 +56,7 @@ class EngineResources:
         request: Request,
         sizes: Sequence[UnitSize],
         run: RunDirectory | None,
-        shares: Shares | None,
+        shards: Shards | None,
         ranks: Ranks,
     ) -> None:
         """
@@ -67,7 +67,7 @@ class EngineResources:
             request: what the placement was asked, for predictions.
             sizes: all units.
             run: where a durable run is committed; closed with the rest.
-            shares: of weights that do not stay in memory whole, where ranks divide those. All come here at the same point then.
+            shards: of weights that do not stay in memory whole, where ranks divide those. All come here at the same point then.
             ranks: who divides them.
 
         Raises:
@@ -79,19 +79,19 @@ class EngineResources:
         self._request = request
         self._sizes = list(sizes)
         self._run = run
-        self._shares = shares
+        self._shards = shards
         self._ranks = ranks
         self.is_closed = False
         self.versions: Versions | None = None
         """Of the states, in a durable run."""
         self._swappers: dict[TierKey, Swapper] = {}
         self._more: list[Swapper] = []
-        self._arenas: list[StagingArena] = []
+        self._staging_pools: list[StagingPool] = []
         self._busy = BusyTimes()
-        self._told = resting_bytes(sizes, request, placement)
+        self._resting_bytes = resting_bytes(sizes, request, placement)
         self._volumes = Volumes.of(config, sizes, request, placement)
         param_key, self._spill_key = self._volumes.param_key, self._volumes.spill_key
-        if shares is not None and placement.hosted_units:
+        if shards is not None and placement.hosted_units:
             num_bytes = sum(sizes[index].stored_weight_bytes for index in placement.hosted_units) or 4096
             self._swappers[_IN_MEMORY] = Swapper.in_memory(num_bytes, _swapper_config(config.io))
         try:
@@ -163,27 +163,29 @@ class EngineResources:
         deadline = self._config.io.deadline_seconds
         weights: WeightStore | None = None
         if len(placement.resident_units) < len(self._sizes):
-            arena = None
-            if placement.num_upload_pages:
-                arena = StagingArena(
-                    placement.upload_page_bytes, placement.num_upload_pages, device.pin, deadline_seconds=deadline
+            staging_pool = None
+            if placement.num_upload_buffers:
+                staging_pool = StagingPool(
+                    placement.upload_buffer_bytes, placement.num_upload_buffers, device.pin, deadline_seconds=deadline
                 )
-                self._arenas.append(arena)
+                self._staging_pools.append(staging_pool)
                 if param_key in self._swappers:
-                    arena.register_with(self._swappers[param_key].register_memory)
+                    staging_pool.register_with(self._swappers[param_key].register_memory)
             on_nvme = self._swappers.get(param_key)
-            if self._shares is not None:
+            if self._shards is not None:
                 in_memory, pulls = self._swappers.get(_IN_MEMORY), pulls_of(self._ranks)
-                weights = DividedWeights(on_nvme, in_memory, device, self._shares, pulls, arena)
+                weights = DividedWeights(on_nvme, in_memory, device, self._shards, pulls, staging_pool)
             else:
-                weights = WeightStore(on_nvme, device, arena)
-        if state_key[0] == "none" and not device.shares_host_memory:
+                weights = WeightStore(on_nvme, device, staging_pool)
+        if state_key[0] == "none" and not device.uses_host_memory:
             return weights, ResidentStateStore(device.torch_device, self._request.record_format)
-        arena = StagingArena(placement.page_bytes, placement.num_pages, device.pin, deadline_seconds=deadline)
-        self._arenas.append(arena)
+        staging_pool = StagingPool(
+            placement.staging_buffer_bytes, placement.num_staging_buffers, device.pin, deadline_seconds=deadline
+        )
+        self._staging_pools.append(staging_pool)
         if state_key in self._swappers:
-            arena.register_with(self._swappers[state_key].register_memory)
-        return weights, PagedStateStore(self._swappers.get(state_key), arena, self._request.record_format)
+            staging_pool.register_with(self._swappers[state_key].register_memory)
+        return weights, PagedStateStore(self._swappers.get(state_key), staging_pool, self._request.record_format)
 
     def spill_swapper(self) -> Swapper:
         """Where gradients are spilled.
@@ -256,23 +258,23 @@ class EngineResources:
 
     def resting_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes at rest per tier and kind."""
-        return self._told
+        return self._resting_bytes
 
-    def give_up(self, patience_seconds: float) -> None:
+    def abort(self, timeout_seconds: float) -> None:
         """Whoever waits for a drive or for memory, or will, gets an error after so many seconds at the latest.
 
         `close` has still to be called. What has not been written is lost.
         """
-        deadline = time.monotonic() + patience_seconds
-        self._end_commit(patience_seconds)
-        for arena in self._arenas:
-            arena.turn_away()
+        deadline = time.monotonic() + timeout_seconds
+        self._end_commit(timeout_seconds)
+        for staging_pool in self._staging_pools:
+            staging_pool.stop_leasing()
         self._close_all(deadline)
 
     def close(self) -> None:
         """Release files, threads and memory. Does not raise what failed writes had to say."""
         self.is_closed = True
-        self.records.forget_ahead()  # of a step that did not come
+        self.records.drop_read_ahead()  # of a step that did not come
         if self.weights is not None:
             self.weights.close()
         self._close_swappers()
@@ -281,26 +283,26 @@ class EngineResources:
         self.gradient_pool.close()
         self.arrivals.close()
 
-    def _end_commit(self, patience_seconds: float) -> None:
+    def _end_commit(self, timeout_seconds: float) -> None:
         if self.versions is not None:
             try:
-                self.versions.settle(patience_seconds)
+                self.versions.wait(timeout_seconds)
             except Exception:
                 logger.warning("the last commit of the durable run failed", exc_info=True)
 
     def _close_all(self, deadline: float | None = None) -> None:
         for swapper in self._all():
-            patience = () if deadline is None else (max(0.0, deadline - time.monotonic()),)
+            timeout = () if deadline is None else (max(0.0, deadline - time.monotonic()),)
             try:
-                swapper.close(*patience)
+                swapper.close(*timeout)
             except Exception:
                 logger.warning("closing a swapper failed", exc_info=True)
 
     def _close_swappers(self) -> None:
         self._end_commit(self._config.io.deadline_seconds)
         self._close_all()
-        for arena in self._arenas:
-            arena.close()
+        for staging_pool in self._staging_pools:
+            staging_pool.close()
         if self._run is not None:
             self._run.close()
 

@@ -35,17 +35,17 @@ class RunNotes(RunLog):
         if self.is_open:
             self._plan = engine.plan
             config, plan = engine.config, as_record(self._plan)
-            self.note_start(engine.global_steps, config.source, _machine(engine), plan, config.infinity.timeline)
+            self.on_start(engine.global_steps, config.source, _machine(engine), plan, config.infinity.timeline)
 
     def step(self, engine: Any, report: StepReport) -> None:
         """A step has ended, and the scheduler has not moved yet."""
         if not self.is_open:
             return
         get = getattr(engine.lr_scheduler, "get_last_lr", None)
-        self.note_step(report, None if get is None else [float(value) for value in get()])
+        self.on_step(report, None if get is None else [float(value) for value in get()])
         self._num_steps += 1
         if self._num_steps & (self._num_steps - 1) == 0:  # what is predicted gets better, at first quickly
-            self._note_plan(engine)
+            self._write_plan(engine)
 
     def note(self, kind: str, step: int, text: str, **more: Any) -> None:
         """Something else has happened."""
@@ -55,10 +55,10 @@ class RunNotes(RunLog):
     def end(self, engine: Any) -> None:
         """The run ends. May be called again."""
         if self.is_open:
-            self._note_plan(engine)
+            self._write_plan(engine)
             self.close(engine.global_steps)
 
-    def _note_plan(self, engine: Any) -> None:
+    def _write_plan(self, engine: Any) -> None:
         plan = engine.plan
         if plan != self._plan:
             self._plan = plan

@@ -70,7 +70,7 @@ class Shutdown:
         self._exchange = exchange
         self._pid = os.getpid()
         self.is_over = False
-        self._told: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
+        self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()  # to put something in is safe wherever one is
         self._thread = threading.Thread(target=self._reap, name="infinity-reaper", daemon=True)
         start_threads(self._thread)
         _open.append(self)
@@ -83,15 +83,15 @@ class Shutdown:
             self._end()
             self._finalizer.detach()
             self._forget()
-            self._told.put(False)
-            self.settle()
+            self._orders.put(False)
+            self.join()
             self.is_over = True
 
-    def hurry(self) -> None:
+    def abort(self) -> None:
         """Nothing depends on the drives any more: whoever waits for one that hangs gets an error soon."""
         if os.getpid() == self._pid:
             self._stream.stop()
-            self._storage.give_up(_EXIT_SECONDS)
+            self._storage.abort(_EXIT_SECONDS)
 
     def _on_garbage(self) -> None:
         """The owner is. Takes no lock and waits for nothing."""
@@ -101,7 +101,7 @@ class Shutdown:
 
     def reap(self) -> None:
         """What is garbage may be shut down."""
-        self._told.put(True)
+        self._orders.put(True)
 
     def _end(self) -> None:
         """Shut down. May be called again."""
@@ -113,7 +113,7 @@ class Shutdown:
                 if self._timeline is not None:
                     self._timeline.save_at_end()
 
-    def settle(self) -> None:
+    def join(self) -> None:
         """Return when the thread has ended, or does not."""
         if os.getpid() == self._pid and threading.current_thread() is not self._thread:
             self._thread.join(_REAP_SECONDS)
@@ -121,22 +121,22 @@ class Shutdown:
     def end_at_exit(self) -> None:
         """The interpreter ends: what lies in scratch files goes with it, so a drive that hangs is not waited for.
 
-        But ranks that still fetch the shares of this one are, unless an error ends it.
+        But ranks that still fetch the shards of this one are, unless an error ends it.
         """
         if os.getpid() == self._pid:
-            self._exchange.leave()
+            self._exchange.wait_for_peers()
         if self in _due:
             self.reap()
-            self.settle()
+            self.join()
         elif os.getpid() == self._pid:
-            self.hurry()
+            self.abort()
             self._end()
 
     def _reap(self) -> None:
-        if self._told.get():
+        if self._orders.get():
             try:
                 with self._storage.device.background():
-                    self.hurry()
+                    self.abort()
                     self._end()
             except Exception:
                 logger.exception("an engine that nobody closed could not be shut down")
@@ -198,11 +198,11 @@ def leave(
         )
 
 
-def settle() -> None:
+def wait_for_collected() -> None:
     """Return when engines that became garbage have given back their space, their memory and their threads."""
     for shutdown in list(_due):
         shutdown.reap()
-        shutdown.settle()
+        shutdown.join()
 
 
 def end_all_at_exit() -> None:

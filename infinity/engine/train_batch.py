@@ -51,13 +51,13 @@ class TrainBatch:
             found = self._vertical.run([self._run_of(batch, loss_fn) for batch in taken], loop.global_steps)
             if isinstance(found, list):
                 with uninterrupted():
-                    self._note_vertical(found)
+                    self._on_vertical_step(found)
                     loop.counts.count_backwards(num_micro_batches)
                     loop.step()
                 return torch.stack([loss.float() for loss in found]).mean()
             reason = found
         taken_anew = bool(taken)
-        self._reporter.note_schedule("ordinary", reason)
+        self._reporter.on_schedule("ordinary", reason)
         losses: list[torch.Tensor] = []
         try:
             self._run_in_order(iterator, taken, loss_fn, losses)
@@ -75,20 +75,20 @@ class TrainBatch:
             compute_losses, self._loop.global_steps, divisor=1, updates=updates, keeps_bits=True
         )
         if isinstance(found, str):
-            self.note_ordinary(found)
+            self.on_ordinary_step(found)
         else:
-            self._note_vertical(found)
+            self._on_vertical_step(found)
         return found
 
-    def _note_vertical(self, losses: Sequence[torch.Tensor]) -> None:
-        self._reporter.note_schedule("vertical", "")
+    def _on_vertical_step(self, losses: Sequence[torch.Tensor]) -> None:
+        self._reporter.on_schedule("vertical", "")
         for loss in losses:
-            self._reporter.note_loss(loss, self._loop.global_steps)
+            self._reporter.on_loss(loss, self._loop.global_steps)
 
-    def note_ordinary(self, reason: str) -> None:
+    def on_ordinary_step(self, reason: str) -> None:
         """The present step's micro-batches go one after the other."""
-        self._reporter.note_schedule("ordinary", reason)
-        self._vertical.note_ordinary(reason)
+        self._reporter.on_schedule("ordinary", reason)
+        self._vertical.on_ordinary_step(reason)
 
     def evaluate(
         self, batches: Any, loss_fn: LossFunction | None, num_batches: int | None, returns: str | None

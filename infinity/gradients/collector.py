@@ -66,12 +66,12 @@ class GradientCollector:
     _used_late: set[int] = field(default_factory=set)
     """Units of which something came, or was needed, after their gradients were complete: from then on they are so at the end."""
     _in_parts: set[int] = field(default_factory=set)
-    """Units of which `note_parts` was told."""
+    """Units of which `on_partial_gradients` was told."""
     _noticed = -1
     """The number of the backward of which `notice` was told last."""
     _has_warned_of_sparse = False
     taker: int | None = None
-    """The thread that takes gradients with `take`; None: they are delivered."""
+    """The thread that takes gradients with `pop_gradients`; None: they are delivered."""
     _handles: list[Any] = field(default_factory=list)
 
     def __post_init__(self, units: Sequence[Unit]) -> None:
@@ -93,7 +93,7 @@ class GradientCollector:
             handle.remove()
         self._handles.clear()
 
-    def note_call(self, unit: Unit, slots: Sequence[Slot]) -> None:
+    def on_module_call(self, unit: Unit, slots: Sequence[Slot]) -> None:
         """A module that owns these parameters is called in a training forward."""
         for slot in slots:
             key = (unit.index, slot.index)
@@ -108,7 +108,7 @@ class GradientCollector:
         """Other parameters are frozen than before: what to expect is not known until another micro-batch has been seen."""
         self._history = None
 
-    def note_use(self, unit: Unit, *, is_saved: bool, is_updated: bool) -> None:
+    def on_weight_use(self, unit: Unit, *, is_saved: bool, is_updated: bool) -> None:
         """Backward uses the unit's weights.
 
         Args:
@@ -157,7 +157,7 @@ class GradientCollector:
             self._used_late.add(unit.index)
             raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self.step())
         if num_hooks > 1:
-            self.hand_in(unit, slot)  # others' run after this, and see the whole gradient
+            self.deliver_now(unit, slot)  # others' run after this, and see the whole gradient
             return
         if unit.index not in self._expected:
             self._expected[unit.index] = self._expect(unit)
@@ -166,7 +166,7 @@ class GradientCollector:
             self._complete_units.add(unit.index)
             self._complete(unit)
 
-    def note_parts(self, unit: Unit, *, by_script: bool) -> None:
+    def on_partial_gradients(self, unit: Unit, *, by_script: bool) -> None:
         """Weights of the unit are used outside of the modules whose calls are counted, so a gradient may come in parts.
 
         Args:
@@ -180,7 +180,7 @@ class GradientCollector:
             self._expected[unit.index] = None
 
     @outside_modes
-    def hand_in(self, unit: Unit, slot: Slot) -> None:
+    def deliver_now(self, unit: Unit, slot: Slot) -> None:
         """Somebody looks at a parameter's gradient, or replaces it, inside backward: deliver what has come so far.
 
         The unit is then complete when backward ends, not before.
@@ -191,7 +191,7 @@ class GradientCollector:
         if plain_grad(unit.parameters[slot.index]) is not None:
             self.notice()  # a hook that was there before ours runs before it, and leaves nothing for it to find
             self._fired.setdefault(unit.index, {}).setdefault(slot.index, 1)
-            self.keep(unit, self._take_from(unit, [slot.index]))
+            self.keep(unit, self._pop_from(unit, [slot.index]))
 
     def _expect(self, unit: Unit) -> frozenset[int] | None:
         """The slots that will fire, each once; None if one of them may fire more often."""
@@ -217,21 +217,21 @@ class GradientCollector:
             expected.append(slot.index)
         return frozenset(expected)
 
-    def begin_handing_out(self) -> None:
-        """From now on gradients are not delivered: the calling thread takes them with `take`."""
+    def begin_collecting(self) -> None:
+        """From now on gradients are not delivered: the calling thread takes them with `pop_gradients`."""
         self.taker = get_ident()
 
-    def end_handing_out(self) -> None:
+    def end_collecting(self) -> None:
         """They are delivered again, in a new micro-batch."""
         self.taker = None
         self.reset()
 
-    def take(self) -> list[tuple[Unit, dict[Slot, torch.Tensor]]]:
+    def pop_gradients(self) -> list[tuple[Unit, dict[Slot, torch.Tensor]]]:
         """The gradients that have come since the last time, by unit. They belong to the caller."""
         fired, self._fired = self._fired, {}
-        return [(self._units[unit], self._take_from(self._units[unit], slots)) for unit, slots in fired.items()]
+        return [(self._units[unit], self._pop_from(self._units[unit], slots)) for unit, slots in fired.items()]
 
-    def _take_from(self, unit: Unit, slots: Iterable[int]) -> dict[Slot, torch.Tensor]:
+    def _pop_from(self, unit: Unit, slots: Iterable[int]) -> dict[Slot, torch.Tensor]:
         gradients: dict[Slot, torch.Tensor] = {}
         for index in slots:
             slot, parameter = unit.layout.slots[index], unit.parameters[index]
@@ -250,7 +250,7 @@ class GradientCollector:
 
     @outside_modes
     def _complete(self, unit: Unit) -> None:
-        gradients = self._take_from(unit, self._fired.get(unit.index, {}))
+        gradients = self._pop_from(unit, self._fired.get(unit.index, {}))
         if gradients:
             for slot in gradients:
                 self._delivered.add((unit.index, slot.index))

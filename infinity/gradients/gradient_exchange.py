@@ -1,13 +1,13 @@
 """A unit's gradients on their way to the ranks that update them, beside the backward.
 
-Knows ranks, shares and memory; must not know when a unit is complete, or where its gradients rest.
+Knows ranks, shards and memory; must not know when a unit is complete, or where its gradients rest.
 
 [Note: the exchange's thread] One thread of each rank exchanges units in an order that is the same on all, through process groups
 of its own, whatever else its script, or the engine's other threads, exchange meanwhile. A rank comes to a unit when all of its
 gradients are there, or the backward has ended: these threads of the others wait for it, their scripts do not. It ends when
 whoever made the exchange says so, or is gone.
 
-[Note: updates of shares] As in one process, a unit may be updated when no backward needs its weights any more and all of its
+[Note: updates of shards] As in one process, a unit may be updated when no backward needs its weights any more and all of its
 gradients have come; here, on all ranks. A rank leaves a unit to that when both hold for itself, and its word is final: from then
 on it counts as updated, so what is an error afterwards does not depend on which rank was faster. Ranks tell each other when they
 average the unit, and update it if all have left the same gradients of it, with the same
@@ -37,26 +37,28 @@ from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flush_denormals
 from infinity.threads.openmp import use_threads
 from infinity.units.layout import Slot
-from infinity.units.shares import Shares, clipped, runs_of
+from infinity.units.shards import Shards, clipped, runs_of
 from infinity.units.unit import Unit
 from swapper import Latch
-from swapper.sync.lifetimes import EXIT_SECONDS, Roll
+from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects
 from swapper.sync.limits import start_threads
 
 IS_NEW, IS_UNSCALED = 1, 2
 _CLOSE_SECONDS = 5.0
 
 
-class ShareUpdates:
+class ShardUpdates:
     """Which units are left to their means, in the present step."""
 
-    def __init__(self, let_go: Callable[[Unit], None], update: Callable[[Unit, GradientSource, float], None]) -> None:
+    def __init__(
+        self, stop_fetches: Callable[[Unit], None], update: Callable[[Unit, GradientSource, float], None]
+    ) -> None:
         """
         Args:
-            let_go: sees to it that nothing fetches the unit until the step is over.
-            update: starts the update of this rank's share, by gradients of that loss scale.
+            stop_fetches: sees to it that nothing fetches the unit until the step is over.
+            update: starts the update of this rank's shard, by gradients of that loss scale.
         """
-        self._let_go = let_go
+        self._stop_fetches = stop_fetches
         self.update = update
         self.digest = 0
         """Of the hyperparameters: from `begin` until `end`. 0: nothing is updated before the step."""
@@ -72,7 +74,7 @@ class ShareUpdates:
         """The step is over."""
         self.begin(0)
 
-    def leave(self, unit: Unit, slots: Iterable[Slot]) -> None:
+    def add(self, unit: Unit, slots: Iterable[Slot]) -> None:
         """This rank has all gradients of the step for the unit: those of these parameters."""
         self._left[unit.index] = frozenset(slot.index for slot in slots)
 
@@ -80,17 +82,17 @@ class ShareUpdates:
         """What all ranks must say alike of the unit; 0: it is not to be updated. ``slots``: of which gradients are there."""
         return self.digest if self._left.get(unit.index) == slots else 0
 
-    def is_settled(self, unit: Unit, *, is_over: bool) -> bool:
+    def may_be_announced(self, unit: Unit, *, is_over: bool) -> bool:
         """Whether all ranks may hear of the unit: its weights are not fetched from then on, if it is one of those.
 
         ``is_over``: the backward has ended, so none needs them.
         """
         if unit.index not in self._left:
             return True
-        is_settled = unit.settle() or is_over
-        if is_settled:
-            self._let_go(unit)
-        return is_settled
+        may_be_announced = unit.unbind_unused() or is_over
+        if may_be_announced:
+            self._stop_fetches(unit)
+        return may_be_announced
 
 
 @dataclass(eq=False)
@@ -106,7 +108,7 @@ class UnitExchange:
         is_unscaled: whether they are without the loss scale. Once ``done``: whether those of any rank were, and now all are.
         unscaling: the factor that takes it out.
         flushes_denormals: whether the training thread does so.
-        word: what is said of an update by these gradients, see [Note: updates of shares].
+        word: what is said of an update by these gradients, see [Note: updates of shards].
         found: what was averaged: parameters of which all ranks had something new. Of others one may yet get its gradient.
         owners: of each of ``found``, which of those that divide states has the whole mean, for its norm.
         is_final: whether all ranks had the same gradients, and the same ``word``, which was not 0.
@@ -133,20 +135,20 @@ class GradientExchange:
     """Exchanges units in the order in which they begin; see [Note: the exchange's thread], which has it until `stop`."""
 
     def __init__(
-        self, ranks: Ranks, numbered: Numbered, shares: Shares, wire: torch.dtype, device: ComputeDevice
+        self, ranks: Ranks, numbered: Numbered, shards: Shards, wire: torch.dtype, device: ComputeDevice
     ) -> None:
         """
         Args:
             ranks: who divides states, in a process group that nobody else uses.
             numbered: names that group.
-            shares: which of them has which elements.
+            shards: which of them has which elements.
             wire: see `Ranks.reduce`.
             device: for the thread to enter; all memory is the host's.
         """
         self._device = device
         self._ranks = ranks
         self._numbered = numbered
-        self.shares = shares
+        self.shards = shards
         self._wire = wire
         self._queue: queue.SimpleQueue[UnitExchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -172,12 +174,12 @@ class GradientExchange:
             self._numbered.end()
 
     def close(self) -> bool:
-        """Exchange nothing more. Returns whether all memory has been let go of: ranks may hang."""
+        """Exchange nothing more. Returns whether all memory has been released: ranks may hang."""
         self.stop()
-        has_let_go = self._moving.acquire(timeout=_CLOSE_SECONDS)
-        if has_let_go:
+        is_released = self._moving.acquire(timeout=_CLOSE_SECONDS)
+        if is_released:
             self._moving.release()
-        return has_let_go
+        return is_released
 
     def end(self) -> None:
         """Return when the thread has ended, or waits for ranks for longer than a moment."""
@@ -209,7 +211,7 @@ class GradientExchange:
     def _exchange(self, each: UnitExchange) -> None:
         slots = each.grads.unit.layout.slots
         flags = [IS_NEW * (slot.index in each.new) for slot in slots]
-        told = self._ranks.meet(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
+        told = self._ranks.all_gather_ints(each.what, [*flags, each.word, IS_UNSCALED * each.is_unscaled])
         *are_new, word, _ = (min(of_ranks) for of_ranks in zip(*told, strict=True))
         scaling = max(of_rank[-1] for of_rank in told)
         each.is_final = word != 0 and all(of_rank[:-1] == [*flags, word] for of_rank in told)
@@ -229,7 +231,7 @@ class GradientExchange:
             for slot in each.found:
                 if slot.index not in each.present:
                     buffer.view(slot).zero_()
-            spans = self.shares.spans(each.grads.unit)
+            spans = self.shards.spans(each.grads.unit)
             for start, stop in runs_of(each.found):
                 parts = [clipped(span, start, stop) for span in spans]
                 self._ranks.reduce(each.what, buffer.values, parts, self._wire)
@@ -246,4 +248,4 @@ class GradientExchange:
 
 
 # See [Note: how a group ends] in infinity.distributed.process_groups.
-_open: Roll[GradientExchange] = Roll(at_exit=GradientExchange.end)
+_open: LiveObjects[GradientExchange] = LiveObjects(at_exit=GradientExchange.end)

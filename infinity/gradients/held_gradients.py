@@ -29,21 +29,21 @@ class HeldGradient:
         self.unit = unit
         self.slot = slot
         self.tensor = tensor
-        self.note_taken()
+        self.on_delivered()
         self.is_new = is_new
 
     @property
     def has_moved(self) -> bool:
-        """Whether its ``data`` was assigned since `note_taken`."""
+        """Whether its ``data`` was assigned since `on_delivered`."""
         return self.tensor.data_ptr() != self._address
 
     @property
     def may_have_changed(self) -> bool:
-        """Whether it was written to since `note_taken`, or may be: who gets ``parameter.grad`` may write by ``.data``, and
+        """Whether it was written to since `on_delivered`, or may be: who gets ``parameter.grad`` may write by ``.data``, and
         `GradScaler` writes by kernels; neither counts."""
         return self.was_shown or self.has_moved or self.tensor._version != self._version
 
-    def note_taken(self) -> None:
+    def on_delivered(self) -> None:
         """Its values are known, and it has been delivered."""
         self.is_new = False
         self._version = self.tensor._version
@@ -107,4 +107,4 @@ class HeldGradients:
             reference = self.given.pop(key, None)
             paged = reference() if reference is not None else None
             if paged is not None:
-                paged.settle(torch.clone(paged))
+                paged.materialize(torch.clone(paged))

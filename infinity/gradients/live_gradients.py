@@ -42,20 +42,20 @@ class LiveGradients:
 
     def _stand_in(self, unit: Unit, slot: Slot) -> torch.Tensor:
         key = unit.index, slot.index
-        if self._gradients.is_at_hand(unit) and (unit.update is None or unit.update.done()):
-            self._held.views[key] = HeldGradient(unit, slot, self._gradients.show(unit).lend(slot))
+        if self._gradients.is_available(unit) and (unit.update is None or unit.update.done()):
+            self._held.views[key] = HeldGradient(unit, slot, self._gradients.show(unit).tracked_view(slot))
             return self._held.views[key].tensor
 
         def fetch() -> torch.Tensor:
             self._await_update(unit)
             self._gradients.make_whole(unit, slot)
-            return self._gradients.show(unit).lend(slot)
+            return self._gradients.show(unit).tracked_view(slot)
 
         def replace(values: torch.Tensor) -> None:
             unit.parameters[slot.index].grad = values
 
         paged = PagedGradient.of(
-            slot.spec.shape, self._gradients.dtype_shown, fetch, lambda: self._gradients.note_change(unit), replace
+            slot.spec.shape, self._gradients.dtype_shown, fetch, lambda: self._gradients.on_change(unit), replace
         )
         self._held.given[key] = weakref.ref(paged)
         return paged
@@ -68,7 +68,7 @@ class LiveGradients:
     def replace(self, unit: Unit, slot: Slot, gradient: torch.Tensor | None) -> None:
         """``gradient``, a tensor of the user's, is the gradient from now on; None: there is none."""
         if self._held.own:  # assigned one after the other, tensors that nobody else holds must not pile up
-            self._take_in(next(reversed(self._held.own)))
+            self._apply_user_write(next(reversed(self._held.own)))
         self._await_update(unit)
         self._gradients.set_gradient(unit, slot, None if gradient is None else gradient.detach())
         if gradient is not None:
@@ -91,10 +91,10 @@ class LiveGradients:
             if value.tensor.grad_fn is not None:
                 value.tensor.detach_()
             value.tensor.requires_grad_(False).zero_()
-            value.note_taken()
+            value.on_delivered()
         self._held.own.update(own)
 
-    def take_in(self) -> None:
+    def apply_user_writes(self) -> None:
         """What the user wrote into gradients of his own becomes the gradient. A step is about to begin."""
         for key in list(self._held.views):
             view = self._held.views.pop(key)
@@ -104,14 +104,14 @@ class LiveGradients:
                 self._held.views[key] = view
             del view
         for key in list(self._held.own):
-            self._take_in(key)
+            self._apply_user_write(key)
 
-    def _take_in(self, key: tuple[int, int]) -> None:
+    def _apply_user_write(self, key: tuple[int, int]) -> None:
         own = self._held.own.pop(key)
         if own.may_have_changed:
             self._await_update(own.unit)
             self._gradients.set_gradient(own.unit, own.slot, own.tensor.detach())
-            own.note_taken()
+            own.on_delivered()
         if own.is_shared:
             self._held.own[key] = own
 
@@ -125,7 +125,7 @@ class LiveGradients:
         if own is not None:
             before = own.tensor
             if not own.is_new:
-                self._take_in(key)
+                self._apply_user_write(key)
         elif slot in self._gradients.slots_with_gradient(unit):
             before = self._shown(unit, slot).clone().to(gradient.device)
             self._held.end(unit, [slot])
@@ -144,7 +144,7 @@ class LiveGradients:
             if own is None:
                 continue
             if not own.is_new:
-                self._take_in(key)
+                self._apply_user_write(key)
                 with torch.no_grad():
                     own.tensor.add_(gradient)
-            own.note_taken()
+            own.on_delivered()

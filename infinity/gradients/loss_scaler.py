@@ -33,7 +33,7 @@ class LossScaler:
         self._has_zero = has_zero
         self.scale = rules.initial if rules is not None else 1.0
         """What losses are multiplied with, and gradients divided by before they are used."""
-        self._patience = rules.hysteresis if rules is not None else 1
+        self._hysteresis_left = rules.hysteresis if rules is not None else 1
         self._num_finite = 0
         self._num_steps = 0
 
@@ -66,7 +66,7 @@ class LossScaler:
     @property
     def cur_hysteresis(self) -> int:
         """The overflow that will halve the factor, counted from the next one, which is 1."""
-        return self._patience
+        return self._hysteresis_left
 
     @property
     def scale_window(self) -> int | None:
@@ -82,13 +82,13 @@ class LossScaler:
 
     # ------------------------------------------------------------------------------------------------------------ the rule
 
-    def share_of(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor, divisor: float) -> torch.Tensor:
         """What backward begins with: the micro-batch's share of the step's loss (one element), scaled (then fp32)."""
         if self._rules is None:
             return loss / divisor
         return loss.float() / divisor * self.scale
 
-    def note(self, *, is_finite: bool, step: int) -> None:
+    def update(self, *, is_finite: bool, step: int) -> None:
         """A step has ended, the ``step``-th; ``is_finite``: its gradients were.
 
         Raises:
@@ -100,8 +100,8 @@ class LossScaler:
             return
         if not is_finite:
             self._num_finite = 0
-            if self._has_zero and self._patience > 1:
-                self._patience -= 1
+            if self._has_zero and self._hysteresis_left > 1:
+                self._hysteresis_left -= 1
                 return
             if self._has_zero and self.scale <= rules.minimum:
                 raise StepError(
@@ -117,14 +117,14 @@ class LossScaler:
         if is_due:
             self.scale = min(self.scale * _FACTOR, LARGEST_LOSS_SCALE)
         if is_due or rules.refills_hysteresis:
-            self._patience = rules.hysteresis
+            self._hysteresis_left = rules.hysteresis
 
     def state(self) -> dict[str, float]:
         """What the rule goes on from."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,
-            "patience": self._patience,
+            "patience": self._hysteresis_left,
             "num_finite": self._num_finite,
             "num_steps": self._num_steps,
         }
@@ -134,4 +134,4 @@ class LossScaler:
         self._num_steps = int(state.get("num_steps", 0))  # which DeepSpeed's checkpoints lack
         if self._rules is not None and self._rules.is_dynamic and state["dynamic"]:
             self.scale = float(state["scale"])
-            self._patience, self._num_finite = int(state["patience"]), int(state["num_finite"])
+            self._hysteresis_left, self._num_finite = int(state["patience"]), int(state["num_finite"])

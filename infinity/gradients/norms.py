@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from infinity.distributed.agreement import together
+from infinity.distributed.agreement import gather_results
 from infinity.distributed.meshes import Mesh
 from infinity.errors import RankError
 
@@ -56,7 +56,7 @@ class ParameterNorm(NamedTuple):
     """2-norm, 0-dim fp32."""
 
 
-class _Told(NamedTuple):
+class _OfProcess(NamedTuple):
     """What a process says of its part: norms by name, and the scale that its gradients have."""
 
     norms: dict[str, tuple[bool, float]]
@@ -79,41 +79,42 @@ def norm_of_model(mesh: Mesh, norms: Sequence[ParameterNorm], scale: float, step
         step: for messages.
 
     Raises:
-        RankError: tensor ranks have different norms of a parameter of which each has the whole; or as of `Ranks.meet`.
+        RankError: tensor ranks have different norms of a parameter of which each has the whole; or as of
+        `Ranks.all_gather_ints`.
     """
     if not mesh.is_divided:
         return total_norm([each.norm for each in norms]) / scale
     what = f"the norm of all parts' gradients in step {step}"
-    own = _Told({each.fqn: (each.is_part, float(each.norm)) for each in norms}, scale if norms else None)
-    of_parts = [_Told(*each) for each in together(mesh.parts, what, lambda: own)]
-    told = dict(zip(mesh.places, of_parts, strict=True))
-    scales = {of_part.scale for of_part in told.values() if of_part.scale is not None} or {scale}
+    own = _OfProcess({each.fqn: (each.is_part, float(each.norm)) for each in norms}, scale if norms else None)
+    of_parts = [_OfProcess(*each) for each in gather_results(mesh.parts, what, lambda: own)]
+    of_ranks = dict(zip(mesh.places, of_parts, strict=True))
+    scales = {of_part.scale for of_part in of_ranks.values() if of_part.scale is not None} or {scale}
     common = scales.pop() if len(scales) == 1 else None
     found: list[torch.Tensor] = []
-    for stage in sorted({place.stage for place in told}):
-        of_stage = [told[place] for place in sorted(told) if place.stage == stage]
+    for stage in sorted({place.stage for place in of_ranks}):
+        of_stage = [of_ranks[place] for place in sorted(of_ranks) if place.stage == stage]
         for fqn in {fqn: None for of_part in of_stage for fqn in of_part.norms}:
             of_tensor_ranks = [_of(of_part, fqn, is_scaled=common is not None) for of_part in of_stage]
             found.append(_merged(mesh, what, fqn, of_tensor_ranks))
     return total_norm(found) / (1.0 if common is None else common)
 
 
-def _of(told: _Told, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
-    found = told.norms.get(fqn)
-    return found if found is None or is_scaled or told.scale is None else (found[0], found[1] / told.scale)
+def _of(of_ranks: _OfProcess, fqn: str, *, is_scaled: bool) -> tuple[bool, float] | None:
+    found = of_ranks.norms.get(fqn)
+    return found if found is None or is_scaled or of_ranks.scale is None else (found[0], found[1] / of_ranks.scale)
 
 
 def _merged(mesh: Mesh, what: str, fqn: str, of_tensor_ranks: Sequence[tuple[bool, float] | None]) -> torch.Tensor:
     """The norm of one parameter, from what the tensor ranks of a stage have of it; None: no gradient."""
-    told = [each for each in of_tensor_ranks if each is not None]
-    norms = [norm for _, norm in told]
+    of_ranks = [each for each in of_tensor_ranks if each is not None]
+    norms = [norm for _, norm in of_ranks]
     values = torch.tensor(norms, dtype=torch.float32, device="cpu")
     if len(of_tensor_ranks) == 1:
         return values[0]
-    if all(is_part for is_part, _ in told):
+    if all(is_part for is_part, _ in of_ranks):
         return values.pow(2.0).sum().pow(0.5)  # as DTensor does it
     is_same = len({*norms}) == 1 or all(math.isnan(norm) for norm in norms)
-    if len(told) == len(of_tensor_ranks) and is_same and not any(is_part for is_part, _ in told):
+    if len(of_ranks) == len(of_tensor_ranks) and is_same and not any(is_part for is_part, _ in of_ranks):
         return values[0]
     shown = [None if each is None else each[1] for each in of_tensor_ranks]
     raise RankError(

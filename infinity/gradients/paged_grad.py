@@ -34,49 +34,49 @@ class PagedGradient(torch.Tensor):
     """
 
     _fetch: Callable[[], torch.Tensor]
-    _note_change: Callable[[], None]
+    _on_change: Callable[[], None]
     _replace: Callable[[torch.Tensor], None]
-    _settled: torch.Tensor | None = None
+    _consistent: torch.Tensor | None = None
 
     @staticmethod
     def of(
         shape: Sequence[int],
         dtype: torch.dtype,
         fetch: Callable[[], torch.Tensor],
-        note_change: Callable[[], None],
+        on_change: Callable[[], None],
         replace: Callable[[torch.Tensor], None],
     ) -> PagedGradient:
         """
         Args:
             shape, dtype: of the gradient, which is on the CPU.
             fetch: gives a tensor over the values, of the parameter's strides, which stays valid as long as it is held.
-            note_change: the values have been changed, or may be without anybody noticing.
+            on_change: the values have been changed, or may be without anybody noticing.
             replace: makes a tensor the parameter's gradient in place of this one.
         """
         nothing = torch.full((), float("nan"), dtype=dtype, device="cpu").expand(tuple(shape))
         gradient: PagedGradient = make_subclass(PagedGradient, nothing)
         gradient._fetch = fetch
-        gradient._note_change = note_change
+        gradient._on_change = on_change
         gradient._replace = replace
         return gradient
 
-    def settle(self, values: torch.Tensor) -> None:
+    def materialize(self, values: torch.Tensor) -> None:
         """From now on this is ``values``, whatever becomes of the parameter's gradient."""
-        self._settled = values
+        self._consistent = values
         self._fetch = lambda: values
-        self._note_change = lambda: None
+        self._on_change = lambda: None
 
     def in_memory(self) -> torch.Tensor:
         """The values as an ordinary tensor, which is the parameter's gradient from now on, and which this stands for.
 
         Whoever makes it the gradient of another parameter, too, has one tensor for both, as in torch.
         """
-        if self._settled is None:
+        if self._consistent is None:
             values = torch.clone(self)
             self._replace(values)
-            self.settle(values)
+            self.materialize(values)
             return values
-        return self._settled
+        return self._consistent
 
     @classmethod
     def __torch_function__(
@@ -132,7 +132,7 @@ def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         )
         for gradient, values, version in opened.values():
             if is_exposed or values._version != version:
-                gradient._note_change()
+                gradient._on_change()
     originals = {id(values): gradient for gradient, values, _ in opened.values()}
     if any(id(leaf) in originals for leaf in leaves(result)):  # an operation in place gives back what it got
         return replaced(result, lambda leaf: originals.get(id(leaf), leaf))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from infinity.distributed.agreement import together
+from infinity.distributed.agreement import gather_results
 from infinity.distributed.collectives import Ranks
 from infinity.errors import RankError
 
@@ -47,11 +47,11 @@ def check_same_groups(ranks: Ranks, describe: Callable[[], Mapping[str, str]], s
     what = f"the parameter groups in step {step}"
     own = describe()
     mine = digest(own)
-    if all(found == [mine] for found in ranks.meet(what, [mine])):
+    if all(found == [mine] for found in ranks.all_gather_ints(what, [mine])):
         return
-    told = together(ranks, what, lambda: dict(own))
-    for key in {key: None for of_rank in told for key in of_rank}:
-        values = [of_rank.get(key, "absent") for of_rank in told]
+    of_ranks = gather_results(ranks, what, lambda: dict(own))
+    for key in {key: None for of_rank in of_ranks for key in of_rank}:
+        values = [of_rank.get(key, "absent") for of_rank in of_ranks]
         if len({*values}) > 1:
             pairs = zip(ranks.members, values, strict=True)
             problem = f"{key} is " + ", ".join(f"{value} on rank {number}" for number, value in pairs)
@@ -68,7 +68,7 @@ def check_same(ranks: Ranks, norm: torch.Tensor, step: int) -> None:
     if ranks.num == 1:
         return
     bits = int(norm.detach().cpu().float().view(torch.int32))
-    of_ranks = [found[0] for found in ranks.meet(f"the norm of all gradients in step {step}", [bits])]
+    of_ranks = [found[0] for found in ranks.all_gather_ints(f"the norm of all gradients in step {step}", [bits])]
     if any(found != bits for found in of_ranks):
         norms = torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).tolist()
         raise RankError(

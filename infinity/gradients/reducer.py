@@ -1,4 +1,4 @@
-"""Main gradients that several ranks average: on all of them, or each rank the mean of the share that it updates.
+"""Main gradients that several ranks average: on all of them, or each rank the mean of the shard that it updates.
 
 See [Note: ranks] in ``infinity.distributed.collectives``.
 """
@@ -16,18 +16,18 @@ import torch
 from infinity.device.compute import gradient_norm
 from infinity.distributed.collectives import Ranks
 from infinity.errors import AccessError
-from infinity.gradients.gradient_exchange import IS_NEW, IS_UNSCALED, GradientExchange, ShareUpdates, UnitExchange
+from infinity.gradients.gradient_exchange import IS_NEW, IS_UNSCALED, GradientExchange, ShardUpdates, UnitExchange
 from infinity.gradients.sources import FP32_BYTES, GradientBuffer
 from infinity.gradients.store import GradientStore
 from infinity.gradients.unit_grads import UnitGrads
 from infinity.threads.denormals import flushes_denormals
 from infinity.units.layout import Slot
-from infinity.units.shares import Shares, clipped, runs_of
+from infinity.units.shards import Shards, clipped, runs_of
 from infinity.units.unit import Unit
 from swapper.sync.interrupts import POLL_SECONDS, uninterrupted
-from swapper.sync.lifetimes import when_gone
+from swapper.sync.lifetimes import call_when_collected
 
-_PATIENCE_SECONDS = 1.0
+_TIMEOUT_SECONDS = 1.0
 """So long a backward waits for others in all rather than spill gradients, for in the step it would wait for them, too. Not
 longer: their scripts may wait for this one."""
 Key = tuple[int, int]
@@ -58,7 +58,7 @@ class ReducedGradients(GradientStore):
     Where `holds_back` says so, no mean is computed before the step either: that begins with `new_of_all`, and goes on with
     `average_these`, or `replace`.
 
-    [Note: means for owners] Where each rank updates its share of a unit, it needs the mean of that alone, which takes half of
+    [Note: means for owners] Where each rank updates its shard of a unit, it needs the mean of that alone, which takes half of
     the exchange, and the other half is then free for the new weights. The mean must be of all that the step has accumulated,
     or its bits would be others. So it is computed in the last ``engine.backward`` of a step (`begin_means`), as units become
     complete (`offer`), in the order in which backwards mostly reach them: the last unit first. What is still to be done when
@@ -68,14 +68,14 @@ class ReducedGradients(GradientStore):
     is spilled, as ever, and exchanged in the step.
 
     What only some ranks have of a unit by then may yet come on others, as of a parameter that fires unexpectedly: its mean waits
-    for the step. What `ShareUpdates` is told of is updated as it comes back.
+    for the step. What `ShardUpdates` is told of is updated as it comes back.
 
     If somebody looks at a gradient between that backward and the step, or replaces one, or another backward comes before the
     step, parts are put together to whole means, which all ranks do at the same point of their scripts; so they do if they drop
     gradients whose exchange has begun, before the next ones are added. In a plain loop gradients are whole after each backward.
 
     A norm has the bits of torch's only if one processor takes it of the whole gradient. So the parts of a parameter that lies
-    in several shares go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
+    in several shards go to the rank with the largest, and ranks tell each other the norms: at most a quarter of the model.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class ReducedGradients(GradientStore):
         self._wire = wire
         self._exchange = exchange
         if exchange is not None:
-            when_gone(self, exchange.stop)
-        self._shares = Shares() if exchange is None else exchange.shares
-        self._is_held_back = False
+            call_when_collected(self, exchange.stop)
+        self._shards = Shards() if exchange is None else exchange.shards
+        self._is_deferred = False
         """Whether a mean that would have been computed was not: from then until the step."""
         self._new: set[tuple[int, int]] = set()
         """(unit index, slot index) of what was added since the last `average`."""
@@ -114,7 +114,7 @@ class ReducedGradients(GradientStore):
         """The step whose means are being computed: from `begin_means`, or `average_last`, until all ranks have them."""
         self._is_last_over = False
         """Whether its last backward has ended."""
-        self._updates: ShareUpdates | None = None
+        self._updates: ShardUpdates | None = None
         """Who updates units as their means come: from `begin_means`, until all ranks have them."""
         self._dropped_step: int | None = None
         """One whose gradients were dropped while they were exchanged: from then until the exchange has been ended."""
@@ -124,10 +124,10 @@ class ReducedGradients(GradientStore):
         """Indices of those that may be, for they have all gradients of the step."""
         self._under_way: deque[UnitExchange] = deque()
         """Those that its thread has, in the same order."""
-        self._patience_seconds = 0.0
+        self._timeout_seconds = 0.0
         """How long the present backward may yet wait for room."""
         self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
-        """Of which the mean of this rank's share is here, or in an update: whose, and the bits of its fp32 2-norm on the rank
+        """Of which the mean of this rank's shard is here, or in an update: whose, and the bits of its fp32 2-norm on the rank
         that takes it, on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
         self._late: list[tuple[Unit, Mapping[Slot, torch.Tensor]]] = []
         """What came in backward for units that are being exchanged: until those are taken back."""
@@ -135,20 +135,20 @@ class ReducedGradients(GradientStore):
     # ------------------------------------------------------------------------------------------- beside a backward
 
     @property
-    def _gives_shares(self) -> bool:
-        """Whether a mean is that of this rank's share alone."""
+    def _keeps_shards(self) -> bool:
+        """Whether a mean is that of this rank's shard alone."""
         return self._exchange is not None
 
-    def begin_means(self, step: int, updates: ShareUpdates | None = None) -> bool:
+    def begin_means(self, step: int, updates: ShardUpdates | None = None) -> bool:
         """The last ``engine.backward`` of a step begins: `offer` tells of units that have all of its gradients.
 
         Returns whether ``updates`` will hear of means before the step.
         """
         self.average_postponed()
         self._end_dropped()
-        if not self._gives_shares:
+        if not self._keeps_shards:
             return False
-        self._step, self._is_last_over, self._patience_seconds = step, False, _PATIENCE_SECONDS
+        self._step, self._is_last_over, self._timeout_seconds = step, False, _TIMEOUT_SECONDS
         self._updates = updates
         self._due.extend(grads for grads in reversed(self._grads) if grads.unit.layout.trainable_numel)
         return updates is not None
@@ -160,48 +160,48 @@ class ReducedGradients(GradientStore):
 
     def open_sum(self, unit: Unit) -> None:
         grads = self._grads[unit.index]
-        if self._step is not None and not grads.stays and grads.buffer is None:
-            while self._under_way and not self._has_room(1) and self._patience_seconds > 0:
+        if self._step is not None and not grads.stays_in_ram and grads.buffer is None:
+            while self._under_way and not self._has_room(1) and self._timeout_seconds > 0:
                 begin = time.monotonic()
-                self._under_way[0].done.wait(min(POLL_SECONDS, self._patience_seconds))
-                self._patience_seconds -= time.monotonic() - begin
-                self._go_on()
+                self._under_way[0].done.wait(min(POLL_SECONDS, self._timeout_seconds))
+                self._timeout_seconds -= time.monotonic() - begin
+                self._advance()
         super().open_sum(unit)
 
     def offer(self, unit: Unit) -> bool:
         """The unit has all gradients of the step. Returns whether that is of use: then it may stay where `open_sum` has it."""
         if self._step is not None:
             self._whole.add(unit.index)
-            self._go_on()
+            self._advance()
         return self._step is not None
 
     def average_last(self, step: int) -> None:
         """The last ``engine.backward`` of a step has ended: as `average`, at once or by the time the step needs it."""
-        if not self._gives_shares:
+        if not self._keeps_shards:
             self.average(step)
             return
         if self._step is None:
             self.begin_means(step)
         self._is_last_over = True
         self._whole.update(grads.unit.index for grads in self._due)
-        self._go_on()
+        self._advance()
 
     @property
     def is_in_parts(self) -> bool:
         """Whether a gradient that is not here may be on other ranks, of which this one has a part of the mean, or will have."""
         return self._step is not None and self._is_last_over
 
-    def _go_on(self, *, is_in_time: bool = True) -> None:
+    def _advance(self, *, is_in_time: bool = True) -> None:
         """Begin to exchange what may be, and take back what has been. ``is_in_time``: only if nobody has to wait."""
         while self._under_way and self._under_way[0].done.is_set():
-            self._take_back(self._under_way.popleft())
+            self._on_exchanged(self._under_way.popleft())
         exchange = self._exchange
         while exchange and self._due and self._due[0].unit.index in self._whole and exchange.error is None:
             grads = self._due[0]
             if is_in_time and not (self.have_arrived(grads.unit) and self._has_room_beside(grads)):
                 return
             updates = self._updates
-            if updates is not None and not updates.is_settled(grads.unit, is_over=self._is_last_over):
+            if updates is not None and not updates.may_be_announced(grads.unit, is_over=self._is_last_over):
                 return
             buffer, slots = self.open(grads.unit), grads.unit.layout.slots
             new = frozenset(slot.index for slot in slots if (grads.unit.index, slot.index) in self._new)
@@ -216,9 +216,9 @@ class ReducedGradients(GradientStore):
                 flushes_denormals=flushes_denormals(),
                 word=updates.word(grads.unit, new) if updates is not None and new == grads.present else 0,
             )
-            self._hand_over(exchange, given)
+            self._start_exchange(exchange, given)
 
-    def _hand_over(self, exchange: GradientExchange, given: UnitExchange) -> None:
+    def _start_exchange(self, exchange: GradientExchange, given: UnitExchange) -> None:
         with uninterrupted():  # other ranks wait for it, too
             self._under_way.append(given)
             self._due.popleft()
@@ -226,14 +226,14 @@ class ReducedGradients(GradientStore):
 
     def _has_room_beside(self, grads: UnitGrads) -> bool:
         """Whether the exchange may have the unit's memory for as long as it likes."""
-        if grads.stays:
+        if grads.stays_in_ram:
             return True
         waiting = sum(
             each.buffer.flat.num_bytes
             for each in self._grads
-            if each.buffer is not None and not (each.stays or each is grads or each.buffer.is_lent)
+            if each.buffer is not None and not (each.stays_in_ram or each is grads or each.buffer.is_referenced)
         )
-        is_alone = all(each.grads.stays for each in self._under_way)
+        is_alone = all(each.grads.stays_in_ram for each in self._under_way)
         return is_alone and self._has_room(1 if grads.buffer is not None else 2, waiting)
 
     def _has_room(self, num: int, waiting_bytes: int = 0) -> bool:
@@ -242,11 +242,11 @@ class ReducedGradients(GradientStore):
         ``waiting_bytes``: of memory that units have which can be spilled.
         """
         self._retire()
-        largest = max(each.unit.layout.trainable_numel for each in self._grads if not each.stays) * FP32_BYTES
+        largest = max(each.unit.layout.trainable_numel for each in self._grads if not each.stays_in_ram) * FP32_BYTES
         return self._pool.used_bytes - waiting_bytes + num * largest <= self._pool.capacity_bytes
 
-    def _take_back(self, exchange: UnitExchange) -> None:
-        """It has been exchanged: keep the mean of this rank's share, and what has come since."""
+    def _on_exchanged(self, exchange: UnitExchange) -> None:
+        """It has been exchanged: keep the mean of this rank's shard, and what has come since."""
         if exchange.buffer is not None:
             self._keep_mean(exchange, exchange.buffer)
         late = [gradients for unit, gradients in self._late if unit is exchange.grads.unit]
@@ -258,15 +258,15 @@ class ReducedGradients(GradientStore):
     def _keep_mean(self, exchange: UnitExchange, buffer: GradientBuffer) -> None:
         grads = exchange.grads
         if exchange.error is not None or self._dropped_step is not None:
-            if not grads.stays and not grads.present and grads.buffer is buffer:
-                self._give_back(grads.take())
+            if not grads.stays_in_ram and not grads.present and grads.buffer is buffer:
+                self._release(grads.detach_buffer())
             return
         grads.is_unscaled = exchange.is_unscaled
         if exchange.found:
-            grads.note_change()
+            grads.on_change()
         for slot, owner in zip(exchange.found, exchange.owners, strict=True):
             grads.present.add(slot.index)
-            norm = gradient_norm(buffer.view(slot)).detach().cpu().float() if owner == self._shares.index else None
+            norm = gradient_norm(buffer.view(slot)).detach().cpu().float() if owner == self._shards.index else None
             bits = -1 if norm is None else int(norm.view(torch.int32)) & 0x7FFFFFFF
             self._owned[grads.unit.index, slot.index] = grads, slot, bits
             self._new.discard((grads.unit.index, slot.index))
@@ -274,18 +274,18 @@ class ReducedGradients(GradientStore):
             self._update(grads, self._updates)
             return
         keeps_whole = any(slot not in exchange.found for slot in grads.slots())
-        self.close_sum(grads.unit, None if keeps_whole else self._shares.span(grads.unit))
+        self.close_sum(grads.unit, None if keeps_whole else self._shards.span(grads.unit))
 
-    def _update(self, grads: UnitGrads, updates: ShareUpdates) -> None:
-        """The unit's gradients, of which this rank has its share, go into the update."""
-        self._tell_of_end(grads)
+    def _update(self, grads: UnitGrads, updates: ShardUpdates) -> None:
+        """The unit's gradients, of which this rank has its shard, go into the update."""
+        self._notify_when_done(grads)
         slots, scale = grads.slots(), 1.0 if grads.is_unscaled else self.scaler.scale
-        source = self._lend_to_update(grads.take(), slots)
+        source = self._as_source(grads.detach_buffer(), slots)
         grads.drop(set(grads.present))
         try:
             updates.update(grads.unit, source, scale)
         except BaseException:
-            if grads.unit.update is None:  # else it is under way, and lets go of them by itself
+            if grads.unit.update is None:  # else it is under way, and releases them by itself
                 source.release()
             raise
 
@@ -299,7 +299,7 @@ class ReducedGradients(GradientStore):
         with self._clock.waiting("ranks"):
             first.done.wait()
         if self._under_way and self._under_way[0] is first:
-            self._take_back(self._under_way.popleft())
+            self._on_exchanged(self._under_way.popleft())
         return True
 
     def _finish(self, due: Iterable[UnitGrads] = ()) -> None:
@@ -307,7 +307,7 @@ class ReducedGradients(GradientStore):
         self._due.extend(due)
         self._whole.update(grads.unit.index for grads in self._due)
         while self._due or self._under_way:
-            self._go_on(is_in_time=False)
+            self._advance(is_in_time=False)
             self._await_holder()
             if self._exchange is not None and self._exchange.error is not None:
                 raise self._exchange.error
@@ -320,11 +320,11 @@ class ReducedGradients(GradientStore):
         def go_on() -> None:
             try:
                 if not errors:
-                    self._go_on()
+                    self._advance()
             except Exception as error:  # when all have met: the others have nothing to do with it
                 errors.append(error)
 
-        self._ranks.meet(what, meanwhile=go_on)
+        self._ranks.all_gather_ints(what, meanwhile=go_on)
         if errors:
             raise errors[0]
 
@@ -335,8 +335,8 @@ class ReducedGradients(GradientStore):
     # --------------------------------------------------------------------------------------------- before the step
 
     def average_for_update(self, step: int) -> None:
-        """As `average`; an update of all comes next. Where shares are updated, all get the norms."""
-        if not self._gives_shares:
+        """As `average`; an update of all comes next. Where shards are updated, all get the norms."""
+        if not self._keeps_shards:
             self.average(step)
             return
         self.agreed_norms.clear()
@@ -352,7 +352,7 @@ class ReducedGradients(GradientStore):
         if not self._owned:
             return
         owned = [self._owned[key] for key in sorted(self._owned)]
-        of_sharers = self._ranks.meet(f"norms in step {step}", [bits for _, _, bits in owned])
+        of_sharers = self._ranks.all_gather_ints(f"norms in step {step}", [bits for _, _, bits in owned])
         bits = [max(of_ranks) for of_ranks in zip(*of_sharers, strict=True)]
         norms = torch.tensor(bits, dtype=torch.int64, device="cpu").to(torch.int32).view(torch.float32)
         for (grads, slot, _), norm in zip(owned, norms, strict=True):
@@ -374,7 +374,7 @@ class ReducedGradients(GradientStore):
         self._end_dropped()
         if self._step is not None:
             what = f"putting gradients together in step {self._step}"
-            self._ranks.meet(what)
+            self._ranks.all_gather_ints(what)
             self._finish()
             self._step = self._updates = None
             here = {key: owned for key, owned in self._owned.items() if key[1] in owned[0].present}
@@ -384,18 +384,18 @@ class ReducedGradients(GradientStore):
             for key in here:
                 del self._owned[key]
         if self._holds_back():
-            self._is_held_back = True
+            self._is_deferred = True
         else:
             self.average_these(self.new_of_all(step), step)
 
     def _put_together(self, what: str, grads: UnitGrads, slots: Sequence[Slot]) -> None:
         buffer = self.open(grads.unit)
-        grads.note_change()
+        grads.on_change()
         dtype = buffer.dtype if self._wire == torch.float32 else self._wire
-        spans = self._shares.spans(grads.unit)
+        spans = self._shards.spans(grads.unit)
         for start, stop in runs_of(slots):
             parts = [clipped(span, start, stop) for span in spans]
-            self._ranks.gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
+            self._ranks.all_gather_in_memory(what, buffer.values, parts, kind="gradients", dtype=dtype)
         self.close_sum(grads.unit)
 
     def average_postponed(self) -> None:
@@ -406,37 +406,40 @@ class ReducedGradients(GradientStore):
     def _end_dropped(self) -> None:
         """End an exchange whose gradients were dropped in the middle. All ranks have dropped them."""
         if self._dropped_step is not None:
-            self._ranks.meet(f"dropping gradients of step {self._dropped_step}")
+            self._ranks.all_gather_ints(f"dropping gradients of step {self._dropped_step}")
             self._finish()
             self._dropped_step = None
 
     def end_updates(self) -> None:
-        """A step is given up whose last backward has begun. All ranks come here: what all have left to `ShareUpdates` has been
+        """A step is given up whose last backward has begun. All ranks come here: what all have left to `ShardUpdates` has been
         updated on all of them when this returns, and nothing else."""
         if self._step is None or self._exchange is None:
             return
-        self._ranks.meet(f"giving up step {self._step}")
+        self._ranks.all_gather_ints(f"giving up step {self._step}")
         nothing: frozenset[int] = frozenset()
         while self._due:
             grads = self._due[0]
             given = UnitExchange(
                 self._what(), grads, None, nothing, nothing, is_unscaled=False, unscaling=1.0, flushes_denormals=False
             )
-            self._hand_over(self._exchange, given)
+            self._start_exchange(self._exchange, given)
         self._finish()
         self._step = self._updates = None
 
     def new_of_all(self, step: int, what: str = "averaging gradients") -> list[NewGradients]:
         """What came on any rank since the last time, which the caller goes on with: unit by unit. See `average`."""
-        self._is_held_back = False
+        self._is_deferred = False
         if self._ranks.num == 1:
             return []
-        self._land()
+        self._wait_for_arrivals()
         flags: list[int] = []
         for grads in self._grads:
             flags += [(grads.unit.index, slot.index) in self._new for slot in grads.unit.layout.slots]
             flags.append(grads.is_unscaled * IS_UNSCALED)
-        merged = [max(of_ranks) for of_ranks in zip(*self._ranks.meet(f"{what} in step {step}", flags), strict=True)]
+        merged = [
+            max(of_ranks)
+            for of_ranks in zip(*self._ranks.all_gather_ints(f"{what} in step {step}", flags), strict=True)
+        ]
         self._new.clear()
         position = 0
         found: list[NewGradients] = []
@@ -471,7 +474,7 @@ class ReducedGradients(GradientStore):
         """The unit's gradients in memory, zeros where there are none, and the elements in which the new ones lie."""
         grads = self._grads[new.unit.index]
         buffer = self.show(grads.unit) if new.is_unscaled else self.open(grads.unit)
-        grads.note_change()
+        grads.on_change()
         for slot in new.slots:
             if slot.index not in grads.present:
                 buffer.view(slot).zero_()
@@ -510,14 +513,14 @@ class ReducedGradients(GradientStore):
         self._late.clear()
         super().clear(kept)
         self._new.intersection_update(kept)
-        self._is_held_back = False
+        self._is_deferred = False
         self.agreed_norms.clear()
 
     def close(self) -> None:
         if self._exchange is not None and not self._exchange.close():
             for exchange in self._under_way:
                 if exchange.buffer is not None and exchange.grads.buffer is exchange.buffer:
-                    exchange.grads.take()  # the thread's, for good
+                    exchange.grads.detach_buffer()  # the thread's, for good
         super().close()
 
     def norms_of(self, unit: Unit) -> dict[int, torch.Tensor]:
@@ -540,7 +543,7 @@ class ReducedGradients(GradientStore):
             RankError: another rank has ended, does not come, or is elsewhere.
         """
         key = unit.index, slot.index
-        if self._is_held_back and key in self._new:
+        if self._is_deferred and key in self._new:
             raise AccessError.of_gradient(
                 slot.spec.fqn,
                 reason="OneBitAdam's warm-up is over: each process has its own gradients, and in the step their momenta are "

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from infinity.device.compute import ComputeDevice, Fence, FlatBuffer
-from infinity.device.landing import Landing
-from infinity.units.layout import Chunk, Piece, Slot, in_memory_order
+from infinity.device.download_ring import DownloadRing
+from infinity.units.layout import Chunk, ParameterSlice, Slot, in_memory_order
 from infinity.units.unit import Unit
 from swapper import Extent, Handle, Priority, Swapper
 
@@ -26,7 +26,7 @@ class GradientSource:
 
     needs_scratch = True
     """Whether they come through scratch memory."""
-    is_lent = False
+    is_referenced = False
     """Whether others may write to the gradients' memory while the update runs."""
 
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, *, is_kept: bool = False) -> None:
@@ -50,14 +50,14 @@ class GradientSource:
         """Start to bring the chunk's gradients into ``scratch`` (``dtype``, ``chunk.numel``), if they are not in memory."""
         return None
 
-    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
-        """The gradients of ``pieces``, each where it lies in the chunk: 1-D; may be changed in place unless `is_kept`.
+    def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
+        """The gradients of ``slices``, each where it lies in the chunk: 1-D; may be changed in place unless `is_kept`.
 
         ``scratch`` is that of the chunk, see `prepare`.
         """
         raise NotImplementedError
 
-    def note_used(self, chunk: Chunk) -> None:
+    def on_used(self, chunk: Chunk) -> None:
         """Those of this chunk, and of all before it, are used up. After the last chunk, `release` says so."""
 
     def release(self) -> None:
@@ -71,13 +71,13 @@ class GradientSource:
         """Whether the memory is free."""
         return self._is_released
 
-    def tell(self, on_release: Callable[[], None]) -> None:
+    def add_release_callback(self, on_release: Callable[[], None]) -> None:
         """Call ``on_release``, from any thread, when the memory is free, or more of it."""
         self._on_release = on_release
 
 
 class DeviceGradients(GradientSource):
-    """Gradients as autograd delivered them, in the memory of a GPU; the update fetches them piece by piece."""
+    """Gradients as autograd delivered them, in the memory of a GPU; the update fetches them slice by slice."""
 
     def __init__(self, gradients: Mapping[Slot, torch.Tensor], device: ComputeDevice, after: Fence) -> None:
         """``gradients`` have the strides of their parameters (see `in_slot_order`)."""
@@ -87,11 +87,11 @@ class DeviceGradients(GradientSource):
         self._device = device
         self._after = after
 
-    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+    def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
         fence: Fence = None
-        for piece in pieces:
-            source = self._gradients[piece.slot.index][piece.start : piece.stop]
-            target = scratch[piece.offset : piece.offset + piece.numel]
+        for param_slice in slices:
+            source = self._gradients[param_slice.slot.index][param_slice.start : param_slice.stop]
+            target = scratch[param_slice.offset : param_slice.offset + param_slice.numel]
             if source.device == scratch.device:
                 target.copy_(source)
             else:
@@ -104,7 +104,7 @@ class DeviceGradients(GradientSource):
         super().release()
 
 
-class Loan(Protocol):
+class MemoryUse(Protocol):
     """Memory in use by something that ends by itself."""
 
     @property
@@ -113,7 +113,7 @@ class Loan(Protocol):
 
     def is_released(self) -> bool: ...
 
-    def tell(self, on_release: Callable[[], None]) -> None:
+    def add_release_callback(self, on_release: Callable[[], None]) -> None:
         """Call ``on_release``, from any thread, at the end, and when `used_bytes` has grown."""
 
 
@@ -128,7 +128,7 @@ class SpillingWrite:
     def is_released(self) -> bool:
         return self._handle.done()
 
-    def tell(self, on_release: Callable[[], None]) -> None:
+    def add_release_callback(self, on_release: Callable[[], None]) -> None:
         self._handle.add_done_callback(lambda _: on_release())
 
 
@@ -138,7 +138,7 @@ class GradientBuffer:
     def __init__(self, unit: Unit, flat: FlatBuffer, dtype: torch.dtype = torch.float32) -> None:
         self.flat = flat
         self.values = flat.tensor()[: unit.layout.trainable_numel * dtype.itemsize].view(dtype)
-        self._lent: weakref.ref[Any] | None = None
+        self._reference: weakref.ref[Any] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,18 +169,18 @@ class GradientBuffer:
         """`view` of each."""
         return [self.values.as_strided(slot.spec.shape, slot.spec.stride, slot.start) for slot in slots]
 
-    def lend(self, slot: Slot) -> torch.Tensor:
-        """As `view`, for others to keep: `is_lent` as long as they hold it, or anything that looks at the same memory."""
-        memory, self._lent = self.flat.lend(self._lent)
+    def tracked_view(self, slot: Slot) -> torch.Tensor:
+        """As `view`, for others to keep: `is_referenced` as long as they hold it, or anything that looks at the same memory."""
+        memory, self._reference = self.flat.tracked_tensor(self._reference)
         values = memory[: self.values.numel() * self.dtype.itemsize].view(self.dtype)
         return values.as_strided(slot.spec.shape, slot.spec.stride, slot.start)
 
     @property
-    def is_lent(self) -> bool:
-        """Whether somebody holds what `lend` gave."""
-        return self._lent is not None and self._lent() is not None
+    def is_referenced(self) -> bool:
+        """Whether somebody holds what `tracked_view` gave."""
+        return self._reference is not None and self._reference() is not None
 
-    def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], landing: Landing[Any]) -> None:
+    def add(self, gradients: Mapping[Slot, torch.Tensor], present: Iterable[int], landing: DownloadRing[Any]) -> None:
         """Add in fp32, and round to the buffer's dtype; parameters not in ``present`` have no gradient yet.
 
         What is on a device, and the buffer is not, comes by way of ``landing``, and is waited for.
@@ -209,7 +209,7 @@ class GradientBuffer:
                     place.add_(values)
 
 
-def _blocks_of(source: torch.Tensor, landing: Landing[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+def _blocks_of(source: torch.Tensor, landing: DownloadRing[Any]) -> Iterator[tuple[int, torch.Tensor]]:
     if source.device.type != "cpu":
         yield from landing.blocks(source, _BLOCK_NUMEL)
         return
@@ -224,16 +224,16 @@ class MemoryGradients(GradientSource):
 
     def __init__(self, buffer: GradientBuffer, slots: Sequence[Slot], *, is_kept: bool = False) -> None:
         super().__init__(slots, buffer.values.dtype, is_kept=is_kept)
-        self.is_lent = buffer.is_lent
+        self.is_referenced = buffer.is_referenced
         self._values = buffer.values
 
-    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+    def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
         if self._values is None:
             raise RuntimeError("the gradients have been released")
         values = self._values[chunk.start : chunk.stop]
         return values if values.device == scratch.device else scratch.copy_(values)
 
-    def note_used(self, chunk: Chunk) -> None:
+    def on_used(self, chunk: Chunk) -> None:
         self.used_bytes = chunk.stop * self.dtype.itemsize
         if self._on_release is not None:
             self._on_release()
@@ -258,5 +258,5 @@ class SpilledGradients(GradientSource):
         scratch.copy_(landing)
         return None
 
-    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+    def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
         return scratch

@@ -18,8 +18,8 @@ from infinity.gradients.sources import (
     DeviceGradients,
     GradientBuffer,
     GradientSource,
-    Loan,
     MemoryGradients,
+    MemoryUse,
     SpilledGradients,
     SpillingWrite,
 )
@@ -39,7 +39,7 @@ class GradientStore:
     """The main gradients of all units, in one pool of memory: the host's, or a device's that updates there.
 
     Kept until the step (`add`): in RAM for the units that the plan names, spilled to NVMe for the others.
-    On their way into an update in backward (`hand_over`): in RAM until the update has used them up.
+    On their way into an update in backward (`add_for_update`): in RAM until the update has used them up.
 
     [Note: gradients that become wider] A single bf16 gradient loses nothing as bf16, and the plan counts on that where a
     step has one micro-batch. Whoever calls ``loss.backward()`` several times all the same, or looks at ``parameter.grad``,
@@ -83,7 +83,7 @@ class GradientStore:
             scaler: knows with which factor gradients come; None: with none.
         """
         kept = set(in_memory)
-        self._grads = [UnitGrads(unit, stays=unit.index in kept) for unit in units]
+        self._grads = [UnitGrads(unit, stays_in_ram=unit.index in kept) for unit in units]
         """What is known of each unit's gradients, for good."""
         self._device = device
         self._clock = clock
@@ -100,10 +100,10 @@ class GradientStore:
         self._scratch_bytes = max(sizes, default=0)
         self._numbers = itertools.count()
         """Of `UnitGrads.number`."""
-        self._loans: deque[tuple[Loan, FlatBuffer | None]] = deque()
+        self._memory_uses: deque[tuple[MemoryUse, FlatBuffer | None]] = deque()
         """Memory that an update or a write uses, each until `_retire` finds that this has ended; None: not of the pool."""
         self._ended = Bell()
-        """Rung when a loan ends, by the thread that ends it: the update stream's, or one of the swapper's."""
+        """Rung when a use of memory ends, by the thread that ends it: the update stream's, or one of the swapper's."""
         self.scaler = scaler or LossScaler(None)
         """Knows the factor with which gradients come."""
         self.held = HeldGradients()
@@ -114,13 +114,13 @@ class GradientStore:
     def _of(self, unit: Unit) -> UnitGrads:
         """What is known of the unit's gradients, with all that were on their way."""
         grads = self._grads[unit.index]
-        self._land(grads)
+        self._wait_for_arrivals(grads)
         return grads
 
     def reserve(self) -> None:
         """Allocate the extents for spilled gradients, if that has not happened yet."""
         for grads in self._grads:
-            if grads.unit.layout.trainable_numel and not grads.stays:
+            if grads.unit.layout.trainable_numel and not grads.stays_in_ram:
                 self._spill(grads)
 
     def _spill(self, grads: UnitGrads) -> tuple[Swapper, Extent]:
@@ -153,18 +153,18 @@ class GradientStore:
         grads = self._grads[unit.index]
         if grads.is_unscaled:
             gradients = {slot: gradient.float() * (1.0 / self.scaler.scale) for slot, gradient in gradients.items()}
-        if self._device.shares_host_memory or self._pool.torch_device.type != "cpu":
+        if self._device.uses_host_memory or self._pool.torch_device.type != "cpu":
             self._add(grads, gradients)
             return
         apart = {slot: gradient for slot, gradient in gradients.items() if gradient.device.type != "cpu"}
         if apart:
-            self._bring(grads, apart)
+            self._start_download(grads, apart)
         here = {slot: gradient for slot, gradient in gradients.items() if slot not in apart}
         if here:
-            self._land(grads)
+            self._wait_for_arrivals(grads)
             self._add(grads, here)
 
-    def _bring(self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor]) -> None:
+    def _start_download(self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor]) -> None:
         """Start to bring gradients from the device: see [Note: gradients that arrive]."""
         known = grads.present | self._arrivals.slots_of(grads)
         ordered = {slot: in_slot_order(gradient.detach(), slot) for slot, gradient in gradients.items()}
@@ -175,28 +175,32 @@ class GradientStore:
             if not self._arrivals.coming:
                 self._add(grads, ordered, norms)
                 return
-            self._land_first()
-        self._arrivals.bring(grads, ordered, norms)
+            self._add_arrival()
+        self._arrivals.start_unit(grads, ordered, norms)
 
-    def _land(self, grads: UnitGrads | None = None) -> None:
+    def _wait_for_arrivals(self, grads: UnitGrads | None = None) -> None:
         """Return when all that is on its way for a unit has been added; None: for any."""
         coming = self._arrivals.coming
         while coming and any(grads is None or each.purpose.grads is grads for each in coming):
-            self._land_first()
+            self._add_arrival()
 
-    def _land_first(self) -> None:
+    def _add_arrival(self) -> None:
         with self._clock.waiting("gradients"):
             self._arrivals.await_first()
         self._add_first()
 
     def _add_first(self) -> None:
-        delivery, gradients = self._arrivals.take_gradients()
+        delivery, gradients = self._arrivals.pop_gradients()
         self._add(delivery.grads, gradients, delivery.norms)
 
     def send_ahead(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> dict[Slot, torch.Tensor]:
-        """Start to bring gradients from a GPU that `hand_over` would add to those in RAM; returns what is left for it."""
+        """Start to bring gradients from a GPU that `add_for_update` would add to those in RAM; returns what is left for it."""
         grads = self._grads[unit.index]
-        if self._device.shares_host_memory or not grads.stays or not (grads.present or self._arrivals.slots_of(grads)):
+        if (
+            self._device.uses_host_memory
+            or not grads.stays_in_ram
+            or not (grads.present or self._arrivals.slots_of(grads))
+        ):
             return gradients
         self.add(unit, gradients)
         return {}
@@ -219,38 +223,38 @@ class GradientStore:
         """Add gradients that nothing on its way comes before; ``norms`` are those of some of them."""
         added = {slot.index for slot in gradients}
         grads.zeros -= added
-        if grads.stays:
+        if grads.stays_in_ram:
             buffer = self._memory_of(grads)
             if self._waiting.after(buffer.dtype, gradients, grads.present) == buffer.dtype or self._widen(grads):
                 buffer = self._memory_of(grads)
                 buffer.add(gradients, grads.present, self._arrivals)
-                grads.note_norms(norms, gradients, buffer.dtype)
-        if not grads.stays and grads.buffer is not None:
-            grads.note_change()
+                grads.update_norms(norms, gradients, buffer.dtype)
+        if not grads.stays_in_ram and grads.buffer is not None:
+            grads.on_change()
             grads.buffer.add(gradients, grads.present, self._arrivals)
-        elif not grads.stays:
+        elif not grads.stays_in_ram:
             buffer = self._sum(grads, gradients)
-            grads.note_norms(norms, gradients, buffer.dtype)
+            grads.update_norms(norms, gradients, buffer.dtype)
             self._write(grads, buffer, gradients)
         grads.present |= added
 
     def _widen(self, grads: UnitGrads) -> bool:
         """Keep them in RAM as fp32, unless sums are to be rounded. Returns False if they are on NVMe, or had to go there."""
-        if not grads.stays:
+        if not grads.stays_in_ram:
             return False
         narrow = self._memory_of(grads)
         if narrow.dtype == torch.float32 or self._waiting.rounds:
             return True
         num_bytes = grads.unit.layout.trainable_numel * FP32_BYTES
         if self._committed_bytes() + num_bytes <= self._pool.capacity_bytes:
-            wide = GradientBuffer(grads.unit, self._take(num_bytes))
+            wide = GradientBuffer(grads.unit, self._allocate(num_bytes))
             wide.values.copy_(narrow.values)
             grads.buffer = wide
-            self._pool.give_back(narrow.flat)
+            self._pool.release(narrow.flat)
             return True
         grads.norms.clear()
         self._write(grads, narrow, grads.slots())
-        grads.stays, grads.buffer = False, None
+        grads.stays_in_ram, grads.buffer = False, None
         return False
 
     def _committed_bytes(self) -> int:
@@ -260,11 +264,11 @@ class GradientStore:
             if grads.buffer is None
             else grads.buffer.flat.num_bytes
             for grads in self._grads
-            if grads.stays
+            if grads.stays_in_ram
         )
         return kept + self._scratch_bytes
 
-    def hand_over(
+    def add_for_update(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
     ) -> GradientSource:
         """Main gradients += ``gradients``, and all of the unit's go to an update that runs next.
@@ -272,41 +276,43 @@ class GradientStore:
         The 2-norm of each is put into ``norms``, by (unit index, slot index)."""
         grads = self._of(unit)
         self._write_zeros(grads, gradients)
-        self._tell_of_end(grads)
-        if grads.stays and grads.buffer is not None:
+        self._notify_when_done(grads)
+        if grads.stays_in_ram and grads.buffer is not None:
             self.add(unit, gradients)
             gradients = {}
-            self._land(grads)
-        if not grads.present and not self._device.shares_host_memory:
+            self._wait_for_arrivals(grads)
+        if not grads.present and not self._device.uses_host_memory:
             return self._leave_on_device(unit, gradients, norms)
         # Afterwards its memory is for whoever comes next: kept for this unit, it would lie idle until next time.
         if gradients:
-            self._land()  # those come block by block
-        buffer = grads.take() if grads.stays and grads.buffer is not None else self._sum(grads, gradients)
+            self._wait_for_arrivals()  # those come block by block
+        buffer = (
+            grads.detach_buffer() if grads.stays_in_ram and grads.buffer is not None else self._sum(grads, gradients)
+        )
         slots = [slot for slot in unit.layout.slots if slot in gradients or slot.index in grads.present]
         grads.drop(set(grads.present))
         for slot, norm in zip(slots, gradient_norms(buffer.views(slots)), strict=True):
             norms[unit.index, slot.index] = norm
-        return self._lend_to_update(buffer, slots)
+        return self._as_source(buffer, slots)
 
-    def _lend_to_update(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> GradientSource:
+    def _as_source(self, buffer: GradientBuffer, slots: Sequence[Slot]) -> GradientSource:
         source = MemoryGradients(buffer, slots)
-        flat = self._surrender(buffer)
+        flat = self._detach(buffer)
         if flat is not None:
-            self._lend(source, flat)
+            self._add_memory_use(source, flat)
         return source
 
-    def _surrender(self, buffer: GradientBuffer) -> FlatBuffer | None:
+    def _detach(self, buffer: GradientBuffer) -> FlatBuffer | None:
         """The memory of a buffer that is not needed any more. None if the user holds tensors over it, whose it is then."""
-        if not buffer.is_lent:
+        if not buffer.is_referenced:
             return buffer.flat
-        self._pool.let_go(buffer.flat)
+        self._pool.disown(buffer.flat)
         return None
 
-    def _give_back(self, buffer: GradientBuffer) -> None:
-        flat = self._surrender(buffer)
+    def _release(self, buffer: GradientBuffer) -> None:
+        flat = self._detach(buffer)
         if flat is not None:
-            self._pool.give_back(flat)
+            self._pool.release(flat)
 
     def _leave_on_device(
         self, unit: Unit, gradients: Mapping[Slot, torch.Tensor], norms: dict[tuple[int, int], torch.Tensor]
@@ -314,27 +320,28 @@ class GradientStore:
         ordered = {slot: in_slot_order(gradient, slot) for slot, gradient in gradients.items()}
         for slot, norm in zip(ordered, gradient_norms([*ordered.values()]), strict=True):
             norms[unit.index, slot.index] = norm
-        while sum(flat is None for _, flat in self._loans) >= _MOST_UNITS_ON_DEVICE:
-            self._await_loan()
+        while sum(flat is None for _, flat in self._memory_uses) >= _MOST_UNITS_ON_DEVICE:
+            self._await_memory_use()
         source = DeviceGradients(ordered, self._device, self._device.mark())
-        self._lend(source, None)
+        self._add_memory_use(source, None)
         return source
 
     def open_sum(self, unit: Unit) -> None:
-        """What is added to a unit from now on is summed in memory until `close_sum` or `hand_over`, or room gets scarce."""
+        """What is added to a unit from now on is summed in memory until `close_sum` or `add_for_update`, or room gets
+        scarce."""
         grads = self._grads[unit.index]
-        if not grads.stays and grads.buffer is None:
+        if not grads.stays_in_ram and grads.buffer is None:
             is_wide = not self._waiting.rounds  # several gradients will be added
             self._keep_for_now(grads, self._sum(grads, {}, is_wide=is_wide))
 
     def close_sum(self, unit: Unit, span: tuple[int, int] | None = None) -> None:
         """Spill what `open_sum` kept in memory; of it ``span`` alone, elements of the trainable segment, and no norms."""
         grads = self._grads[unit.index]
-        if grads.stays or grads.buffer is None:
+        if grads.stays_in_ram or grads.buffer is None:
             return
-        is_unchanged, buffer = grads.is_unchanged, grads.take()
+        is_unchanged, buffer = grads.is_unchanged, grads.detach_buffer()
         if is_unchanged:
-            self._give_back(buffer)
+            self._release(buffer)
         else:
             grads.norms.clear()
             self._write(grads, buffer, grads.slots() if span is None else (), span)
@@ -349,7 +356,7 @@ class GradientStore:
                 zero = torch.zeros((), dtype=self._waiting.dtype, device=self._pool.torch_device)
                 self._add(grads, {slot: zero.expand(slot.spec.shape)})
 
-    def _tell_of_end(self, grads: UnitGrads) -> None:
+    def _notify_when_done(self, grads: UnitGrads) -> None:
         if grads.present:
             self.held.end(grads.unit, grads.slots())
 
@@ -358,12 +365,12 @@ class GradientStore:
     ) -> GradientBuffer:
         """What there is of the unit plus ``gradients``: in memory that is the caller's."""
         if grads.buffer is not None:
-            known = grads.take()
+            known = grads.detach_buffer()
             known.add(gradients, grads.present, self._arrivals)
             return known
         stored = (grads.spilled_dtype if grads.present else None) or self._waiting.dtype
         dtype = torch.float32 if is_wide else self._waiting.after(stored, gradients, grads.present)
-        buffer = GradientBuffer(grads.unit, self._take(grads.unit.layout.trainable_numel * dtype.itemsize), dtype)
+        buffer = GradientBuffer(grads.unit, self._allocate(grads.unit.layout.trainable_numel * dtype.itemsize), dtype)
         try:
             if grads.present:
                 swapper, extent = self._spill(grads)
@@ -376,14 +383,14 @@ class GradientStore:
                 self.resumed_bytes += buffer.flat.num_bytes
             buffer.add(gradients, grads.present, self._arrivals)
         except BaseException:
-            self._pool.give_back(buffer.flat)
+            self._pool.release(buffer.flat)
             raise
         return buffer
 
     def _memory_of(self, grads: UnitGrads) -> GradientBuffer:
         buffer = grads.buffer
         if buffer is None:
-            flat = self._take(grads.unit.layout.trainable_numel * self._kept_dtype.itemsize)
+            flat = self._allocate(grads.unit.layout.trainable_numel * self._kept_dtype.itemsize)
             buffer = grads.buffer = GradientBuffer(grads.unit, flat, self._kept_dtype)
         return buffer
 
@@ -402,16 +409,16 @@ class GradientStore:
         grads.spilled_dtype, grads.spilled_span = buffer.dtype, span
         start, stop = (0, buffer.values.numel()) if span is None else span
         if start == stop:
-            self._give_back(buffer)
+            self._release(buffer)
             return
         handle = swapper.write(extent, buffer.values[start:stop], offset=start * buffer.dtype.itemsize)
-        if buffer.is_lent:
+        if buffer.is_referenced:
             handle.wait()  # afterwards it is the user's, who may write to it
-            self._surrender(buffer)
+            self._detach(buffer)
         else:
-            self._lend(SpillingWrite(handle), buffer.flat)
+            self._add_memory_use(SpillingWrite(handle), buffer.flat)
 
-    def _take(self, num_bytes: int) -> FlatBuffer:
+    def _allocate(self, num_bytes: int) -> FlatBuffer:
         self._retire()
         while True:
             flat = self._pool.allocate(num_bytes)
@@ -420,52 +427,52 @@ class GradientStore:
             taken = [
                 (grads, grads.buffer)
                 for grads in self._grads
-                if grads.buffer is not None and not grads.stays and not self._is_held(grads)
+                if grads.buffer is not None and not grads.stays_in_ram and not self._is_held(grads)
             ]
-            closable = [grads for grads, buffer in taken if not buffer.is_lent]
-            if not self._loans and closable:
+            closable = [grads for grads, buffer in taken if not buffer.is_referenced]
+            if not self._memory_uses and closable:
                 self.close_sum(min(closable, key=lambda grads: grads.number).unit)
-            elif not self._loans and self._await_holder():
+            elif not self._memory_uses and self._await_holder():
                 continue
-            elif not self._loans and taken:
+            elif not self._memory_uses and taken:
                 return self._pool.allocate_beyond(num_bytes)
-            elif not self._loans:
+            elif not self._memory_uses:
                 if not self._pool.reclaim() and not self._pool.awaits_requests():
                     raise RuntimeError(f"the plan's memory for gradients has no room for {num_bytes} bytes")
                 continue
-            self._await_loan()
+            self._await_memory_use()
 
     def _is_held(self, grads: UnitGrads) -> bool:
         """Whether another thread uses the unit's memory."""
         return False
 
     def _await_holder(self) -> bool:
-        """Return when another thread has let go of some unit's memory; whether one had any."""
+        """Return when another thread has released some unit's memory; whether one had any."""
         return False
 
     def _retire(self, *, in_parts: bool = False) -> bool:
         """Take back what is free again, ``in_parts``: of what is still in use, too; return whether anything was."""
-        num_loans = len(self._loans)
+        num_uses = len(self._memory_uses)
         made_room = False
-        for _ in range(num_loans):
-            loan, flat = self._loans.popleft()
-            if not loan.is_released():
-                self._loans.append((loan, flat))
+        for _ in range(num_uses):
+            use, flat = self._memory_uses.popleft()
+            if not use.is_released():
+                self._memory_uses.append((use, flat))
                 if in_parts and flat is not None:
-                    made_room |= self._pool.give_back_front(flat, loan.used_bytes)
+                    made_room |= self._pool.release_front(flat, use.used_bytes)
             elif flat is not None:
-                self._pool.give_back(flat)
-        return made_room or len(self._loans) < num_loans
+                self._pool.release(flat)
+        return made_room or len(self._memory_uses) < num_uses
 
-    def _lend(self, loan: Loan, flat: FlatBuffer | None) -> None:
-        loan.tell(self._ended.ring)
-        self._loans.append((loan, flat))
+    def _add_memory_use(self, use: MemoryUse, flat: FlatBuffer | None) -> None:
+        use.add_release_callback(self._ended.ring)
+        self._memory_uses.append((use, flat))
 
-    def _await_loan(self) -> None:
-        """Return when a loan has ended, whichever ends first, or a part of one, and that memory is back."""
+    def _await_memory_use(self) -> None:
+        """Return when a use of memory has ended, whichever ends first, or a part of one, and that memory is back."""
         with self._clock.waiting("gradients"):
             while True:
-                if self._retire(in_parts=True) or not self._loans:
+                if self._retire(in_parts=True) or not self._memory_uses:
                     return
                 self._ended.wait(POLL_SECONDS)  # so that a KeyboardInterrupt gets through
 
@@ -473,11 +480,11 @@ class GradientStore:
         """Slot index -> 2-norm of the parameter's whole main gradient (0-dim fp32), of all that have one."""
         grads = self._of(unit)
         self._write_zeros(grads)
-        if not grads.stays:
+        if not grads.stays_in_ram:
             self.close_sum(unit)
             return {index: grads.norms[index] for index in grads.present}
         buffer = self._memory_of(grads)
-        known = {} if buffer.is_lent else grads.norms
+        known = {} if buffer.is_referenced else grads.norms
         taken = [slot for slot in grads.slots() if slot.index not in known]
         norms = gradient_norms(buffer.views(taken))
         return {**known, **{slot.index: norm for slot, norm in zip(taken, norms, strict=True)}}
@@ -487,16 +494,16 @@ class GradientStore:
         grads = self._of(unit)
         self._write_zeros(grads)
         if not keeps:
-            self._tell_of_end(grads)
+            self._notify_when_done(grads)
         self.close_sum(unit)
         slots, dtype = grads.slots(), grads.spilled_dtype or self._waiting.dtype
         if not keeps:
             grads.drop(set(grads.present))
-        if not grads.stays:
+        if not grads.stays_in_ram:
             return SpilledGradients(*self._spill(grads), slots, dtype, is_kept=keeps)
         buffer = self._memory_of(grads)
-        if buffer.is_lent and not keeps:
-            self._pool.let_go(grads.take().flat)
+        if buffer.is_referenced and not keeps:
+            self._pool.disown(grads.detach_buffer().flat)
         return MemoryGradients(buffer, slots, is_kept=keeps)
 
     # ------------------------------------------------------- looked at, replaced, zeroed: no update may be pending
@@ -506,11 +513,11 @@ class GradientStore:
         """That of gradients that are looked at."""
         return self._waiting.dtype if self._waiting.rounds else torch.float32
 
-    def is_at_hand(self, unit: Unit) -> bool:
+    def is_available(self, unit: Unit) -> bool:
         """Whether `show` has nothing to do."""
         grads = self._grads[unit.index]
         return (
-            grads.stays
+            grads.stays_in_ram
             and not self._arrivals.slots_of(grads)
             and grads.buffer is not None
             and grads.buffer.dtype == self.dtype_shown
@@ -519,16 +526,16 @@ class GradientStore:
         )
 
     def show(self, unit: Unit) -> GradientBuffer:
-        """The unit's gradients in memory, without the loss scale. `note_change` if they have been written to.
+        """The unit's gradients in memory, without the loss scale. `on_change` if they have been written to.
 
-        They stay there until the next call for any unit: whoever wants to keep them has to `GradientBuffer.lend` them.
+        They stay there until the next call for any unit: whoever wants to keep them has to `GradientBuffer.tracked_view` them.
         """
         grads, buffer = self._of(unit), self.open(unit)
         if not grads.is_unscaled and self.scaler.scale != 1.0:
             for slot in grads.slots():
                 buffer.view(slot).mul_(1.0 / self.scaler.scale)  # as torch.amp.GradScaler does
             grads.is_unscaled = True
-            grads.note_change()
+            grads.on_change()
         return buffer
 
     def open(self, unit: Unit) -> GradientBuffer:
@@ -537,13 +544,13 @@ class GradientStore:
         self._write_zeros(grads)
         if not self._widen(grads) and grads.buffer is None:
             self._keep_for_now(grads, self._sum(grads, {}, is_wide=not self._waiting.rounds), is_unchanged=True)
-        if grads.stays:
+        if grads.stays_in_ram:
             grads.norms.clear()  # whoever looks may write
         return self._memory_of(grads)
 
-    def note_change(self, unit: Unit) -> None:
+    def on_change(self, unit: Unit) -> None:
         """What `show` gave has been changed, or will be."""
-        self._of(unit).note_change()
+        self._of(unit).on_change()
 
     def scale_of(self, unit: Unit) -> float:
         """The factor that the unit's gradients have."""
@@ -551,7 +558,7 @@ class GradientStore:
 
     def zero(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Gradients that are there become zero, but for those ``kept``: torch's ``zero_grad(set_to_none=False)``."""
-        self._land()
+        self._wait_for_arrivals()
         found = [grads.present | grads.zeros for grads in self._grads]
         self.clear(kept)
         for grads, slots in zip(self._grads, found, strict=True):
@@ -562,19 +569,19 @@ class GradientStore:
         grads = self._of(unit)
         if slot.index in grads.present:
             self.held.end(unit, [slot])
-        if not grads.stays or self.scaler.scale != 1.0:
+        if not grads.stays_in_ram or self.scaler.scale != 1.0:
             self.show(unit)
-            grads.note_change()
+            grads.on_change()
         grads.present.discard(slot.index)
         grads.zeros.discard(slot.index)
         if gradient is not None:
-            self._land()  # one on a GPU comes block by block, for it is the user's
+            self._wait_for_arrivals()  # one on a GPU comes block by block, for it is the user's
             self._add(grads, {slot: gradient})
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget all main gradients but for those ``kept``, by (unit index, slot index); the memory stays reserved."""
         if kept:
-            self._land()
+            self._wait_for_arrivals()
         self._arrivals.forget()
         for grads in self._grads:
             gone = {index for index in grads.present | grads.zeros if (grads.unit.index, index) not in kept}
@@ -584,16 +591,16 @@ class GradientStore:
             grads.drop(gone)
             buffer = grads.buffer
             is_left = grads.present or grads.zeros or self._is_held(grads)
-            if buffer is not None and not is_left and (not grads.stays or buffer.is_lent):
-                self._give_back(grads.take())
+            if buffer is not None and not is_left and (not grads.stays_in_ram or buffer.is_referenced):
+                self._release(grads.detach_buffer())
 
     def close(self) -> None:
         """Give the memory back."""
         self._arrivals.forget()
-        for _, flat in self._loans:
+        for _, flat in self._memory_uses:
             if flat is not None:
-                self._pool.give_back(flat)
-        self._loans.clear()
+                self._pool.release(flat)
+        self._memory_uses.clear()
         for grads in self._grads:
             if grads.buffer is not None:
-                self._give_back(grads.take())
+                self._release(grads.detach_buffer())

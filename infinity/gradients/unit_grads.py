@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.device.landing import Landing
+from infinity.device.download_ring import DownloadRing
 from infinity.gradients.sources import GradientBuffer
 from infinity.units.layout import Slot, in_memory_order
 from infinity.units.unit import Unit
@@ -20,12 +20,12 @@ class UnitGrads:
 
     unit: Unit
     """Whose, for good."""
-    stays: bool
+    stays_in_ram: bool
     """Whether they stay in RAM: as the plan says, until they become wider than there is room for."""
     buffer: GradientBuffer | None = None
-    """Their memory, until `take`: for good if they stay, else for as long as there is room."""
+    """Their memory, until `detach_buffer`: for good if they stay, else for as long as there is room."""
     is_unchanged: bool = False
-    """Whether what is spilled is what is in `buffer`: from a look at them until `note_change`, or the buffer's end."""
+    """Whether what is spilled is what is in `buffer`: from a look at them until `on_change`, or the buffer's end."""
     number: int = 0
     """Counts the buffers of all units that were taken for a time: the smallest number was taken first."""
     extent: Extent | None = None
@@ -48,19 +48,19 @@ class UnitGrads:
         """The parameters that have a gradient in memory or on NVMe."""
         return [slot for slot in self.unit.layout.slots if slot.index in self.present]
 
-    def note_change(self) -> None:
+    def on_change(self) -> None:
         """What is in memory is not what is spilled, or will not be."""
         self.is_unchanged = False
         self.norms.clear()
 
-    def take(self) -> GradientBuffer:
+    def detach_buffer(self) -> GradientBuffer:
         """The unit's memory, which is the caller's from now on."""
         if self.buffer is None:
             raise RuntimeError(f"the gradients of unit {self.unit.name} are in no memory")
         buffer, self.buffer, self.is_unchanged = self.buffer, None, False
         return buffer
 
-    def note_norms(
+    def update_norms(
         self, norms: Mapping[int, torch.Tensor], gradients: Mapping[Slot, torch.Tensor], dtype: torch.dtype
     ) -> None:
         """Gradients were added, so what was known is over; their own ``norms`` count where nothing was there before, or is
@@ -111,13 +111,13 @@ class Delivery:
     """Slot index -> 2-norm, of some of them."""
 
 
-class Arrivals(Landing[Delivery]):
+class Arrivals(DownloadRing[Delivery]):
     """Where gradients arrive, in the order in which they came: one copy for a unit and dtype.
 
     That they are added in this order, and when, is the business of whoever takes them.
     """
 
-    def bring(
+    def start_unit(
         self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], norms: Mapping[int, torch.Tensor]
     ) -> None:
         """Start to bring the unit's ``gradients``, which are the caller's own and in the order of their slots, and fit."""
@@ -132,9 +132,9 @@ class Arrivals(Landing[Delivery]):
         deliveries = [download.purpose for download in self.coming]
         return {slot.index for each in deliveries if each.grads is grads for slots in each.slots for slot in slots}
 
-    def take_gradients(self) -> tuple[Delivery, dict[Slot, torch.Tensor]]:
+    def pop_gradients(self) -> tuple[Delivery, dict[Slot, torch.Tensor]]:
         """Take the first ones out: with shape and strides of their parameters, until the next are started."""
-        download = self.take_first()
+        download = self.pop_first()
         landed: dict[Slot, torch.Tensor] = {}
         for slots, values in zip(download.purpose.slots, download.values, strict=True):
             for slot, part in zip(slots, values.split([slot.numel for slot in slots]), strict=True):
@@ -144,4 +144,4 @@ class Arrivals(Landing[Delivery]):
     def forget(self) -> None:
         """What is on its way is not needed."""
         while self.coming:
-            self.take_first()
+            self.pop_first()

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
-from infinity.activations.refusal import LastingRefusal
+from infinity.activations.unsupported import NeverSupportedSchedule
 from infinity.config import ConfigSource
 from infinity.distributed.process_groups import num_processes
 from infinity.engine.engine import Engine
@@ -31,7 +31,7 @@ from infinity.errors import ConfigError, ModelError
 from infinity.integrations.engine_files import (
     checkpoint_in,
     config_of,
-    has_gone_on,
+    has_resumed,
     load_engine,
     refuse_to_begin,
     save_engine,
@@ -76,7 +76,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         micro_batch = _present.get()
         if micro_batch is not None:
             if retain_graph:
-                raise LastingRefusal("accelerator.backward keeps the graph")
+                raise NeverSupportedSchedule("accelerator.backward keeps the graph")
             micro_batch.losses.append(loss)
             return
         self.engine.set_gradient_accumulation_boundary(is_last)
@@ -104,7 +104,9 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             finally:
                 _present.reset(token)
             if len(micro_batch.losses) != 1:
-                raise LastingRefusal(f"a micro-batch calls accelerator.backward {len(micro_batch.losses)} times")
+                raise NeverSupportedSchedule(
+                    f"a micro-batch calls accelerator.backward {len(micro_batch.losses)} times"
+                )
             return micro_batch.losses.pop()
 
         last = len(functions) - 1
@@ -262,7 +264,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         self._candidates = [each for each in args if isinstance(each, nn.Module)]
         self._refuse_several(args)
         try:
-            made = {id(each): self._take_over(each) for each in args if self._is_to_be_taken(each)}
+            made = {id(each): self._make_engine(each) for each in args if self._is_for_engine(each)}
             # A model first, so that its scheduler's optimizer is there when the scheduler comes.
             return super().prepare(*[made.get(id(each), each) for each in args], device_placement=device_placement)
         finally:
@@ -270,7 +272,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     def _refuse_several(self, args: Sequence[Any]) -> None:
         """Of one model's optimizers."""
-        optimizers = [each for each in args if self._is_to_be_taken(each)]
+        optimizers = [each for each in args if self._is_for_engine(each)]
         groups = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]
         for model in [*self._candidates, *self._models]:
             own = set(map(id, model.parameters()))
@@ -283,7 +285,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As accelerate's; the model was prepared before."""
-        prepared = self._take_over(optimizer) if self._is_to_be_taken(optimizer) else optimizer
+        prepared = self._make_engine(optimizer) if self._is_for_engine(optimizer) else optimizer
         return super().prepare_optimizer(prepared, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -313,10 +315,10 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
             model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         return model
 
-    def _is_to_be_taken(self, optimizer: Any) -> bool:
+    def _is_for_engine(self, optimizer: Any) -> bool:
         return isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, AcceleratedOptimizer)
 
-    def _take_over(self, optimizer: torch.optim.Optimizer) -> Any:
+    def _make_engine(self, optimizer: torch.optim.Optimizer) -> Any:
         refuse_second(self.infinity_config, "optimizer", f"prepare got a {type(optimizer).__name__}")
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         known = [*self._candidates, *self._models]
@@ -332,7 +334,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
                 engine, *_ = initialize(model=model, optimizer=optimizer, config=config, device=self.device)
                 self._made.append(engine)
                 self._num_made += 1
-                self._unloaded += [engine] if has_gone_on(engine) else []
+                self._unloaded += [engine] if has_resumed(engine) else []
                 return self.adopt(engine)
         raise ModelError(
             f"prepare got a {type(optimizer).__name__}, and no model has its parameters",
@@ -372,7 +374,7 @@ class InfinityAccelerator(Accelerator):  # type: ignore[misc]
         optimizer = self._optimizer()
         others = sorted(kwargs.keys() - {"retain_graph"})
         if others and _present.get() is not None:
-            raise LastingRefusal(f"accelerator.backward is called with {', '.join(others)}")
+            raise NeverSupportedSchedule(f"accelerator.backward is called with {', '.join(others)}")
         if optimizer is None:
             super().backward(loss, **kwargs)
             return

@@ -42,13 +42,13 @@ def load_engine(engine: Engine, directory: str | Path, index: int = 0, *, only_m
     )
 
 
-def has_gone_on(engine: Engine) -> bool:
+def has_resumed(engine: Engine) -> bool:
     """Whether the engine is in the midst of a durable run: `initialize` has gone on from a commit, or it has trained since."""
     return engine.config.infinity.durable is not None and engine.global_steps > 0
 
 
 def refuse_to_begin(engine: Engine, call: str, *, loading: str) -> None:
-    """Raise for a training that begins at step 0 of the library's, with an engine of which `has_gone_on` is true.
+    """Raise for a training that begins at step 0 of the library's, with an engine of which `has_resumed` is true.
 
     Args:
         call: what begins it, for the message.

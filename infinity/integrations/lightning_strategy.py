@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from infinity.config import ConfigSource, InfinityConfig, load_config
 from infinity.deepspeed.contents.fp32_weights import get_fp32_state_dict_from_zero_checkpoint
-from infinity.distributed.agreement import on_first
+from infinity.distributed.agreement import on_rank_0
 from infinity.distributed.process_groups import num_processes
 from infinity.distributed.world import world
 from infinity.engine.engine import Engine
@@ -27,7 +27,7 @@ from infinity.entry import initialize
 from infinity.errors import CheckpointError, ConfigError, ModelError, StepError, StorageError
 from infinity.integrations.engine_files import (
     checkpoint_in,
-    has_gone_on,
+    has_resumed,
     load_engine,
     only_evaluating,
     refuse_to_begin,
@@ -144,15 +144,15 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
                 f"Trainer(devices=..., num_nodes=...) counts {counted} process(es), and {num_processes()} train together, so "
                 "each would get the same data. Set devices to the processes of a machine"
             )
-        self._hold_handlers_back()
+        self._defer_handlers()
         super().setup_environment()
 
-    def _hold_handlers_back(self) -> None:
+    def _defer_handlers(self) -> None:
         """Lightning's handler for Slurm's signal, which saves, runs between batches: a signal comes in the midst of a step."""
         connector = self.lightning_module.trainer._signal_connector
-        vars(connector)["_slurm_sigusr_handler_fn"] = self._note_signal
+        vars(connector)["_slurm_sigusr_handler_fn"] = self._on_signal
 
-    def _note_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: Any) -> None:
         self._signals.append(number)
         if self.engine is None:
             self._handle_signals()
@@ -261,7 +261,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
         self.infinity_config()
         super().setup(trainer)
         if self.engine is None:
-            engine = self._take_over(None)
+            engine = self._make_engine(None)
             if self._directory is not None and not self._has_weights:
                 load_engine(engine, self._directory, only_module=True)
 
@@ -277,9 +277,9 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             if own:
                 refuse_second(self.infinity_config(), key, "Lightning has that of configure_optimizers")
         if self.optimizers and self.optimizers[0].param_groups:  # not Lightning's own for "no optimizer"
-            self._take_over(self.optimizers[0])
+            self._make_engine(self.optimizers[0])
 
-    def _take_over(self, optimizer: Optimizer | None) -> Engine:
+    def _make_engine(self, optimizer: Optimizer | None) -> Engine:
         config = self.infinity_config()
         if optimizer is None:  # nothing is trained now
             config = only_evaluating(config)
@@ -306,7 +306,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
             StepError: a durable run has gone on, and Lightning begins at step 0.
         """
         super().on_train_start()
-        if self.engine is not None and has_gone_on(self.engine) and not self._has_loaded:
+        if self.engine is not None and has_resumed(self.engine) and not self._has_loaded:
             refuse_to_begin(self.engine, "trainer.fit()", loading="Pass ckpt_path=")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -402,7 +402,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
                 exchange(Path(new), path)
                 opened.close()  # what it replaces goes while the others wait
 
-            on_first(world(), f"saving {path}", begin)
+            on_rank_0(world(), f"saving {path}", begin)
             new = self.broadcast(new)
             try:
                 save_engine(self.engine, new)
@@ -411,7 +411,7 @@ class InfinityStrategyMixin(_ParallelStrategy):  # type: ignore[misc]
                     raise
                 logger.warning("'%s' is not saved: %s", path, error)  # the exception itself is what is to be seen
                 return
-            on_first(world(), f"publishing {path}", publish)
+            on_rank_0(world(), f"publishing {path}", publish)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What `save_checkpoint` wrote, without weights; or a file of Lightning's own."""

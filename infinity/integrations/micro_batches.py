@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from infinity.activations.refusal import LastingRefusal
+from infinity.activations.unsupported import NeverSupportedSchedule
 from infinity.errors import StepError
 from infinity.integrations.accelerate import EngineOptimizer
 from infinity.loop.batches import copied
@@ -76,7 +76,7 @@ class MicroBatches:
             return None
         obstacle = self._obstacle()
         if obstacle is not None:
-            optimizer.engine.note_ordinary(obstacle)
+            optimizer.engine.on_ordinary_step(obstacle)
             return None
         trainer.model.train()  # which each step does
         returned: list[Any] = [None] * len(batches)
@@ -119,11 +119,11 @@ class _Attributes:
         self._records = {name: copy.deepcopy(own[name]) if name in own else None for name in records}
 
     def check(self) -> None:
-        """Raise `LastingRefusal` if any has changed that is no record."""
+        """Raise `NeverSupportedSchedule` if any has changed that is no record."""
         for name, now, before in self._homes:
             for key in {*now, *before} - self._records.keys():
                 if key not in now or key not in before or not is_same([before[key]], [now[key]]):
-                    raise LastingRefusal(
+                    raise NeverSupportedSchedule(
                         f"a step changes {name}.{key}, and another micro-batch may look at it (if none does, add its name to "
                         "step_records)"
                     )

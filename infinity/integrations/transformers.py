@@ -33,7 +33,7 @@ from infinity.errors import ConfigError
 from infinity.integrations.accelerate import EngineOptimizer, InfinityAccelerator
 from infinity.integrations.engine_files import (
     checkpoint_in,
-    has_gone_on,
+    has_resumed,
     load_engine,
     only_evaluating,
     refuse_to_begin,
@@ -211,7 +211,7 @@ class InfinityTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         found, engine = super()._prepare_for_training(*args, **kwargs), self._held_by
-        if engine is not None and has_gone_on(engine) and not self.state.global_step:
+        if engine is not None and has_resumed(engine) and not self.state.global_step:
             refuse_to_begin(
                 engine, "trainer.train()", loading="Pass resume_from_checkpoint=True or a checkpoint's path"
             )

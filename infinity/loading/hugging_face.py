@@ -69,7 +69,7 @@ def load_class(
     of_text = model_config.sub_configs.get("text_config")
     if of_text is not None and model_class is not chosen and getattr(chosen, "config_class", None) == of_text:
         model_config = model_config.get_text_config()  # as the Auto classes do
-    with one_after_the_other(), _told_of(path):
+    with one_after_the_other(), _as_model_error(path):
         model, info = chosen.from_pretrained(
             None,
             config=model_config,
@@ -111,7 +111,7 @@ def load_module(
         dtype=model.dtype,
         weight_mapping=mapping,
     )
-    with one_after_the_other(), _told_of(path):
+    with one_after_the_other(), _as_model_error(path):
         info, _ = model._load_pretrained_model(model, dict(tensors), None, load_config)
         mismatched = _shapes(info.mismatched_keys)
         kept = info.missing_and_mismatched() & has_values
@@ -179,7 +179,7 @@ def one_after_the_other() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told_of(path: Path) -> Iterator[None]:
+def _as_model_error(path: Path) -> Iterator[None]:
     """transformers' own errors of conversions, with our name."""
     try:
         yield

@@ -164,7 +164,7 @@ class _Active(threading.local):
 
 _active = _Active()
 _known: weakref.WeakValueDictionary[tuple[Path, ...], DriveTensors] = weakref.WeakValueDictionary()
-_told: set[str] = set()
+_logged: set[str] = set()
 _lock = threading.RLock()
 _is_watching: list[Any] = []
 
@@ -177,18 +177,18 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
     if source is None:
         if device == "nvme":
             raise ConfigError('zero.Init: remote_device="nvme" needs the config that names the drive. Pass config=')
-        _tell("no config is given")
+        _log_once("no config is given")
         return None
     # As long as nothing trains, batch sizes do not matter; DeepSpeed's does not ask for them.
     config = source if isinstance(source, InfinityConfig) else load_config(source, overrides=ANY_BATCH)
     directories = config.nvme_paths
     if device in ("none", "cpu"):
-        _tell(f'remote_device is "{device}"')
+        _log_once(f'remote_device is "{device}"')
         return None
     if not directories:
         if device == "nvme":
             raise ConfigError('zero.Init: remote_device is "nvme", and the config names no nvme_path. Name one')
-        _tell("the config offloads nothing to nvme")
+        _log_once("the config offloads nothing to nvme")
         return None
     made = make_directories(directories)
     with _lock:
@@ -206,9 +206,9 @@ def _tensors_for(source: Any, remote_device: Any) -> DriveTensors | None:
     return tensors
 
 
-def _tell(reason: str) -> None:
-    if reason not in _told:
-        _told.add(reason)
+def _log_once(reason: str) -> None:
+    if reason not in _logged:
+        _logged.add(reason)
         logger.warning("zero.Init: models are built in host memory, because %s", reason)
 
 

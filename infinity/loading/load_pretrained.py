@@ -24,7 +24,7 @@ from infinity.errors import CheckpointError, ModelError
 from infinity.loading import hugging_face, plain_module
 from infinity.loading.quantized_files import plain_tensors
 from infinity.loading.weight_files import open_weights
-from infinity.packed.sources import give_source
+from infinity.packed.sources import set_source
 
 
 def load_pretrained(
@@ -105,7 +105,7 @@ def load_pretrained(
     for parameter in model.parameters():
         source = packed_at.get(parameter.data_ptr())
         if source is not None:
-            give_source(parameter, *source)
+            set_source(parameter, *source)
     info = outcome.check(
         place,
         ignore_missing=ignore_missing_keys,

@@ -40,7 +40,7 @@ class Outcome:
         names = refused._names()
         if names:
             raise ModelError(
-                f"the weights in '{path}' are not the model's:\n  " + "\n  ".join(refused._told()), fqn=names[0]
+                f"the weights in '{path}' are not the model's:\n  " + "\n  ".join(refused._lines()), fqn=names[0]
             )
         return {
             "missing_keys": set(self.missing),
@@ -55,7 +55,7 @@ class Outcome:
         )
         return [*self.missing, *mismatched, *self.unexpected, *of_another_kind]
 
-    def _told(self) -> list[str]:
+    def _lines(self) -> list[str]:
         lines = [f"missing: {name} (ignore_missing_keys=True makes it anew)" for name in self.missing]
         lines += [f"not in the model: {name} (ignore_unexpected_keys=True leaves it out)" for name in self.unexpected]
         lines += [

@@ -12,15 +12,15 @@ from threading import get_ident
 
 import torch
 
-from infinity.activations.refusal import LastingRefusal
+from infinity.activations.unsupported import NeverSupportedSchedule
 from infinity.errors import AccessError, StepError
 from infinity.gradients.collector import GradientCollector, have_hooks_of_others
 from infinity.gradients.live_gradients import LiveGradients
 from infinity.loop.accumulation import Accumulation
 from infinity.loop.phase import Phase, PhaseGuard
 from infinity.loop.style import LoopStyle
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.parameter_map import ParameterMap
-from infinity.paging.residency import Residency
 from infinity.threads.engine_lock import EngineLock, refuse_in_between
 from infinity.torch_internals.names import call_after_backward, in_backward, is_compiling
 from infinity.units.layout import Slot
@@ -33,7 +33,7 @@ class Backwards:
     """Leads gradients from autograd to the stepper, micro-batch by micro-batch."""
 
     parameter_map: InitVar[ParameterMap]
-    _residency: Residency
+    _parameter_cache: ParameterCache
     _lock: EngineLock
     """Held by each backward."""
     _stepper: Stepper
@@ -45,16 +45,16 @@ class Backwards:
     _counts: Accumulation
     """Know which micro-batch is the last of its step."""
     is_open = False
-    """Whether a backward runs of which `note` knows: until it ends, or a forward begins after it was cut off."""
+    """Whether a backward runs of which `on_activity` knows: until it ends, or a forward begins after it was cut off."""
     _is_locked = False
-    """Whether `note` holds the lock."""
+    """Whether `on_activity` holds the lock."""
     _is_retained = False
     _has_hooks = False
     _is_own_scaled = False
     _deferred_error: Exception | None = None
 
     def __post_init__(self, parameter_map: ParameterMap) -> None:
-        self._clock = self._residency.clock
+        self._clock = self._parameter_cache.clock
         self._parameters = [unit.parameters for unit in parameter_map.units]
         self.collector = GradientCollector(
             parameter_map.units,
@@ -118,12 +118,12 @@ class Backwards:
                 cure="Call engine.backward(loss), or engine.scale(loss).backward(), and engine.step()",
                 step=self._counts.global_steps,
             )
-        self.note()
+        self.on_activity()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as a backward of the user's own needs it: multiplied by the loss scale, if there is one (then fp32)."""
         self._is_own_scaled = True
-        return self._stepper.scaler.share_of(loss, 1) if self._stepper.scaler.is_active else loss
+        return self._stepper.scaler.scale_loss(loss, 1) if self._stepper.scaler.is_active else loss
 
     def _deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor]) -> None:
         gradients = self._as_parts(unit, gradients)
@@ -147,15 +147,15 @@ class Backwards:
             if (unit.index, slot.index) in used_up:  # by the backward before this one
                 raise StepError.late_gradient(slot.spec.fqn, unit=unit.name, step=self._counts.global_steps)
         if self._guard.phase is not Phase.BACKWARD:
-            gradients = dict(self._style.take_own(gradients))
+            gradients = dict(self._style.scale_own(gradients))
         self._live.add(unit, gradients)
         return gradients
 
-    def note_use(self, unit: Unit, *, is_saved: bool) -> None:
+    def on_weight_use(self, unit: Unit, *, is_saved: bool) -> None:
         """Backward uses a unit's weights, and whether forward had saved them for that."""
-        self.collector.note_use(unit, is_saved=is_saved, is_updated=unit.index in self._stepper.updated)
+        self.collector.on_weight_use(unit, is_saved=is_saved, is_updated=unit.index in self._stepper.updated)
 
-    def note(self) -> None:
+    def on_activity(self) -> None:
         """Something happens inside backward: if it is the first thing, its end will be noticed.
 
         The end of the innermost running backward is meant; for a loss whose own graph uses weights that is the outermost.
@@ -168,7 +168,7 @@ class Backwards:
         self._is_locked = True
         self.is_open = True
         call_after_backward(self._ended)
-        self._residency.training_trace.begin_backward()
+        self._parameter_cache.training_schedule.begin_backward()
         self._clock.begin_compute("backward")
 
     def _ended(self) -> None:
@@ -184,7 +184,7 @@ class Backwards:
                 self.close()
 
     def close(self) -> None:
-        """No backward goes on that `note` has noticed, whether it has ended or was cut off."""
+        """No backward goes on that `on_activity` has noticed, whether it has ended or was cut off."""
         self.is_open = False
         if self._is_locked:
             self._is_locked = False
@@ -204,11 +204,11 @@ class Backwards:
         if not is_complete:
             self.close()
         self._clock.end_compute()
-        self._residency.close_unused()
+        self._parameter_cache.close_unused()
         if is_complete:
-            self._residency.training_trace.commit()
+            self._parameter_cache.training_schedule.commit()
             if fetches:
-                self._residency.pump()
+                self._parameter_cache.pump()
 
     def collect(self) -> None:
         """Take note of what a ``loss.backward()`` of the user left."""
@@ -218,7 +218,7 @@ class Backwards:
 
     def _finish_own_of_user(self) -> None:
         is_whole = False
-        self._guard.note_backward()
+        self._guard.on_backward()
         try:
             self.collector.finish()
             if not self._counts.is_in_no_sync:
@@ -247,7 +247,7 @@ class Backwards:
             self.refuse_together(f"the gradient of '{slot.spec.fqn}' is looked at or changed before the step")
             self.collect()
             if self._guard.phase is Phase.READY and self._stepper.gradients.has_any:
-                self._style.note_look()
+                self._style.on_gradients_read()
         elif self.collector.taker is not None:
             raise AccessError.of_gradient(
                 slot.spec.fqn,
@@ -255,19 +255,20 @@ class Backwards:
                 cure='Set "infinity.schedule": "ordinary" to look at gradients in backward',
             )
         else:
-            self.collector.hand_in(unit, slot)
+            self.collector.deliver_now(unit, slot)
         if assigns:
-            self._guard.note_backward()
+            self._guard.on_backward()
 
     def refuse_together(self, what: str) -> None:
-        """Raise `LastingRefusal` in one of several micro-batches that go through the model together: it has no gradients.
+        """Raise `NeverSupportedSchedule` in one of several micro-batches that go through the model together: it has no
+        gradients.
 
         A signal handler looks at them in the thread that takes them from all, and torch's compiler wherever it is at work.
         """
         if self.collector.taker not in (None, get_ident()) and not is_compiling():
-            raise LastingRefusal(what)
+            raise NeverSupportedSchedule(what)
 
-    def note_drop(self) -> None:
+    def on_drop(self) -> None:
         """A gradient was dropped, as ``module.zero_grad()`` does with one after the other."""
         if not self._stepper.gradients.has_any:
             self._style.end_step()

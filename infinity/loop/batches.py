@@ -89,9 +89,9 @@ def copied(batch: Any) -> Any:
                 known[id(value)] = value.clone()
             return known[id(value)]
         if isinstance(value, MutableMapping):  # of a class that torch's trees do not know
-            twin = shallow_copy(value)
-            twin.update({key: tree_map(copy, item) for key, item in value.items()})
-            return twin
+            clone = shallow_copy(value)
+            clone.update({key: tree_map(copy, item) for key, item in value.items()})
+            return clone
         return value.copy() if isinstance(value, np.ndarray) else value
 
     return tree_map(copy, batch)
@@ -105,17 +105,17 @@ class ModelCall:
         module: nn.Module,
         config: InfinityConfig,
         device: torch.device,
-        note_size: Callable[[int, int | None], None],
+        on_micro_batch: Callable[[int, int | None], None],
     ) -> None:
         """
         Args:
             module: the model.
             config: casts, and autocast.
             device: where it computes.
-            note_size: called with samples and tokens of each micro-batch that is trained with, see `size_of`.
+            on_micro_batch: called with samples and tokens of each micro-batch that is trained with, see `size_of`.
         """
         self._module = module
-        self._note_size = note_size
+        self._on_micro_batch = on_micro_batch
         self._autocast_dtype = config.autocast_dtype
         self._input_dtype = config.compute_dtype if config.casts_inputs else None
         self._device_type = device.type
@@ -123,7 +123,7 @@ class ModelCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
         if torch.is_grad_enabled() and self._module.training and (size := size_of((args, kwargs))) is not None:
-            self._note_size(*size)
+            self._on_micro_batch(*size)
         if self._input_dtype is not None:
             args, kwargs = cast((args, kwargs), self._input_dtype)
         if self._autocast_dtype is None:

@@ -1,6 +1,6 @@
 """Calls of modules of experts that are paged one by one: what their router has chosen, and how that comes into memory.
 
-Knows the pager and experts' units; must not know what a module computes. See [Note: experts] in `infinity.units.experts`.
+Knows the coordinator and experts' units; must not know what a module computes. See [Note: experts] in `infinity.units.experts`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.loop.pager import Pager
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.saved_tensors import are_forbidden
 from infinity.torch_internals.names import in_backward, outside_modes, untraced
 from infinity.units.experts import ExpertTiles
@@ -24,7 +24,7 @@ from infinity.units.unit import Unit
 class ExpertCalls:
     """The calls of one module of experts."""
 
-    _pager: Pager
+    _coordinator: ParameterCoordinator
     _experts: list[ExpertTiles]
     _units: list[list[Unit]]
     """For each tensor of experts, their units."""
@@ -35,11 +35,11 @@ class ExpertCalls:
         routed = self._experts[0].routed
         if routed is None:
             return
-        if self._pager.is_training_forward:
+        if self._coordinator.is_training_forward:
             for tiles, units in zip(self._experts, self._units, strict=True):
                 for expert in () if tiles.touched_only else tiles.others(routed):  # they get zeros
                     unit = units[expert]
-                    self._pager.backwards.collector.note_call(unit, unit.layout.slots)
+                    self._coordinator.backwards.collector.on_module_call(unit, unit.layout.slots)
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         if implementation == "grouped_mm":
             order = [units[expert] for units in self._units for expert in routed]
@@ -47,8 +47,8 @@ class ExpertCalls:
             order = [units[expert] for units in self._units for expert in sorted(routed)]
         else:  # one expert after the other
             order = [units[expert] for expert in sorted(routed) for units in self._units]
-        self._pager.route(self._group, [unit.index for unit in order])
-        if not self._pager.is_shared:  # else each expert waits until its own moment
+        self._coordinator.route(self._group, [unit.index for unit in order])
+        if not self._coordinator.is_shared:  # else each expert waits until its own moment
             for tiles, units in zip(self._experts, self._units, strict=True):
                 tiles.bring_together(functools.partial(self._together, units))
 
@@ -56,14 +56,15 @@ class ExpertCalls:
         self, units: list[Unit], experts: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], AbstractContextManager[None]]]:
         """As many at a time as half of the room takes: into the other half come the next ones."""
-        size = max(self._pager.residency.room_bytes // 2 // units[0].num_bytes, 1)
+        size = max(self._coordinator.parameter_cache.room_bytes // 2 // units[0].num_bytes, 1)
         for start in range(0, len(experts), size):
             part = experts[start : start + size]
             yield part, self._inside([units[expert] for expert in part])
 
     @contextmanager
     def _inside(self, units: Sequence[Unit]) -> Iterator[None]:
-        """As `Pager.inside_module`, for experts whose reads have begun: what comes next is looked for once, not for each."""
+        """As `ParameterCoordinator.inside_module`, for experts whose reads have begun: what comes next is looked for once, not
+        for each."""
         self._enter(units)
         try:
             yield
@@ -73,37 +74,37 @@ class ExpertCalls:
     @untraced
     @outside_modes
     def _enter(self, units: Sequence[Unit]) -> None:
-        pager = self._pager
-        pager.begin_forward(is_root=False)
-        notes_calls = pager.is_training_forward
+        coordinator = self._coordinator
+        coordinator.begin_forward(is_root=False)
+        notes_calls = coordinator.is_training_forward
         for unit in units:
             unit.begin_use()
             if notes_calls:
-                pager.backwards.collector.note_call(unit, unit.layout.slots)
+                coordinator.backwards.collector.on_module_call(unit, unit.layout.slots)
         try:
-            with pager.residency.lock:
+            with coordinator.parameter_cache.lock:
                 self._touch(units)
                 for unit in units:
                     unit.bind()
         except BaseException:
             for unit in units:
                 unit.end_use()
-            pager.end_forward()
+            coordinator.end_forward()
             raise
 
     def _touch(self, units: Sequence[Unit]) -> None:
-        pager, residency, is_backward = self._pager, self._pager.residency, in_backward()
+        coordinator, parameter_cache, is_backward = self._coordinator, self._coordinator.parameter_cache, in_backward()
         if is_backward:
-            pager.backwards.note()
-        pager.clock.pause_compute()
+            coordinator.backwards.on_activity()
+        coordinator.clock.pause_compute()
         for unit in units:
             if is_backward:
-                pager.backwards.note_use(unit, is_saved=False)
-            residency.trace.touch(unit.index)
-            residency.make_resident(unit)
-        residency.pump()
-        pager.pause()
-        pager.clock.resume_compute(units[-1].name)
+                coordinator.backwards.on_weight_use(unit, is_saved=False)
+            parameter_cache.schedule.touch(unit.index)
+            parameter_cache.make_resident(unit)
+        parameter_cache.pump()
+        coordinator.pause()
+        coordinator.clock.resume_compute(units[-1].name)
 
     @untraced
     @outside_modes
@@ -112,7 +113,7 @@ class ExpertCalls:
             for unit in units:
                 unit.end_use()
             if not are_forbidden():
-                self._pager.residency.close_unused(units)
-                self._pager.residency.pump()
+                self._coordinator.parameter_cache.close_unused(units)
+                self._coordinator.parameter_cache.pump()
         finally:
-            self._pager.end_forward()
+            self._coordinator.end_forward()

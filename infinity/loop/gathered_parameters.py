@@ -57,7 +57,7 @@ class GatheredParameters:
         by_host: dict[int, tuple[Any, list[nn.Parameter]]] = {}
         for parameter in self._parameters:
             if isinstance(parameter, TiledWeight):
-                raise parameter.tiles.tiled.refusal("GatheredParameters")
+                raise parameter.tiles.tiled.access_error("GatheredParameters")
             host = host_of(parameter)
             if host is None:
                 continue
@@ -75,15 +75,15 @@ class GatheredParameters:
     ) -> None:
         with self._open:
             if kind is None and self._modifier_rank is not None:
-                self._take_from(self._modifier_rank)
+                self._broadcast_from(self._modifier_rank)
 
-    def _take_from(self, rank: int) -> None:
+    def _broadcast_from(self, rank: int) -> None:
         what = f"GatheredParameters(..., modifier_rank={rank})"
         for engine in self._gatherers:
             held = [each for each in self._parameters if getattr(host_of(each), "gatherer", None) is engine]
-            engine.data_ranks.meet(what, [parameter.numel() for parameter in held])
+            engine.data_ranks.all_gather_ints(what, [parameter.numel() for parameter in held])
             for parameter in held:
-                engine.data_ranks.take_from(what, rank, parameter.data)
+                engine.data_ranks.broadcast_from(what, rank, parameter.data)
 
 
 def _flatten(params: Iterable[Any]) -> Iterable[nn.Parameter]:

@@ -131,14 +131,14 @@ class Loader(DataLoader[Any]):
             next(indices if is_indexed else batches, None)
         return batches
 
-    def note_given(self) -> None:
+    def on_batch(self) -> None:
         """A batch goes to whoever iterates."""
         self._num_given += 1
         self._num_samples += self.batch_size or 0
         if isinstance(self.sampler, Sized):  # the last batch of an epoch may be smaller
             self._num_samples = min(self._num_samples, len(self.sampler))
 
-    def note_end(self) -> None:
+    def on_epoch_end(self) -> None:
         """An epoch is over."""
         self._num_given = self._num_samples = 0
         self._num_epochs += 1
@@ -161,9 +161,9 @@ class _Batches(Iterator[Any]):
         try:
             batch = next(self._batches)
         except StopIteration:
-            self._loader.note_end()
+            self._loader.on_epoch_end()
             raise
-        self._loader.note_given()
+        self._loader.on_batch()
         return batch
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from infinity.errors import EngineBusyError, ModelError
 from infinity.loop.expert_calls import ExpertCalls
-from infinity.loop.pager import Pager
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.compiled_forwards import CompiledForwards, InPlaceOfMethod, inside_compiled, refuse_tracing
 from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.engine_lock import refuse_in_between
@@ -31,7 +31,7 @@ from infinity.units.unit import Unit
 class _HooksOfModule:
     """The hooks of one module."""
 
-    _pager: Pager
+    _coordinator: ParameterCoordinator
     _units: list[Unit]
     _owned: list[tuple[Unit, list[Slot]]]
     _looked_at: list[Unit]
@@ -48,23 +48,23 @@ class _HooksOfModule:
         of_model = self._of_model
         if of_model is not None:
             self._before_root(module, of_model)
-        if self._is_inside and not self._pager.is_computing and torch.is_grad_enabled():
+        if self._is_inside and not self._coordinator.is_computing and torch.is_grad_enabled():
             for unit in self._units:
-                self._pager.backwards.collector.note_parts(unit, by_script=True)
-        is_outermost = self._pager.begin_forward(is_root=of_model is not None)
+                self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
+        is_outermost = self._coordinator.begin_forward(is_root=of_model is not None)
         entered = self._entered.setdefault(get_ident(), [])
         entered.append(0)
         if of_model is not None and is_outermost:
             of_model.follow_compilation()
-        if self._pager.is_training_forward:
+        if self._coordinator.is_training_forward:
             for unit, slots in self._owned:
-                self._pager.backwards.collector.note_call(unit, slots)
+                self._coordinator.backwards.collector.on_module_call(unit, slots)
         for number, unit in enumerate(self._units, start=1):
-            self._pager.enter(unit)
+            self._coordinator.enter(unit)
             entered[-1] = number
         evaluates = not module.training and not torch.is_grad_enabled()
-        if self._looked_at and evaluates and self._pager.residency.has_room(self._looked_at):
-            with self._pager.held(self._looked_at):
+        if self._looked_at and evaluates and self._coordinator.parameter_cache.has_room(self._looked_at):
+            with self._coordinator.held(self._looked_at):
                 pass
 
     def _before_root(self, module: nn.Module, of_model: ModuleHooks) -> None:
@@ -73,7 +73,7 @@ class _HooksOfModule:
                 "torch.jit.trace makes constants of the weights, and they do not stay where they are",
                 cure="Trace a copy: copy.deepcopy(model)",
             )
-        if self._pager.is_in_forward:
+        if self._coordinator.is_in_forward:
             try:
                 refuse_in_between("running the model")
             except EngineBusyError:
@@ -96,9 +96,9 @@ class _HooksOfModule:
             return
         try:
             for unit in reversed(self._units[:num_entered]):
-                self._pager.leave(unit)
+                self._coordinator.leave(unit)
         finally:
-            self._pager.end_forward()
+            self._coordinator.end_forward()
 
     def forget(self) -> None:
         """Calls that an exception cut off are over."""
@@ -147,25 +147,25 @@ class _BoundHook:
 
 
 class ModuleHooks:
-    """The hooks that tell the pager what is needed."""
+    """The hooks that tell the coordinator what is needed."""
 
     def __init__(
         self,
         parameter_map: ParameterMap,
-        pager: Pager,
+        coordinator: ParameterCoordinator,
         blocks: Sequence[str] = (),
         recomputed: type[InPlaceOfMethod] | None = None,
     ) -> None:
         """
         Args:
-            pager: is told of forwards.
+            coordinator: is told of forwards.
             blocks: FQNs of the modules that were made units of their own.
-            recomputed: a class for their forwards, called with module, forward, `Pager.inside_module` and its units; None
-                leaves them as they are.
+            recomputed: a class for their forwards, called with module, forward, `ParameterCoordinator.inside_module` and its
+                units; None leaves them as they are.
         """
         self._recomputed: Any = recomputed
         self._map = parameter_map
-        self._pager = pager
+        self._coordinator = coordinator
         self._model = model = parameter_map.model
         self._places_of_blocks = [
             (fqn, model.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in blocks
@@ -194,10 +194,10 @@ class ModuleHooks:
             if any(map(self._map.holds, module.parameters(recurse=False))):
                 before = _BoundHook(self._before_load, comes_before=True)
                 self._handles.append(module.register_load_state_dict_pre_hook(before))
-        before = _BoundHook(lambda *_: self._pager.begin_state_dict(), comes_before=True)
+        before = _BoundHook(lambda *_: self._coordinator.begin_state_dict(), comes_before=True)
         self._handles.append(self._model.register_state_dict_pre_hook(before))
         self._handles.append(
-            self._model.register_state_dict_post_hook(_BoundHook(lambda *_: self._pager.end_state_dict()))
+            self._model.register_state_dict_post_hook(_BoundHook(lambda *_: self._coordinator.end_state_dict()))
         )
         if self._places_of_blocks and self._places_of_blocks[0][0]:
             self._forwards.compile_units(lambda: [*self._blocks_now().values()])
@@ -212,14 +212,16 @@ class ModuleHooks:
                 cure="Call load_state_dict without assign, or before infinity.initialize",
                 fqn=prefix.rstrip("."),
             )
-        self._pager.copies.forget_written()
+        self._coordinator.copies.forget_written()
 
     def _hook_each_call(self, keep_alive: object) -> None:
         self._forwards.convert(self._blocks_now())
         if self._recomputed is not None:
             for block in self._blocks_now().values():
                 if not isinstance(block.__dict__.get("forward"), self._recomputed):
-                    forward = self._recomputed(block, block.forward, self._pager.inside_module, self._entered_by(block))
+                    forward = self._recomputed(
+                        block, block.forward, self._coordinator.inside_module, self._entered_by(block)
+                    )
                     self._forwards.put(block, "forward", forward)
         self._compiled = self._compilation()
         self.covered = inside_compiled(self._model)
@@ -245,7 +247,7 @@ class ModuleHooks:
         own = [] if is_inside else self._own_slots(module)
         first = self._units_in(_with_fast_path(module))
         of_model = self if is_root else None
-        hooks = _HooksOfModule(self._pager, self._entered_by(module), own, first, keep_alive, of_model, is_inside)
+        hooks = _HooksOfModule(self._coordinator, self._entered_by(module), own, first, keep_alive, of_model, is_inside)
         self._hooks.append(hooks)
         handles = self._handles if is_root else self._call_handles
         before = _BoundHook(hooks.before, comes_before=True)
@@ -253,8 +255,8 @@ class ModuleHooks:
         handles.append(module.register_forward_hook(_BoundHook(hooks.after), always_call=True))
         if experts := experts_of(module):
             units = [[self._map.locate(tile)[0] for tile in tiles.tiled.tiles] for tiles in experts]
-            group = self._pager.residency.group_of(units[0][0])
-            routing = _BoundHook(ExpertCalls(self._pager, experts, units, group).before, comes_before=True)
+            group = self._coordinator.parameter_cache.group_of(units[0][0])
+            routing = _BoundHook(ExpertCalls(self._coordinator, experts, units, group).before, comes_before=True)
             handles.append(module.register_forward_pre_hook(routing))
 
     def hook_inside(self, unit: Unit) -> bool:
@@ -316,7 +318,7 @@ class ModuleHooks:
     def abandon_calls(self) -> None:
         """Forget what an exception has cut off."""
         self.forget_calls()
-        self._pager.abandon_forward()
+        self._coordinator.abandon_forward()
 
     def are_running(self) -> bool:
         """Whether modules of the model are being called in this thread."""

@@ -16,7 +16,7 @@ from infinity.errors import AccessError, ModelError, OtherNumbersWarning
 from infinity.gradients.live_gradients import LiveGradients
 from infinity.gradients.paged_grad import PagedGradient
 from infinity.loop.module_hooks import ModuleHooks
-from infinity.loop.pager import Pager
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.paging.assigned import AssignedData
 from infinity.paging.parameter_map import ParameterMap
 from infinity.paging.saved_tensors import are_forbidden, keep_saved
@@ -54,7 +54,7 @@ _CURES = {
     "share_memory_": "The engine's weights come and go, so other processes cannot look at them. Give them a copy: "
     "copy.deepcopy(model).share_memory(); or engine.close(restore_weights=True) first, after which the model is an ordinary one",
     "moving to the meta device": "To have the model without values, build another one inside `with torch.device('meta'):`; to "
-    "let go of the values of this one, engine.close(restore_weights=False)",
+    "release the values of this one, engine.close(restore_weights=False)",
 }
 
 
@@ -64,12 +64,12 @@ class ParameterHandler:
 
     _parameter_map: ParameterMap
     _module_hooks: ModuleHooks
-    _pager: Pager
+    _coordinator: ParameterCoordinator
     _stepper: Stepper
     _live: LiveGradients
     """The main gradients as ``parameter.grad``."""
     gatherer: Any
-    """`SettledAccess`, which gathers full weights: of a floor above."""
+    """`ConsistentAccess`, which gathers full weights: of a layer above."""
     _assigned: AssignedData
     _has_warned_of_strides = False
 
@@ -81,11 +81,11 @@ class ParameterHandler:
         """Run ``function`` although ``tensors`` among its arguments are paged out, or raise."""
         tensors = [tensor for tensor in tensors if host_of(tensor) is self]
         places = {id(tensor): self._parameter_map.locate_any(tensor) for tensor in tensors}
-        if not self._pager.is_inside_modules:
+        if not self._coordinator.is_inside_modules:
             unit, _ = places[id(tensors[0])]
             is_called = self._module_hooks.hook_inside(unit)
             if is_called and not in_backward() and torch.is_grad_enabled():
-                self._pager.backwards.collector.note_parts(unit, by_script=True)
+                self._coordinator.backwards.collector.on_partial_gradients(unit, by_script=True)
         units = list(dict.fromkeys(unit for unit, _ in places.values()))
         if len(units) > 1:  # an operation over lists works unit by unit
             found = unit_by_unit(
@@ -93,8 +93,8 @@ class ParameterHandler:
             )
             if found is not None:
                 return found[0]
-        pager, name = self._pager, name_of(function)
-        if len(units) > 1 and name in JOINING and not pager.residency.has_room(units):
+        coordinator, name = self._coordinator, name_of(function)
+        if len(units) > 1 and name in JOINING and not coordinator.parameter_cache.has_room(units):
             args, kwargs = (
                 replaced(a, lambda leaf: leaf.clone() if id(leaf) in places else leaf) for a in (args, kwargs)
             )
@@ -103,27 +103,29 @@ class ParameterHandler:
         if function in REBINDING:
             raise AccessError.of_parameter(fqn, operation=name)
         if in_backward():
-            pager.backwards.note()
+            coordinator.backwards.on_activity()
             for unit in units:
-                pager.backwards.collector.note_parts(unit, by_script=False)
-        pager.lock.acquire(f"{name} of '{fqn}'")
+                coordinator.backwards.collector.on_partial_gradients(unit, by_script=False)
+        coordinator.lock.acquire(f"{name} of '{fqn}'")
         try:
-            with contextlib.nullcontext() if is_inside() else pager.lock.joined():  # else autograd's thread
+            with contextlib.nullcontext() if is_inside() else coordinator.lock.joined():  # else autograd's thread
                 if name in EXPOSING and not all(unit.num_active for unit in units):
                     raise AccessError.of_parameter(fqn, operation=name, cure=_CURES.get(name))
-                if not pager.is_computing:
+                if not coordinator.is_computing:
                     if name == "detach" and not isinstance(tensors[0], PagedView):
                         place = places[id(tensors[0])]
-                        collected = pager.copies.collected(tensors[0], fqn, lambda: pager.copy_for_user(*place))
+                        collected = coordinator.copies.collected(
+                            tensors[0], fqn, lambda: coordinator.copy_for_user(*place)
+                        )
                         if collected is not None:
                             return collected
-                    pager.begin_outside_read()
-                    pager.residency.check_room(units)
-                if pager.is_training_forward:
+                    coordinator.begin_outside_read()
+                    coordinator.parameter_cache.check_room(units)
+                if coordinator.is_training_forward:
                     for unit, slot in (places[id(tensor)] for tensor in tensors if not isinstance(tensor, PagedView)):
-                        pager.backwards.collector.note_call(unit, [slot])
+                        coordinator.backwards.collector.on_module_call(unit, [slot])
                 try:
-                    with pager.held(units), self._saving():
+                    with coordinator.held(units), self._saving():
                         result = self._run(function, args, kwargs, tensors, places)
                         if name in ("to", "empty_like") and isinstance(result, torch.Tensor) and result.is_meta:
                             # ``module.to("meta")`` would replace the parameter by one without values.
@@ -133,18 +135,18 @@ class ParameterHandler:
                 finally:
                     self._end(units)
         finally:
-            pager.lock.release()
+            coordinator.lock.release()
 
     def _saving(self) -> contextlib.AbstractContextManager[Any]:
         """The hooks for saving, unless they are up."""
-        pager = self._pager
-        if not pager.is_computing:
-            return pager.saving
-        return contextlib.nullcontext() if pager.is_inside_modules else pager.saving.in_recomputation()
+        coordinator = self._coordinator
+        if not coordinator.is_computing:
+            return coordinator.saving
+        return contextlib.nullcontext() if coordinator.is_inside_modules else coordinator.saving.in_recomputation()
 
     @outside_modes
     def _end(self, units: Sequence[Unit]) -> None:
-        self._pager.residency.close_unused(units)
+        self._coordinator.parameter_cache.close_unused(units)
 
     def _run(
         self,
@@ -173,7 +175,7 @@ class ParameterHandler:
                 for leaf in leaves(args[:1]):
                     if id(leaf) in places:
                         unit, slot = places[id(leaf)]
-                        unit.note_written([slot.index])
+                        unit.on_write([slot.index])
             return result
         finally:
             for view in views:
@@ -182,7 +184,7 @@ class ParameterHandler:
     @outside_modes
     def _begin(self, views: Sequence[PagedView], written: Iterable[tuple[Unit, Slot]]) -> None:
         for unit, slot in written:
-            self._pager.residency.remember(unit, slot)
+            self._coordinator.parameter_cache.remember(unit, slot)
         for view in views:
             place = view.place
             if place.unit.flat is None:
@@ -194,15 +196,15 @@ class ParameterHandler:
         """``value``, a result of an operation, as it may be kept when the units are paged out."""
         if not self._looks_at(value, units):
             return value
-        if value.requires_grad and self._pager.is_computing and torch.is_grad_enabled():
-            return value  # what it is used for is saved as tokens
-        unit = self._pager.residency.unit_behind(value)
+        if value.requires_grad and self._coordinator.is_computing and torch.is_grad_enabled():
+            return value  # what it is used for is saved as packed saved tensors
+        unit = self._coordinator.parameter_cache.unit_behind(value)
         slot = None if unit is None else unit.slot_at(int(value.storage_offset()) * value.itemsize)
         if unit is None or slot is None or type(value) is not torch.Tensor:
             return value.clone()
         shape, offset = tuple(value.shape), int(value.storage_offset())
         place = Place(weakref.ref(self), unit, slot, value.dtype, shape, value.stride(), offset, lazy_bits(value))
-        unit.note_view(slot, value)
+        unit.on_view(slot, value)
         return make_view(value, place)
 
     def _looks_at(self, value: Any, units: Sequence[Unit]) -> bool:
@@ -211,17 +213,17 @@ class ParameterHandler:
             return False
         if value.is_meta or not has_memory(value) or not value.numel():
             return False
-        return self._pager.residency.unit_behind(value) in units
+        return self._coordinator.parameter_cache.unit_behind(value) in units
 
     # ------------------------------------------------------------------------------------------------------------- data
 
     def data_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """What ``parameter.data`` gives."""
         unit, slot = self._parameter_map.locate(parameter)
-        view = unit.hand_out(slot)
+        view = unit.data_view(slot)
         if not unit.is_bound or not is_inside():
             return make_view(view, self._whole(unit, slot))
-        self._pager.residency.remember(unit, slot)
+        self._coordinator.parameter_cache.remember(unit, slot)
         return view
 
     def _whole(self, unit: Unit, slot: Slot) -> Place:
@@ -252,11 +254,11 @@ class ParameterHandler:
             warnings.warn(OtherNumbersWarning.of_parameter(slot.spec.fqn, what, cure=cure), stacklevel=3)
         if host_of(values) is not None:
             values = values.detach().clone()  # it looks at the same memory, in another order
-        for view in unit.handed_out(slot):
+        for view in unit.data_views(slot):
             if isinstance(view, PagedView) or unit.is_bound:
                 detach_view(view, view.clone())  # it goes on looking at the old weights
         with torch.no_grad():
-            if unit.num_tokens:
+            if unit.num_saved_tensors:
                 keep_saved(unit, slot, lambda: parameter.data.clone())
             parameter.data.copy_(values)
         self._assigned.forget(slot.spec.fqn)
@@ -287,28 +289,32 @@ class ParameterHandler:
         host = host_of(values)
         if host is not None:
             return values.place.slot if isinstance(values, PagedView) else host.slot_of(values)
-        unit = self._pager.residency.unit_behind(values) if values.layout is torch.strided and values.numel() else None
+        unit = (
+            self._coordinator.parameter_cache.unit_behind(values)
+            if values.layout is torch.strided and values.numel()
+            else None
+        )
         return None if unit is None else unit.slot_at(int(values.storage_offset()) * values.itemsize)
 
     def before_write(self, parameter: nn.Parameter) -> None:
         """A resident parameter is about to be written to."""
-        self._pager.residency.remember(*self._parameter_map.locate(parameter))
+        self._coordinator.parameter_cache.remember(*self._parameter_map.locate(parameter))
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """A copy of the parameter's values, as a plain tensor."""
         unit, slot = self._parameter_map.locate(parameter)
-        with self._pager.lock.held(f"a copy of '{slot.spec.fqn}'"):
-            self._pager.begin_outside_read()
-            return self._pager.copy_of(unit, slot)
+        with self._coordinator.lock.held(f"a copy of '{slot.spec.fqn}'"):
+            self._coordinator.begin_outside_read()
+            return self._coordinator.copy_of(unit, slot)
 
     # --------------------------------------------------------------------------------------------------------- gradients
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        with contextlib.nullcontext() if in_backward() else self._pager.lock.held("reading a gradient"):
+        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("reading a gradient"):
             return self._gradient_of(parameter)
 
     def set_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        with contextlib.nullcontext() if in_backward() else self._pager.lock.held("setting a gradient"):
+        with contextlib.nullcontext() if in_backward() else self._coordinator.lock.held("setting a gradient"):
             self._set_gradient(parameter, gradient)
 
     def _gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -321,7 +327,7 @@ class ParameterHandler:
         unit, slot = self._parameter_map.locate(parameter)
         if not slot.spec.is_trainable:
             return plain_grad(parameter)
-        self._pager.backwards.before_gradient_access(unit, slot)
+        self._coordinator.backwards.before_gradient_access(unit, slot)
         self._check_not_used_up(unit, slot)
         self._stepper.gradients.make_whole(unit, slot)
         if slot not in self._stepper.gradients.slots_with_gradient(unit):
@@ -355,7 +361,7 @@ class ParameterHandler:
                 raise ValueError(
                     f"gradient of '{slot.spec.fqn}' must have shape {slot.spec.shape}, got {tuple(gradient.shape)}"
                 )
-        self._pager.backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
+        self._coordinator.backwards.before_gradient_access(unit, slot, assigns=gradient is not None)
         self._check_not_used_up(unit, slot)
         is_absent = (
             slot not in self._stepper.gradients.slots_with_gradient(unit) and not self._stepper.gradients.is_in_parts
@@ -372,7 +378,7 @@ class ParameterHandler:
                 gradient = gradient.to_dense()
         self._live.replace(unit, slot, gradient)
         if gradient is None:
-            self._pager.backwards.note_drop()
+            self._coordinator.backwards.on_drop()
 
     def slot_of(self, parameter: nn.Parameter) -> Slot:
         """Where the parameter lies in its unit."""

@@ -66,7 +66,7 @@ class PhaseGuard:
         """Whether there may be gradients for a step: of a backward since the last one, or assigned."""
         return self.has_backward or self._stepper.gradients.has_any
 
-    def note_backward(self) -> None:
+    def on_backward(self) -> None:
         """There are gradients that a step is to come for."""
         self.has_backward = True
 
@@ -84,11 +84,11 @@ class PhaseGuard:
             self.move_to(Phase.BROKEN)
 
     @property
-    def is_settled(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether all weights belong to one step of one training, and nothing was cut off."""
         return self.phase is Phase.READY and not self._stepper.is_between_steps and self._part_loaded is None
 
-    def note_destroyed(self) -> None:
+    def on_destroy(self) -> None:
         """``engine.destroy()`` was called, as libraries do it."""
         self._is_destroyed = True
 
@@ -97,7 +97,7 @@ class PhaseGuard:
         if self.phase is Phase.CLOSED:
             raise EngineClosedError.after_close("this call", is_by_library=self._is_destroyed)
 
-    def note_part_loaded(self, folder: Path | None) -> None:
+    def on_partial_load(self, folder: Path | None) -> None:
         """A checkpoint was loaded in part, so that weights are those of two trainings; None: they are whole again."""
         self._part_loaded = folder
 
@@ -127,7 +127,7 @@ class PhaseGuard:
                 cure="Call engine.backward(loss) for each micro-batch before it",
             )
 
-    def check_settled(self) -> None:
+    def check_consistent(self) -> None:
         """Raise if weights of two steps lie side by side: an update ran in backward, and ``step`` was not called."""
         if self._stepper.is_between_steps:
             raise self._order(

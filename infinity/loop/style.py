@@ -72,32 +72,32 @@ class LoopStyle:
         finally:
             LoopStyle.callers.remove(me)
 
-    def take_own(self, gradients: dict[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
+    def scale_own(self, gradients: dict[Key, torch.Tensor]) -> Mapping[Key, torch.Tensor]:
         """Gradients of a backward of the user's own, as they are to be added to those of the step."""
-        share = float(self._counts.num_micro_batches if self.divides else 1)
+        factor = float(self._counts.num_micro_batches if self.divides else 1)
         me = threading.get_ident()
         if me in LoopStyle.callers or (LoopStyle.callers and is_autograds_thread()):  # those serve all callers
             self._has_parts |= not self._is_whole
-            share = 1 / share if self._is_whole else 1.0
+            factor = 1 / factor if self._is_whole else 1.0
         elif not self._has_parts:
             self._is_whole = True
             return gradients
-        if share == 1:
+        if factor == 1:
             return gradients
         self.changes_what_comes = True
-        return {key: gradient / share for key, gradient in gradients.items()}
+        return {key: gradient / factor for key, gradient in gradients.items()}
 
     def divisor(self, *, is_engine_step: bool) -> int:
         """What the gradients that are there have to be divided by in the step."""
-        share = self._counts.num_micro_batches if self._is_whole and self.divides and is_engine_step else 1
-        if share & (share - 1) and not self._has_warned:
+        factor = self._counts.num_micro_batches if self._is_whole and self.divides and is_engine_step else 1
+        if factor & (factor - 1) and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "loss.backward() with engine.step(): the sum of %d micro-batches' gradients is divided, which may differ "
                 "in the last bit from dividing each loss; engine.backward(loss) divides the loss",
-                share,
+                factor,
             )
-        return share
+        return factor
 
     def end_step(self) -> None:
         """The gradients of the present step are gone."""
@@ -110,24 +110,24 @@ class LoopStyle:
         """Whether a backward may be taken for the only one of its micro-batch."""
         return self._is_single is True
 
-    def note_backward(self) -> None:
+    def on_backward(self) -> None:
         """An ``engine.backward`` begins whose micro-batch may be the last of a step."""
         self._num_backwards += 1
         if self._num_backwards > 1:
             self._wait_for_step("several calls of engine.backward before engine.step")
 
-    def note_engine_step(self, *, is_boundary: bool) -> None:
+    def on_engine_step(self, *, is_boundary: bool) -> None:
         """``engine.step``, at the end of a step or of another micro-batch."""
         if self._num_backwards == 1 and self._is_single is None and is_boundary:
             self._is_single = True
         self._num_backwards = 0
 
-    def note_look(self) -> None:
+    def on_gradients_read(self) -> None:
         """Somebody looks at gradients that are there."""
         if self._has_parts:
             self._wait_for_step("gradients are looked at before it")
 
-    def note_plain_step(self) -> None:
+    def on_plain_step(self) -> None:
         """``optimizer.step()``, called by the user."""
         if self._num_backwards:
             self._wait_for_step("optimizer.step() is called instead")

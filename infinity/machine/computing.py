@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from infinity.device.host_memory import free_bytes, free_share, is_unified, memory_limits
+from infinity.device.host_memory import find_free_memory, free_bytes, is_unified, memory_limits
 from infinity.machine.finding import Finding, bad, good, note, poor, size
 from infinity.machine.hardware import copy_finding, gpu_devices, is_wsl, link_finding, measure_copies
 from infinity.version import __version__
@@ -51,8 +51,8 @@ def computing_findings(*, measures: bool = True) -> Iterator[Finding]:
 
 def _memory() -> Finding:
     free, total = free_bytes(), int(psutil.virtual_memory().total)
-    share = free_share(holds_activations=not torch.cuda.is_available(), is_unified=is_unified())
-    text = f"{size(free)} of {size(total)} free; a run takes at most {size(share.budget_bytes)} of it by itself"
+    free_memory = find_free_memory(holds_activations=not torch.cuda.is_available(), is_unified=is_unified())
+    text = f"{size(free)} of {size(total)} free; a run takes at most {size(free_memory.budget_bytes)} of it by itself"
     if free < _LEAST_BYTES:
         return bad("memory", text, "End other programs, or raise the limit of the control group")
     if free < _LITTLE_BYTES:

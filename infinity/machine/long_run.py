@@ -78,14 +78,14 @@ class LongRun:
                 f"It holds {self.rate / 1e9:.2f} GB/s (±{spread:.0f} %) over {end.seconds / 60:.1f} minutes and "
                 f"{end.written_bytes / 1e9:.1f} GB written.{warmth}"
             )
-        told = (
+        text = (
             f"It slows down from {self.first_rate / 1e9:.2f} to {self.rate / 1e9:.2f} GB/s after "
             f"{fall.written_bytes / 1e9:.1f} GB written ({fall.seconds / 60:.1f} minutes)"
         )
         if heat and max(heat) >= HOT_CELSIUS:
-            return f"{told}, hot.{warmth} Cool it (a heat sink, air that moves) and measure again. Plans take the lower rate."
+            return f"{text}, hot.{warmth} Cool it (a heat sink, air that moves) and measure again. Plans take the lower rate."
         return (
-            f"{told}: its cache ends there.{warmth} Plans take the lower rate. More free space keeps such a cache large; "
+            f"{text}: its cache ends there.{warmth} Plans take the lower rate. More free space keeps such a cache large; "
             "drives for servers have none; a second drive doubles the rate."
         )
 

@@ -5,7 +5,7 @@ Knows time only; must not know what it waits for.
 [Note: stamps]
 Computing is measured between two points of the compute stream. On the CPU such a point is the present second. A GPU runs
 behind the host, and knows when it passed a point only after it has: so the clock keeps pairs of stamps, and counts them
-as soon as their seconds are known (`settle`).
+as soon as their seconds are known (`collect_events`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class StepClock:
         if self._since is not None:
             self._open.append((self._phase, self._unit, self._since, self._device.stamp()))
             self._since = None
-            self.settle()
+            self.collect_events()
 
     def resume_compute(self, unit: str | None = None) -> None:
         """The model goes on, with the weights of ``unit`` (None: the same as before), if it is at work at all."""
@@ -93,7 +93,7 @@ class StepClock:
             self._unit = self._unit if unit is None else unit
             self._since = self._device.stamp()
 
-    def settle(self) -> None:
+    def collect_events(self) -> None:
         """Count the computing of which the device has told when it was."""
         while self._open:
             phase, unit, first, last = self._open[0]

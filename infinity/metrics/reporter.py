@@ -92,24 +92,24 @@ class Reporter:
         """Something happens in the present step; the first time, counting begins."""
         if not self._has_begun:
             self._has_begun = True
-            self._settle()
+            self._collect_events()
             self._clock.reset()
             self._copy_seconds = 0.0
             self._counted = self._counters()
             self._memory()
 
-    def note_loss(self, loss: torch.Tensor, step: int) -> None:
+    def on_loss(self, loss: torch.Tensor, step: int) -> None:
         """A micro-batch's loss. On a GPU it is looked at when the step ends, so that nothing waits for it."""
         detached = loss.detach()
         self._losses.append(detached)
         if detached.device.type == "cpu":
             _warn_if_not_finite(float(detached), step)
 
-    def note_size(self, num_samples: int, num_tokens: int | None) -> None:
+    def on_micro_batch(self, num_samples: int, num_tokens: int | None) -> None:
         """A micro-batch goes through the model."""
         self._sizes.append((num_samples, num_tokens))
 
-    def note_schedule(self, schedule: str, reason: str) -> None:
+    def on_schedule(self, schedule: str, reason: str) -> None:
         """In which order the present step goes, and why not vertically."""
         self._schedule = (schedule, reason)
 
@@ -134,7 +134,7 @@ class Reporter:
         ``prediction``: bytes read and written per step, and seconds, if they are known.
         ``num_samples``: of all processes together, where no batch was seen; None if nobody knows.
         """
-        self._settle()
+        self._collect_events()
         phases = dict(self._clock.phase_seconds)
         seen_samples, num_tokens = self._sizes_of_step()
         given: dict[str, Any] = dict(zip(_GIVEN, (*prediction, *self._memory()), strict=True))
@@ -205,13 +205,13 @@ class Reporter:
         if self._timeline is None:
             problem = "no timeline is recorded"
             raise ConfigError.value(KEY, None, problem, cure="Name a file there before the engine is made")
-        self._settle()
+        self._collect_events()
         check_writable(path)
         self._timeline.save(path)
 
-    def _settle(self) -> None:
+    def _collect_events(self) -> None:
         """Count what the device has done meanwhile."""
-        self._clock.settle()
+        self._clock.collect_events()
         for copy, begin, end in self._copies():
             # Uploads and downloads run side by side: time that is covered already does not count again.
             self._copy_seconds += max(0.0, end - max(begin, self._copies_end))

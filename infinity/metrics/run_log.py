@@ -59,7 +59,7 @@ class LossSpikes:
         self._losses: deque[float] = deque(maxlen=_REMEMBERED)
         self._is_in_spike = False
 
-    def note(self, loss: float) -> str:
+    def add(self, loss: float) -> str:
         """What stands out with this loss, in words; empty if nothing does, or if the one before stood out as well."""
         was_in_spike, words = self._is_in_spike, self._words(loss)
         self._is_in_spike = bool(words)
@@ -141,7 +141,7 @@ class RunLog:
 
     # ---------------------------------------------------------------------------------------------------------- records
 
-    def note_start(
+    def on_start(
         self,
         step: int,
         config: Mapping[str, Any],
@@ -153,7 +153,7 @@ class RunLog:
         more = {"config": _without_secrets(config), "machine": machine, "plan": plan, "timeline": timeline}
         self.write("start", step, format=FORMAT, version=__version__, **more)
 
-    def note_step(self, report: StepReport, scheduled_lr: Sequence[float] | None) -> None:
+    def on_step(self, report: StepReport, scheduled_lr: Sequence[float] | None) -> None:
         """A step has ended.
 
         Args:
@@ -167,7 +167,7 @@ class RunLog:
         self._lr, self._has_changed_lr = report.lr, changed
         record = {name: value for name, value in vars(report).items() if value != _DEFAULTS.get(name, MISSING)}
         self.write("step", record.pop("step"), **record)
-        if report.loss is not None and (words := self._spikes.note(report.loss)):
+        if report.loss is not None and (words := self._spikes.add(report.loss)):
             self.write("spike", report.step, text=words)
 
     def close(self, step: int) -> None:

@@ -2,7 +2,7 @@
 
 Pure layout: knows bytes and dtypes; must not know where records rest or what an optimizer does with them.
 
-    one chunk's working memory, n elements (a page, or resident memory)
+    one chunk's working memory, n elements (a staging buffer, or resident memory)
     | main weight or remainder | state 0: 4n | state 1: 4n | ... | gradient: 4n | model weight: n * itemsize |
     |<----------- record as stored ----------------------------->|
 States may be smaller than 4n: see `StateFormat`. On a drive, a record fills blocks of `RECORD_GRANULE` bytes.
@@ -49,9 +49,9 @@ class ChunkBuffer:
     """Views of one chunk's working memory, each 1-D and, one-byte states aside, with the chunk's number of elements."""
 
     main: torch.Tensor | None
-    """fp32 main weight; None where it is kept in two halves."""
+    """fp32 main weight; None where it is split."""
     remainder: torch.Tensor | None
-    """int16 remainder, where the main weight is kept in two halves."""
+    """int16 remainder, where the main weight is split (bf16 weight and 16-bit remainder)."""
     states: Mapping[str, torch.Tensor]
     """Optimizer state by name, as it is stored."""
     gradient: torch.Tensor

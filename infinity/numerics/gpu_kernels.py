@@ -1,6 +1,6 @@
 """Kernels for GPUs in CUDA C. `infinity.numerics.kernels` has those for processors.
 
-Knows arrays of bits; must not know optimizers' classes, pages or devices.
+Knows arrays of bits; must not know optimizers' classes, staging buffers or devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST_NUMEL = 1 << 30
 # made by its compiler from a product that is added at once, there is one here, and nowhere else. Read in torch 2.13
 # (ATen/native/cuda/fused_adam_utils.cuh); the trial at the start decides whether the torch that is installed agrees.
 ADAM = r"""
-extern "C" __global__ void adam_on_halves(
+extern "C" __global__ void adam_on_split_weights(
     short* weight, short* remainder, const void* gradient, float* exp_avg, float* exp_avg_sq,
     const float* step, const float* scale, int has_scale, int is_bf16, int is_decoupled,
     int lr_bits, int beta1_bits, int beta2_bits, int decay_bits, int eps_bits, int numel)

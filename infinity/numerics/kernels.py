@@ -1,6 +1,6 @@
 """Loops over memory that torch has no single operation for, compiled by numba when they are first wanted.
 
-Knows arrays of bits; must not know optimizers' classes, pages or devices.
+Knows arrays of bits; must not know optimizers' classes, staging buffers or devices.
 
 Every kernel runs on one thread and releases the GIL: one core moves as many bytes per second as these loops need, and
 numba's own thread pool must not be entered by two threads at a time.
@@ -61,12 +61,12 @@ def kernels() -> Kernels:
     The cache lies where numba finds room: in ``NUMBA_CACHE_DIR`` if that is set, beside this file, or in the user's own
     cache directory. Where none can be written, each process compiles for itself.
     """
-    halves, floats = types.int16[::1], types.float32[::1]
+    words16, floats = types.int16[::1], types.float32[::1]
     return Kernels(
-        join=compiled(_join, [types.void(halves, halves, floats)]),
-        split=compiled(_split, [types.void(floats, halves, halves)]),
+        join=compiled(_join, [types.void(words16, words16, floats)]),
+        split=compiled(_split, [types.void(floats, words16, words16)]),
         adam=compiled(_adam, [types.void(types.int64[:, ::1], types.float32[:, ::1])]),
-        add_squares=compiled(_add_squares, [types.void(halves, floats)]),
+        add_squares=compiled(_add_squares, [types.void(words16, floats)]),
     )
 
 
@@ -164,7 +164,7 @@ def _stepped(main: Any, slope: Any, average: Any, square: Any, v: Any) -> Any:
 
 
 @numba.njit(**_force)  # type: ignore[untyped-decorator]
-def _step_halves(weight: Any, remainder: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, v: Any) -> None:
+def _step_split(weight: Any, remainder: Any, gradient: Any, exp_avg: Any, exp_avg_sq: Any, v: Any) -> None:
     for i in range(weight.size):
         main = float_of(np.int32((np.int32(weight[i]) << _SIXTEEN) + np.int32(remainder[i])))
         main, exp_avg[i], exp_avg_sq[i] = _stepped(main, widened(gradient[i]), exp_avg[i], exp_avg_sq[i], v)
@@ -186,7 +186,8 @@ def _adam(rows: Any, values: Any) -> None:
     """One step of each of ``rows`` (int64), with the numbers of that row of ``values`` (float32, 10 columns) which it names.
 
     The columns of a row are:
-        0: address of the fp32 main weights, or of the bf16 model weights where main weights are kept in two halves.
+        0: address of the fp32 main weights, or of the bf16 model weights where main weights are split (bf16 weight and 16-bit
+        remainder).
         1: address of the remainders; 0 where main weights are fp32.
         2, 3: address of the gradient; 1 if it is bf16, 0 if it is fp32.
         4, 5: addresses of the moments.
@@ -212,10 +213,10 @@ def _adam(rows: Any, values: Any) -> None:
             remainder = carray(pointer(rows[i, 1]), numel, np.int16)
             if rows[i, 3] != 0:
                 half = carray(pointer(rows[i, 2]), numel, np.int16)
-                _step_halves(weight, remainder, half, average, square, v)
+                _step_split(weight, remainder, half, average, square, v)
             else:
                 slope = carray(pointer(rows[i, 2]), numel, np.float32)
-                _step_halves(weight, remainder, slope, average, square, v)
+                _step_split(weight, remainder, slope, average, square, v)
         else:
             main = carray(pointer(rows[i, 0]), numel, np.float32)
             if rows[i, 3] != 0:

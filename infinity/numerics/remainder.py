@@ -1,6 +1,6 @@
 """A float32 main weight as a bf16 model weight and a 16-bit remainder, and back, without losing a bit.
 
-Pure: knows bit patterns; must not know optimizers, pages or files.
+Pure: knows bit patterns; must not know optimizers, staging buffers or files.
 
     bits of a float32    | sign, exponent, 7 bits of fraction | 16 more bits of fraction |
     model weight (bf16)  = (bits + 0x8000) >> 16                rounded to nearest, halves away from zero
@@ -24,7 +24,7 @@ _NAN_BITS = 0x7FC00000
 
 
 def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Write the two halves of ``main``.
+    """Write model weight and remainder of ``main``.
 
     Args:
         main: float32, 1-D without gaps, on any device.
@@ -40,7 +40,7 @@ def split(main: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> 
 
 
 def join(weight: torch.Tensor, remainder: torch.Tensor, main: torch.Tensor) -> None:
-    """The inverse of `split`: write ``main`` from its halves."""
+    """The inverse of `split`: write ``main`` from its two parts."""
     if has_kernels(main):
         _kernels().join(_bits(weight), remainder.numpy(), main.numpy())
         return

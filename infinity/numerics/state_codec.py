@@ -1,14 +1,14 @@
 """Encodes optimizer states for storage and decodes them: bf16, or one byte per element, both rounded stochastically; or as
 bitsandbytes' 8-bit optimizers do (`infinity.numerics.dynamic_map`).
 
-Knows values and stored bytes; must not know optimizers, pages or files.
+Knows values and stored bytes; must not know optimizers, staging buffers or files.
 
 [Note: rounding] A second moment changes by a thousandth in a step, and the next number that can be stored lies further away:
 rounded to nearest it would stand still. So a value is rounded up with the probability that keeps its mean, which needs a
 random number per value. Those come from no generator: they are a function of the parameter's name, the state's name, the
-number of the update and the index of the element in the parameter (`Noise`). So neither the order of updates nor pages,
-budgets or threads change a bit, a run can be repeated, and the user's generators are left alone. State that is loaded is
-rounded to nearest, and what was read from here is stored as the very same bytes again (subnormal numbers aside).
+number of the update and the index of the element in the parameter (`Noise`). So neither the order of updates nor staging
+buffers, budgets or threads change a bit, a run can be repeated, and the user's generators are left alone. State that is loaded
+is rounded to nearest, and what was read from here is stored as the very same bytes again (subnormal numbers aside).
 
 [Note: levels] `StateFormat.INT8` follows the block-wise dynamic quantization of "8-bit Optimizers via Block-wise Quantization"
 (Dettmers et al., 2021): a code stands for a level between 0 and 1, a level times the largest magnitude of the block is the value,
@@ -44,12 +44,12 @@ _SIGNED_OCTAVES, _SQUARE_OCTAVES = 7, 8
 
 @dataclass(frozen=True)
 class Noise:
-    """Which random numbers round the elements of a piece."""
+    """Which random numbers round the elements of a slice."""
 
     key: int
     """32 bits, different for each parameter, state and update."""
     first: int
-    """Index of the piece's first element in the parameter."""
+    """Index of the slice's first element in the parameter."""
 
     @classmethod
     def of(cls, fqn: str, state: str, num_updates: int, first: int) -> Noise:
@@ -109,7 +109,7 @@ def _encode_by_kernel(form: StateFormat, state: str, values: Tensor, stored: Ten
     key, first = (0, 0) if noise is None else (noise.key, noise.first & _WORD)
     where = numpy.uint32(key), numpy.uint32(first)
     if form is StateFormat.BF16:
-        _kernels().round_halves(values.numpy(), stored.view(torch.int16).numpy(), *where)
+        _kernels().round_to_bf16(values.numpy(), stored.view(torch.int16).numpy(), *where)
         return
     run = _kernels().encode_squares if state in _SQUARES else _kernels().encode_signed
     codes = stored.numpy()
@@ -213,15 +213,15 @@ class StateWindow:
     def parts(
         self, stored: Mapping[str, Tensor], numel: int, noise: Callable[[str, int], Noise]
     ) -> Iterator[tuple[slice, Mapping[str, Tensor]]]:
-        """Open a piece of a parameter. What is changed in a part is stored when the next one is asked for.
+        """Open a slice of a parameter. What is changed in a part is stored when the next one is asked for.
 
         Args:
-            stored: for each state, `StateFormat.part` for the piece.
-            numel: elements of the piece.
-            noise: for a state and a part, given by its first element in the piece.
+            stored: for each state, `StateFormat.part` for the slice.
+            numel: elements of the slice.
+            noise: for a state and a part, given by its first element in the slice.
 
         Yields:
-            Elements of the piece, from the first on, and their states: float32, 1-D. Parts are cut at multiples of 64
+            Elements of the slice, from the first on, and their states: float32, 1-D. Parts are cut at multiples of 64
             elements.
         """
         if self._form is StateFormat.FP32:

@@ -54,7 +54,7 @@ class StateKernels(NamedTuple):
     """Compiled functions over 1-D arrays without gaps. ``key`` and ``first`` (uint32) choose the noise.
 
     Attributes:
-        round_halves: `(values: float32, stored: int16, key, first)`: writes the bits of bf16.
+        round_to_bf16: `(values: float32, stored: int16, key, first)`: writes the bits of bf16.
         encode_signed: `(values: float32, codes: uint8, scales: float32, key, first, is_stochastic: int32)`: writes blocks.
             ``codes`` and ``scales`` are the same memory.
         encode_squares: the same for values that are not negative.
@@ -63,7 +63,7 @@ class StateKernels(NamedTuple):
         decode: `(codes: uint8, scales: float32, levels: float32, values: float32)`: writes ``values``.
     """
 
-    round_halves: Kernel
+    round_to_bf16: Kernel
     encode_signed: Kernel
     encode_squares: Kernel
     encode_dynamic: Kernel
@@ -73,10 +73,10 @@ class StateKernels(NamedTuple):
 @functools.cache
 def state_kernels() -> StateKernels:
     """The kernels, compiled for this processor, or read from numba's cache."""
-    halves, floats, codes, word = types.int16[::1], types.float32[::1], types.uint8[::1], types.uint32
+    words16, floats, codes, word = types.int16[::1], types.float32[::1], types.uint8[::1], types.uint32
     encode = [types.void(floats, codes, floats, word, word, types.int32)]
     return StateKernels(
-        round_halves=compiled(_round_halves, [types.void(floats, halves, word, word)]),
+        round_to_bf16=compiled(_round_to_bf16, [types.void(floats, words16, word, word)]),
         encode_signed=compiled(_encode_signed, encode),
         encode_squares=compiled(_encode_squares, encode),
         encode_dynamic=compiled(_encode_dynamic, [types.void(floats, codes, floats, floats, codes, types.int64)]),
@@ -106,7 +106,7 @@ def _fraction(key: Any, index: Any, is_stochastic: Any) -> Any:
     return noise if is_stochastic else np.float32(0.5)
 
 
-def _round_halves(values: Any, stored: Any, key: Any, first: Any) -> None:
+def _round_to_bf16(values: Any, stored: Any, key: Any, first: Any) -> None:
     for i in range(values.size):
         value = values[i]
         bits = bits_of(value)

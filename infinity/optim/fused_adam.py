@@ -1,4 +1,4 @@
-"""torch's fused Adam and AdamW on main weights kept in two halves: join, update and split in one pass over memory.
+"""torch's fused Adam and AdamW on split main weights: join, update and split in one pass over memory.
 
 `FusedAdam` does so on the CPU, `GpuAdam` on a GPU, each only where it gives the bits of torch's own kernel there.
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 from infinity.errors import StepError
 from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, MOST_NUMEL, THREADS
 from infinity.numerics.remainder import join, split
-from infinity.optim.template import Template
-from infinity.optim.worker import Worker
+from infinity.optim.executor import OptimizerExecutor
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.torch_internals.names import Launch, compiled_for
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ _PROBE_VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 class FusedAdam:
-    """One Adam step on a piece of a parameter, on the CPU, with the bits that torch's own fused kernel gives.
+    """One Adam step on a slice of a parameter, on the CPU, with the bits that torch's own fused kernel gives.
 
-    It knows one optimizer class; it must not know pages or units. See [Note: bits as in torch] in
+    It knows one optimizer class; it must not know staging buffers or units. See [Note: bits as in torch] in
     ``infinity.numerics.kernels``.
     """
 
@@ -72,26 +72,28 @@ class FusedAdam:
         return True
 
     @classmethod
-    def of(cls, template: Template, device: torch.device, *, has_remainder: bool = True) -> Self | None:
-        """The kernel for the template's optimizer, or None if there is none that gives the bits of torch's.
+    def of(
+        cls, wrapped_optimizer: WrappedOptimizer, device: torch.device, *, has_remainder: bool = True
+    ) -> Self | None:
+        """The kernel for the wrapped optimizer's, or None if there is none that gives the bits of torch's.
 
         That is found out by running both, where updates run, with the torch that is installed. ``has_remainder``: main weights
-        are kept in two halves; False: as fp32.
+        are split (bf16 weight and 16-bit remainder); False: as fp32.
         """
-        kind = type(template.optimizer)
+        kind = type(wrapped_optimizer.optimizer)
         if kind not in (torch.optim.Adam, torch.optim.AdamW):
             return None
-        if getattr(template.optimizer, "grad_scale", None) is not None:
+        if getattr(wrapped_optimizer.optimizer, "grad_scale", None) is not None:
             return None
         fused = cls(is_decoupled=kind is torch.optim.AdamW, device=device)
-        groups = [group for group in template.snapshots() if fused.runs(group)]
+        groups = [group for group in wrapped_optimizer.snapshots() if fused.runs(group)]
         if not groups:
             logger.info(
                 "%s without fused=True runs in torch's own loops, which pass over memory many times", kind.__name__
             )
         if not groups or not fused._prepare():
             return None
-        worker = Worker(template.optimizer)
+        executor = OptimizerExecutor(wrapped_optimizer.optimizer)
         # Groups that differ in more than the learning rate.
         distinct = {
             (*each["betas"], each["eps"], each["weight_decay"], fused._is_decoupled_in(each)): each for each in groups
@@ -99,7 +101,9 @@ class FusedAdam:
         for group in distinct.values():
             for variant in ({}, *_PROBE_VARIANTS):
                 tried = {**group, **variant}
-                if not fused._agrees(worker, dict(tried), has_remainder=has_remainder) and not fused._leaves_out(tried):
+                if not fused._agrees(executor, dict(tried), has_remainder=has_remainder) and not fused._leaves_out(
+                    tried
+                ):
                     logger.info("%s: torch's kernel runs, ours gives other bits on %s", kind.__name__, device)
                     return None
         return fused
@@ -222,7 +226,7 @@ class FusedAdam:
         self._last = (group, scale, count, values)
         return values
 
-    def _agrees(self, worker: Worker, group: dict[str, Any], *, has_remainder: bool = True) -> bool:
+    def _agrees(self, executor: OptimizerExecutor, group: dict[str, Any], *, has_remainder: bool = True) -> bool:
         """Whether a few steps give the same bits as torch's."""
         if float(group["lr"]) == 0:
             group["lr"] = 1e-3  # a warm-up's first step would compare nothing
@@ -239,7 +243,7 @@ class FusedAdam:
             gradient = _draw(generator, 24).to(self._device)
             step = torch.tensor(float(count), dtype=torch.float32, device=self._device)
             scalars = self.update(group, weight, remainder, gradient, None, ours, {"step": step})
-            (theirs,) = worker.run(dict(group), [main], [gradient.clone()], [{**theirs, "step": step.clone()}])
+            (theirs,) = executor.run(dict(group), [main], [gradient.clone()], [{**theirs, "step": step.clone()}])
             joined = weight
             if remainder is not None:
                 joined = torch.empty_like(main)
@@ -260,7 +264,7 @@ class _Last(threading.local):
 
 
 class GpuAdam(FusedAdam):
-    """One Adam step on a piece of a parameter, on a GPU, with the bits that torch's own fused kernel gives there.
+    """One Adam step on a slice of a parameter, on a GPU, with the bits that torch's own fused kernel gives there.
 
     It asks the GPU for no number: step count and gradient scale stay where they are.
     """
@@ -280,12 +284,12 @@ class GpuAdam(FusedAdam):
 
     def _prepare(self) -> bool:
         self._of_thread = _Last()
-        self._launch: Launch | None = compiled_for(self._device, ADAM, "adam_on_halves", THREADS)
+        self._launch: Launch | None = compiled_for(self._device, ADAM, "adam_on_split_weights", THREADS)
         return self._launch is not None
 
-    def _agrees(self, worker: Worker, group: dict[str, Any], *, has_remainder: bool = True) -> bool:
+    def _agrees(self, executor: OptimizerExecutor, group: dict[str, Any], *, has_remainder: bool = True) -> bool:
         try:
-            return super()._agrees(worker, group, has_remainder=has_remainder)
+            return super()._agrees(executor, group, has_remainder=has_remainder)
         except Exception as error:
             logger.info("the GPU kernel for Adam cannot be launched: %s", error)
             return False
@@ -331,7 +335,7 @@ class GpuAdam(FusedAdam):
         return {"step": step}
 
     def _stepped(self, scalars: Mapping[str, Any]) -> Tensor:
-        """The step count after the step. Pieces of a parameter, which follow each other, share it."""
+        """The step count after the step. Slices of a parameter, which follow each other, share it."""
         if not scalars:
             return torch.ones((), dtype=torch.float32, device=self._device)
         last = self._of_thread

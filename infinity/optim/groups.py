@@ -15,8 +15,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from infinity.errors import ModelError
+from infinity.optim.executor import hyperparameters, same_values
 from infinity.optim.main_weights import with_main_weight, without_main_weight
-from infinity.optim.worker import hyperparameters, same_values
 
 TILES = "weight_tiles"
 """The child that holds the tiles of a module's weight."""
@@ -103,7 +103,7 @@ class TiledParameter:
         fqn: the parameter's name in the model.
         original: the parameter, without its values.
         tiles: in the order of rows.
-        borders: the first row of each tile, and at the end the number of rows.
+        cuts: the first row of each tile, and at the end the number of rows.
         shape: of the parameter.
         new: makes a CPU tensor of a shape and dtype, where it has room.
         name: the parameter's name in its modules.
@@ -115,7 +115,7 @@ class TiledParameter:
     fqn: str
     original: Parameter
     tiles: tuple[Parameter, ...]
-    borders: tuple[int, ...]
+    cuts: tuple[int, ...]
     shape: tuple[int, ...]
     new: Callable[..., Tensor]
     name: str = "weight"
@@ -127,7 +127,7 @@ class TiledParameter:
         """The name of the module that holds the tiles, among the children of the parameter's modules."""
         return f"{self.name}{EXPERTS}" if self.by_expert else TILES
 
-    def refusal(self, what: str) -> ModelError:
+    def access_error(self, what: str) -> ModelError:
         """``what`` needs the values of the parameter, of which there are only tiles."""
         if self.by_expert:
             return ModelError(
@@ -148,7 +148,7 @@ class TiledParameter:
     def split(self, value: Any) -> list[Any]:
         """Of a tensor of the parameter's shape, the rows of each tile; anything else, for each tile."""
         if isinstance(value, Tensor) and tuple(value.shape) == self.shape:
-            return [value[start:stop] for start, stop in itertools.pairwise(self.borders)]
+            return [value[start:stop] for start, stop in itertools.pairwise(self.cuts)]
         return [value for _ in self.tiles]
 
     def join(self, values: Sequence[Any]) -> Any:
@@ -159,7 +159,7 @@ class TiledParameter:
         on_cpu = first.device.type == "cpu"
         empty = self.new if on_cpu else functools.partial(torch.empty, device=first.device)
         whole = empty(self.shape, dtype=first.dtype)
-        for (start, stop), value in zip(itertools.pairwise(self.borders), values, strict=True):
+        for (start, stop), value in zip(itertools.pairwise(self.cuts), values, strict=True):
             whole[start:stop].copy_(value)
         return whole
 
@@ -241,7 +241,7 @@ class TiledGroups:
         tiled = self.of(parameter)
         return (parameter,) if tiled is None else tiled.tiles
 
-    def give_tiles(self, optimizer: Optimizer) -> None:
+    def put_tiles(self, optimizer: Optimizer) -> None:
         """An optimizer's groups and states are those of the tiles from now on."""
         for group in optimizer.param_groups:
             group["params"] = self.with_tiles(group["params"])
@@ -250,8 +250,8 @@ class TiledGroups:
             if state is not None:
                 optimizer.state.update(zip(tiled.tiles, tiled.split_entry(state), strict=True))
 
-    def take_tiles(self, optimizer: Optimizer) -> None:
-        """The counterpart of `give_tiles`."""
+    def remove_tiles(self, optimizer: Optimizer) -> None:
+        """The counterpart of `put_tiles`."""
         for group in optimizer.param_groups:
             group["params"] = self.without_tiles(group["params"], joins_all=True)
         for tiled in self.tiled:

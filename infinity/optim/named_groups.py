@@ -17,7 +17,7 @@ from infinity.optim.groups import EXPERTS
 
 def in_order_of(
     mine: Sequence[Mapping[str, Any]],
-    rest: Mapping[str, Any],
+    training_state: Mapping[str, Any],
     parameters: Mapping[str, nn.Parameter],
     *,
     is_strict: bool,
@@ -28,7 +28,7 @@ def in_order_of(
 
     Args:
         mine: of parameters that are all in the model.
-        rest: what a checkpoint holds besides large tensors; with ``names``.
+        training_state: what a checkpoint holds besides large tensors; with ``names``.
         parameters: of the model, by name.
         is_strict: whether a parameter that only one of both optimizers has is an error; otherwise it starts anew, or its states
             are left out.
@@ -36,9 +36,9 @@ def in_order_of(
     Raises:
         ValueError: parameters are in other groups.
     """
-    is_ours = "random" in rest  # another framework has saved none
-    names: Mapping[Any, str] = rest["names"]
-    saved = rest["param_groups"]
+    is_ours = "random" in training_state  # another framework has saved none
+    names: Mapping[Any, str] = training_state["names"]
+    saved = training_state["param_groups"]
     if len(saved) != len(mine):
         raise ValueError(
             f"the checkpoint's optimizer has {len(saved)} groups, and this one {len(mine)}: pass model_parameters to "
@@ -69,9 +69,9 @@ def in_order_of(
     for fqn, saved_index in group_of.items():
         if is_strict and fqn in parameters and fqn not in ids:
             _check(fqn, saved_index, None)
-    states = [[ids[fqn], fqn, scalars] for _, fqn, scalars in rest["states"] if fqn in ids]
-    others = {ids[names[key]]: entry for key, entry in rest["others"].items() if names[key] in ids}
-    return {**rest, "param_groups": groups, "states": states, "others": others}
+    states = [[ids[fqn], fqn, scalars] for _, fqn, scalars in training_state["states"] if fqn in ids]
+    others = {ids[names[key]]: entry for key, entry in training_state["others"].items() if names[key] in ids}
+    return {**training_state, "param_groups": groups, "states": states, "others": others}
 
 
 def _check(fqn: str, saved: int | None, mine: int | None) -> None:

@@ -1,18 +1,18 @@
-"""What an optimizer keeps per parameter, and whether it may be run piece by piece: found out by running it on a little.
+"""What an optimizer keeps per parameter, and whether it may be run slice by slice: found out by running it on a little.
 
-[Note: pieces and bits]
+[Note: slices and bits]
 A kernel gives an element the same bits wherever it lies only if its vector code and its scalar code agree: the tail of
 a tensor, and of every thread's part of a large one, goes through the latter. add, mul, div, sqrt, lerp, addcmul and
 addcdiv agree; pow with a fractional exponent and atan2 do not. Torch's fused optimizers do not either, but they split a
-tensor between threads at multiples of 16 elements, so that only its end is a tail. Hence pieces are cut at multiples of
+tensor between threads at multiples of 16 elements, so that only its end is a tail. Hence slices are cut at multiples of
 64 elements from the parameter's start, and a class that is not known to consist of such operations is compared: the
-whole tensor (large enough to be split between threads, of odd size) against pieces of it.
+whole tensor (large enough to be split between threads, of odd size) against slices of it.
 
 [Note: rules that seldom apply]
 A rule that looks at a whole tensor now and then (clipping above a norm, a trust ratio within bounds, a reset every so many
-steps, a guard against infinities) shows only where it applies, or where it applies to the whole and not to a piece. So the
+steps, a guard against infinities) shows only where it applies, or where it applies to the whole and not to a slice. So the
 trials contain tensors in which two elements are far larger than all others, at every magnitude: whatever the threshold is, some
-whole tensor lies above it, and all of its pieces but one below. Step counts are moved on to numbers around which periods and
+whole tensor lies above it, and all of its slices but one below. Step counts are moved on to numbers around which periods and
 warm-ups end.
 """
 
@@ -32,11 +32,11 @@ from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.numerics.random_states import random_states, set_random_states
-from infinity.optim.worker import Worker, copy_scalar, same_values
+from infinity.optim.executor import OptimizerExecutor, copy_scalar, same_values
 from infinity.torch_internals.operations import leaves, replaced
 
-#: Pieces of a parameter start at multiples of this many elements.
-PIECE_ALIGNMENT = 64
+#: Slices of a parameter start at multiples of this many elements.
+SLICE_ALIGNMENT = 64
 
 _NUM_STEPS = 3
 _VECTOR, _MATRIX = (67,), (11, 7)
@@ -48,21 +48,21 @@ _Shapes = tuple[tuple[tuple[int, ...], list[int]], ...]
 
 # The first is split between threads (torch does so from 32768 elements on), and its parts end at no vector's end.
 _CUTS: _Shapes = (
-    ((263, 509), [0, *(PIECE_ALIGNMENT * place for place in (1, 10, 100, 911, 1500)), 263 * 509]),
-    ((3, 5, 7), [0, PIECE_ALIGNMENT, 3 * 5 * 7]),
-    ((1001,), [0, PIECE_ALIGNMENT * 7, 1001]),
+    ((263, 509), [0, *(SLICE_ALIGNMENT * place for place in (1, 10, 100, 911, 1500)), 263 * 509]),
+    ((3, 5, 7), [0, SLICE_ALIGNMENT, 3 * 5 * 7]),
+    ((1001,), [0, SLICE_ALIGNMENT * 7, 1001]),
     ((), [0, 1]),
 )
 # Small ones, of every number of dimensions that layers have.
 _SMALL_CUTS: _Shapes = (
-    ((1001,), [0, PIECE_ALIGNMENT * 3, PIECE_ALIGNMENT * 7, 1001]),
-    ((13, 11), [0, PIECE_ALIGNMENT, 13 * 11]),
-    ((3, 5, 7), [0, PIECE_ALIGNMENT, 3 * 5 * 7]),
-    ((4, 3, 3, 3), [0, PIECE_ALIGNMENT, 4 * 3 * 3 * 3]),
-    ((2, 3, 2, 3, 2), [0, PIECE_ALIGNMENT, 2 * 3 * 2 * 3 * 2]),
+    ((1001,), [0, SLICE_ALIGNMENT * 3, SLICE_ALIGNMENT * 7, 1001]),
+    ((13, 11), [0, SLICE_ALIGNMENT, 13 * 11]),
+    ((3, 5, 7), [0, SLICE_ALIGNMENT, 3 * 5 * 7]),
+    ((4, 3, 3, 3), [0, SLICE_ALIGNMENT, 4 * 3 * 3 * 3]),
+    ((2, 3, 2, 3, 2), [0, SLICE_ALIGNMENT, 2 * 3 * 2 * 3 * 2]),
     ((), [0, 1]),
 )
-_LARGE_CUTS: _Shapes = (((1 << 20,), [0, PIECE_ALIGNMENT << 12, 1 << 20]),)
+_LARGE_CUTS: _Shapes = (((1 << 20,), [0, SLICE_ALIGNMENT << 12, 1 << 20]),)
 # Shorter than torch's vector loops, so that nearly all elements go through scalar code.
 _POSITION_CUTS: _Shapes = (
     ((4096,), [0, *takewhile(lambda cut: cut < 4096, accumulate(cycle(range(1, 30, 4)))), 4096]),
@@ -118,23 +118,23 @@ class StateSchema:
     shape: tuple[int, ...] = _VECTOR
 
 
-def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device) -> StateSchema:
+def learn_schema(executor: OptimizerExecutor, group: Mapping[str, Any], device: torch.device) -> StateSchema:
     """Find out which state the optimizer keeps under these hyperparameters, by three steps on a vector, else on a matrix.
 
     Raises:
-        OptimizerNotPageableError: a step on either fails, or the state cannot be cut into pieces.
+        OptimizerNotPageableError: a step on either fails, or the state cannot be cut into slices.
     """
     failures: list[Exception] = []
     for shape in (_VECTOR, _MATRIX):
         try:
-            names, state = _first_steps(worker, group, device, shape)
+            names, state = _first_steps(executor, group, device, shape)
             break
         except OptimizerNotPageableError:
             raise
         except Exception as error:
             failures.append(error)
     else:
-        raise worker.refusal(
+        raise executor.unpageable(
             f"a step on a small float32 tensor on {device} failed ({type(failures[0]).__name__}: {failures[0]})",
             cure="Make it run on such a tensor without a closure and with state that is started in step()",
         ) from failures[0]
@@ -143,37 +143,39 @@ def learn_schema(worker: Worker, group: Mapping[str, Any], device: torch.device)
     for name in elementwise:
         dtype = state[name].dtype
         if dtype != torch.float32:
-            raise worker.refusal(f"its state '{name}' is {dtype}, only float32 can be paged")
+            raise executor.unpageable(f"its state '{name}' is {dtype}, only float32 can be paged")
         if name not in names:
-            raise worker.refusal(f"its state '{name}' does not exist after the first step")
+            raise executor.unpageable(f"its state '{name}' does not exist after the first step")
     for name in scalars:
         value = state[name]
         if isinstance(value, Tensor) and tuple(value.shape[1:]) == shape:
-            raise worker.refusal(
+            raise executor.unpageable(
                 f"its state '{name}' is one tensor for all parameters of a group, stacked, and they are updated one by one",
                 cure="Keep a state for each parameter, as torch.optim.Muon does",
             )
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise worker.refusal(f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape {shape}")
+            raise executor.unpageable(
+                f"its state '{name}' has shape {tuple(value.shape)} for a parameter of shape {shape}"
+            )
         if any(isinstance(leaf, Tensor) and leaf.numel() > 1 for leaf in leaves(value)):
-            raise worker.refusal(f"its state '{name}' holds tensors inside a container")
+            raise executor.unpageable(f"its state '{name}' holds tensors inside a container")
     tensors = frozenset(name for name in scalars if isinstance(state[name], Tensor))
     return StateSchema(tuple(elementwise), tuple(scalars), tensors, shape)
 
 
 def _first_steps(
-    worker: Worker, group: Mapping[str, Any], device: torch.device, shape: tuple[int, ...]
+    executor: OptimizerExecutor, group: Mapping[str, Any], device: torch.device, shape: tuple[int, ...]
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the state after the first step, and all of it after the last."""
     generator = torch.Generator().manual_seed(0)
     weight = _draw(shape, generator, device)
     state: dict[str, Any] = {}
     names: list[tuple[str, ...]] = []
-    with _keeping_random_state(worker) as has_drawn:
+    with _keeping_random_state(executor) as has_drawn:
         for _ in range(_NUM_STEPS):
-            (state,) = worker.run(copy_scalar(dict(group)), [weight], [_draw(shape, generator, device)], [state])
+            (state,) = executor.run(copy_scalar(dict(group)), [weight], [_draw(shape, generator, device)], [state])
             names.append(tuple(state))
-        _refuse_random_numbers(worker, has_drawn)
+        _refuse_random_numbers(executor, has_drawn)
     return names[0], state
 
 
@@ -183,23 +185,28 @@ def _draw(shape: tuple[int, ...], generator: torch.Generator, device: torch.devi
 
 
 def advanced(
-    worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device, *, has_gradient: bool = True
+    executor: OptimizerExecutor,
+    group: Mapping[str, Any],
+    schema: StateSchema,
+    device: torch.device,
+    *,
+    has_gradient: bool = True,
 ) -> dict[str, Any]:
     """The entries of a group as they are after a step: some classes count in it. They are those after a step on a few zeros."""
     after: dict[str, Any] = copy_scalar(dict(group))
     weight = torch.zeros(schema.shape, dtype=torch.float32, device=device)
-    worker.run(after, [weight], [torch.zeros_like(weight) if has_gradient else None], [{}])
+    executor.run(after, [weight], [torch.zeros_like(weight) if has_gradient else None], [{}])
     return after
 
 
 def probe(
-    worker: Worker, group: Mapping[str, Any], schema: StateSchema, device: torch.device, *, is_whole: bool
+    executor: OptimizerExecutor, group: Mapping[str, Any], schema: StateSchema, device: torch.device, *, is_whole: bool
 ) -> bool:
-    """Compare steps on whole tensors, made in one call, with steps on pieces of them, bit by bit: about a third of a second.
+    """Compare steps on whole tensors, made in one call, with steps on slices of them, bit by bit: about a third of a second.
 
-    The pieces are updated one by one, so anything that looks at several elements or parameters at once (norms, trust ratios), at
-    shapes, or at counters outside the state shows up; also what does so only now and then, see [Note: rules that seldom apply].
-    The global random generators are left as they were.
+    The slices are updated one by one, so anything that looks at several elements or parameters at once (norms, trust ratios),
+    at shapes, or at counters outside the state shows up; also what does so only now and then, see [Note: rules that seldom
+    apply]. The global random generators are left as they were.
 
     Args:
         is_whole: compare with steps on each of the tensors instead.
@@ -212,26 +219,29 @@ def probe(
             whose shape is not the parameter's.
     """
     usable = _usable(group)
-    takes_vectors = schema.shape == _VECTOR or not is_whole  # else the first step on pieces, which are vectors, tells
+    takes_vectors = schema.shape == _VECTOR or not is_whole  # else the first step on slices, which are vectors, tells
     usual_shapes, odd_places, small_shapes, large_shapes = _SHAPES if takes_vectors else _MATRICES
-    compare = functools.partial(_WholeComparison if is_whole else _Comparison, worker, schema, device, usable)
-    with _keeping_random_state(worker) as has_drawn:
+    compare = functools.partial(_WholeComparison if is_whole else _Comparison, executor, schema, device, usable)
+    with _keeping_random_state(executor) as has_drawn:
         generator = torch.Generator().manual_seed(1)
         usual = _normal(generator)
         compare(usual_shapes).run(Trial("", usual, usual, _NUM_STEPS))
-        if not usable.get("fused"):  # see [Note: pieces and bits]: fused code agrees with itself on aligned pieces only
+        if not usable.get("fused"):  # see [Note: slices and bits]: fused code agrees with itself on aligned slices only
             compare(odd_places).run(Trial("", usual, usual, _NUM_STEPS))
         small = compare(small_shapes)
         has_moved = small.run(Trial("", usual, usual, _NUM_CONSECUTIVE), _LATE_COUNTS)
         for trial in _seldom_trials(generator):
             small.run(trial)
         compare(large_shapes).run(Trial("", usual, usual, 1))
-        _refuse_random_numbers(worker, has_drawn)
+        _refuse_random_numbers(executor, has_drawn)
     return has_moved
 
 
 def probe_groups(
-    worker: Worker, groups: Sequence[Mapping[str, Any]], schemas: Sequence[StateSchema], device: torch.device
+    executor: OptimizerExecutor,
+    groups: Sequence[Mapping[str, Any]],
+    schemas: Sequence[StateSchema],
+    device: torch.device,
 ) -> None:
     """Compare steps on all groups at once, with learning rates that differ, with steps on each of them alone.
 
@@ -250,14 +260,14 @@ def probe_groups(
     alone = [weight.clone() for weight in together]
     states: list[list[dict[str, Any]]] = [[{}] for _ in usable]
     states_alone: list[list[dict[str, Any]]] = [[{}] for _ in usable]
-    with _keeping_random_state(worker):
+    with _keeping_random_state(executor):
         for _ in range(_NUM_STEPS):
             grads = [_draw(schema.shape, generator, device) for schema in schemas]
             for number, group in enumerate(usable):
-                states_alone[number] = worker.run(
+                states_alone[number] = executor.run(
                     copy_scalar(group), [alone[number]], [grads[number].clone()], states_alone[number]
                 )
-            states = worker.run_groups(
+            states = executor.run_groups(
                 _copied_together(usable),
                 [[weight] for weight in together],
                 [[grad] for grad in grads],
@@ -270,7 +280,7 @@ def probe_groups(
             for number in range(len(usable))
             if not same_values([part[number] for part in found], [part[number] for part in expected])
         )
-        raise worker.refusal(
+        raise executor.unpageable(
             f"a step on all its groups together gives group {number} other bits than one on that group alone, and updates know "
             "the group of a parameter only",
             cure="Make what it looks at in other groups, or by the place of a group in a list, an entry of each group",
@@ -285,18 +295,18 @@ def _copied_together(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ]
 
 
-def _refuse_random_numbers(worker: Worker, has_drawn: Callable[[], bool]) -> None:
+def _refuse_random_numbers(executor: OptimizerExecutor, has_drawn: Callable[[], bool]) -> None:
     if has_drawn():
-        raise worker.refusal(
+        raise executor.unpageable(
             "it draws random numbers in step(), and parameters are updated in another order than in plain torch",
             cure="Draw them in the training loop: add the noise, divided by -lr, to p.grad before the step of an SGD",
         )
 
 
 @contextmanager
-def _keeping_random_state(worker: Worker) -> Iterator[Callable[[], bool]]:
+def _keeping_random_state(executor: OptimizerExecutor) -> Iterator[Callable[[], bool]]:
     """Put all generators back afterwards, the optimizer's own too; what it yields tells whether any of them has been used."""
-    own = [value for value in vars(worker.optimizer).values() if isinstance(value, torch.Generator)]
+    own = [value for value in vars(executor.optimizer).values() if isinstance(value, torch.Generator)]
 
     def read() -> list[Any]:
         return [random_states(), [each.get_state() for each in own]]
@@ -312,9 +322,9 @@ def _keeping_random_state(worker: Worker) -> Iterator[Callable[[], bool]]:
 
 @dataclass(eq=False)
 class _Comparison:
-    """The same steps on whole tensors and on pieces of them."""
+    """The same steps on whole tensors and on slices of them."""
 
-    _worker: Worker
+    _executor: OptimizerExecutor
     _schema: StateSchema
     _device: torch.device
     _group: dict[str, Any]
@@ -326,7 +336,7 @@ class _Comparison:
         Raises:
             OptimizerNotPageableError: a step fails, or there is a difference.
         """
-        attributes = copy_scalar(vars(self._worker.optimizer))
+        attributes = copy_scalar(vars(self._executor.optimizer))
         self._present = dict(self._group)
         self._wholes = [trial.weight(shape, 0).to(self._device) for shape, _ in self._cases]
         before = [whole.clone() for whole in self._wholes]
@@ -349,13 +359,13 @@ class _Comparison:
             for step in range(2):
                 self._make_step(trial, step)
             self._require_equal(f"from the count of {count} on")
-        if not same_values(attributes, vars(self._worker.optimizer)):
-            raise self._worker.refusal("its step() keeps values on the optimizer object itself")
+        if not same_values(attributes, vars(self._executor.optimizer)):
+            raise self._executor.unpageable("its step() keeps values on the optimizer object itself")
         return not same_values(before, self._wholes)
 
     def _make_step(self, trial: Trial, step: int) -> None:
         grads = [trial.gradient(shape, step).to(self._device) for shape, _ in self._cases]
-        self._after = advanced(self._worker, self._present, self._schema, self._device)
+        self._after = advanced(self._executor, self._present, self._schema, self._device)
         for index, (weight, (_, cuts)) in enumerate(zip(self._apart, self._cases, strict=True)):
             self._apart_states[index] = self._step_apart(
                 weight, self._formed(grads[index]), self._apart_states[index], cuts
@@ -371,7 +381,7 @@ class _Comparison:
         elementwise = self._schema.elementwise
         parts: list[dict[str, Any]] = []
         for start, end in pairwise(cuts):
-            # Pieces of a parameter all start from its scalars as they were before the step.
+            # Slices of a parameter all start from its scalars as they were before the step.
             given = {
                 name: value[start:end] if name in elementwise else copy_scalar(value) for name, value in state.items()
             }
@@ -384,20 +394,20 @@ class _Comparison:
     def _step(self, weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         used = copy_scalar(self._present)
         try:
-            states = self._worker.run(used, weights, grads, states)
+            states = self._executor.run(used, weights, grads, states)
         except OptimizerNotPageableError:
             raise
         except Exception as error:
-            raise self._worker.refusal(f"a trial step failed ({type(error).__name__}: {error})") from error
+            raise self._executor.unpageable(f"a trial step failed ({type(error).__name__}: {error})") from error
         for name, value in (item for state in states for item in state.items()):
             if isinstance(value, Tensor) and type(value) is not Tensor:
-                raise self._worker.refusal(
+                raise self._executor.unpageable(
                     f"its state '{name}' is a {type(value).__name__}, and dense tensors alone are stored",
                     cure='Take an optimizer with plain states: config key "infinity.state_dtype" stores them in fewer bits',
                 )
         if not same_values(used, self._after):
             names = [name for name in used | self._after if not same_values(used.get(name), self._after.get(name))]
-            raise self._worker.refusal(
+            raise self._executor.unpageable(
                 f"its step() computes an entry of a parameter group, '{names[0]}', from all parameters of the group or from "
                 "their number, and parameters are updated one after the other",
                 cure="Take AdamW with a schedule of the learning rate, or a schedule-free one. In your own class, let the entry "
@@ -422,11 +432,11 @@ class _Comparison:
                 ]
             if different:
                 steps = f"steps {what + ' ' if what else ''}"
-                raise self._worker.refusal(self._explain(steps, tuple(whole.shape), different))
+                raise self._executor.unpageable(self._explain(steps, tuple(whole.shape), different))
 
     def _explain(self, steps: str, shape: tuple[int, ...], different: Sequence[str]) -> str:
         return (
-            f"{steps}on pieces and on the whole of a tensor of shape {shape} gave different bits in {', '.join(different)}: "
+            f"{steps}on slices and on the whole of a tensor of shape {shape} gave different bits in {', '.join(different)}: "
             "it mixes elements or depends on their position"
         )
 
@@ -446,11 +456,11 @@ class _WholeComparison(_Comparison):
         }
         other = next((name for name, shape in shaped.items() if shape != weight.shape), None)
         if other is not None:
-            raise self._worker.refusal(
+            raise self._executor.unpageable(
                 f"its state '{other}' has shape {shaped[other]} for a parameter of shape {tuple(weight.shape)}"
             )
         if weight.numel() != 1 and shaped.keys() != set(self._schema.elementwise):
-            raise self._worker.refusal(
+            raise self._executor.unpageable(
                 f"which state it keeps depends on the shape of the parameter, here {tuple(weight.shape)}"
             )
         return state
@@ -514,7 +524,7 @@ def _zeros(shape: tuple[int, ...], step: int) -> Tensor:
 def _spikes(magnitude: float) -> _Draw:
     def draw(shape: tuple[int, ...], step: int) -> Tensor:
         values = _zeros(shape, step)
-        values.view(-1)[0] = magnitude / 7  # in another piece: the norm of the whole is that of no piece
+        values.view(-1)[0] = magnitude / 7  # in another slice: the norm of the whole is that of no slice
         values.view(-1)[-1] = magnitude
         return values
 

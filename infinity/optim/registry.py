@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, OptimizerNotPageableError
 from infinity.optim.classes import Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam
-from infinity.optim.worker import Worker, one_element
+from infinity.optim.executor import OptimizerExecutor, one_element
 
 #: Classes whose every operation treats each element by itself with bits that don't depend on its position, given
-#: pieces cut at multiples of 64 elements. Subclasses may do anything: they are probed.
+#: slices cut at multiples of 64 elements. Subclasses may do anything: they are probed.
 _ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.Adadelta,
@@ -238,8 +238,8 @@ def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
     param = torch.nn.Parameter(one_element(device))
     make: Any = cls
     try:
-        worker = Worker(make([param], lr=1e-3, fused=True))
-        worker.run(dict(worker.optimizer.defaults), [one_element(device)], [one_element(device)], [{}])
+        executor = OptimizerExecutor(make([param], lr=1e-3, fused=True))
+        executor.run(dict(executor.optimizer.defaults), [one_element(device)], [one_element(device)], [{}])
     except (RuntimeError, NotImplementedError):
         return False
     return True

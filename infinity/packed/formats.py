@@ -149,7 +149,7 @@ class Nf4(PackedFormat):
             return
         bits = _bits(out)
         pairs = bits[: bits.size // 2 * 2].view("uint32")
-        kernels().nf4_to_halves(packed, scales, code, bits, pairs, gap, _KINDS[out.dtype])
+        kernels().nf4_to_16bit(packed, scales, code, bits, pairs, gap, _KINDS[out.dtype])
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         pairs = torch.cartesian_prod(LEVELS, LEVELS).to(stored.device)  # byte -> two levels, the high half's first
@@ -166,13 +166,13 @@ class _OfRows(PackedFormat):
     """A byte per weight, with scales by rows."""
 
     def _unpack_rows(
-        self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor, halves: Any, floats: Any
+        self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor, words16: Any, floats: Any
     ) -> None:
         gap, packed = _gap(stored, out), stored.numpy()
         if out.dtype == torch.float32:
             floats(packed, packed.view("float32"), out.numpy(), shape[-1], gap)
         else:
-            halves(packed, packed.view("float32"), _bits(out), shape[-1], gap, _KINDS[out.dtype])
+            words16(packed, packed.view("float32"), _bits(out), shape[-1], gap, _KINDS[out.dtype])
 
 
 class Int8(_OfRows):
@@ -198,7 +198,7 @@ class Int8(_OfRows):
     def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         from infinity.packed.kernels import kernels
 
-        self._unpack_rows(stored, shape, out, kernels().int8_to_halves, kernels().int8_to_floats)
+        self._unpack_rows(stored, shape, out, kernels().int8_to_16bit, kernels().int8_to_floats)
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         columns = shape[-1]
@@ -244,7 +244,7 @@ class Fp8(_OfRows):
     def _unpack_on_cpu(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         from infinity.packed.kernels import kernels
 
-        self._unpack_rows(stored, shape, out, kernels().fp8_to_halves, kernels().fp8_to_floats)
+        self._unpack_rows(stored, shape, out, kernels().fp8_to_16bit, kernels().fp8_to_floats)
 
     def _unpack_by_torch(self, stored: torch.Tensor, shape: Sequence[int], out: torch.Tensor) -> None:
         columns, record, place = shape[-1], self.record_numel(shape), 0

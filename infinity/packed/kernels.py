@@ -29,20 +29,20 @@ class PackedKernels(NamedTuple):
     Attributes:
         pack_nf4: `(values: float32, thresholds: float32, stored: uint8, scales: float32)`: writes ``stored``, of which ``scales``
             is a view. Returns the index of the first value that is not finite, or -1.
-        nf4_to_halves: `(stored: uint8, scales: float32, code: float32, out: uint16, pairs: uint32, gap, kind)`: writes
+        nf4_to_16bit: `(stored: uint8, scales: float32, code: float32, out: uint16, pairs: uint32, gap, kind)`: writes
             ``out``, of which ``pairs`` is a view.
         nf4_to_floats: `(stored, scales, code, out: float32, gap)`.
-        int8_to_halves, int8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
-        fp8_to_halves, fp8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
+        int8_to_16bit, int8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
+        fp8_to_16bit, fp8_to_floats: `(stored: uint8, scales: float32, out, row_numel, gap[, kind])`.
         widen: `(stored: uint16, out: float32, gap)`: bf16 to fp32.
     """
 
     pack_nf4: Any
-    nf4_to_halves: Kernel
+    nf4_to_16bit: Kernel
     nf4_to_floats: Kernel
-    int8_to_halves: Kernel
+    int8_to_16bit: Kernel
     int8_to_floats: Kernel
-    fp8_to_halves: Kernel
+    fp8_to_16bit: Kernel
     fp8_to_floats: Kernel
     widen: Kernel
 
@@ -50,18 +50,18 @@ class PackedKernels(NamedTuple):
 @functools.cache
 def kernels() -> PackedKernels:
     """The kernels, compiled for this processor, or read from numba's cache."""
-    raw, floats, halves, pairs = types.uint8[::1], types.float32[::1], types.uint16[::1], types.uint32[::1]
+    raw, floats, words16, pairs = types.uint8[::1], types.float32[::1], types.uint16[::1], types.uint32[::1]
     number = types.int64
-    of_rows = types.void(raw, floats, halves, number, number, number), types.void(raw, floats, floats, number, number)
+    of_rows = types.void(raw, floats, words16, number, number, number), types.void(raw, floats, floats, number, number)
     return PackedKernels(
         pack_nf4=compiled(_pack_nf4, [number(floats, floats, raw, floats)]),
-        nf4_to_halves=compiled(_nf4_to_halves, [types.void(raw, floats, floats, halves, pairs, number, number)]),
+        nf4_to_16bit=compiled(_nf4_to_16bit, [types.void(raw, floats, floats, words16, pairs, number, number)]),
         nf4_to_floats=compiled(_nf4_to_floats, [types.void(raw, floats, floats, floats, number)]),
-        int8_to_halves=compiled(_int8_to_halves, [of_rows[0]]),
+        int8_to_16bit=compiled(_int8_to_16bit, [of_rows[0]]),
         int8_to_floats=compiled(_int8_to_floats, [of_rows[1]]),
-        fp8_to_halves=compiled(_fp8_to_halves, [of_rows[0]]),
+        fp8_to_16bit=compiled(_fp8_to_16bit, [of_rows[0]]),
         fp8_to_floats=compiled(_fp8_to_floats, [of_rows[1]]),
-        widen=compiled(_widen, [types.void(halves, floats, number)]),
+        widen=compiled(_widen, [types.void(words16, floats, number)]),
     )
 
 
@@ -120,7 +120,7 @@ def _pack_nf4(values: Any, thresholds: Any, stored: Any, scales: Any) -> Any:
     return -1
 
 
-def _nf4_to_halves(stored: Any, scales: Any, code: Any, out: Any, pairs: Any, gap: Any, kind: Any) -> None:
+def _nf4_to_16bit(stored: Any, scales: Any, code: Any, out: Any, pairs: Any, gap: Any, kind: Any) -> None:
     numel = out.size
     half = NF4_BLOCK // 2
     table = np.empty(16, np.uint32)
@@ -196,7 +196,7 @@ def _int8_row(codes: Any, scale: Any, out: Any, kind: Any) -> None:
             out[i] = _fp16(_int8_value(codes[i], scale))
 
 
-def _int8_to_halves(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
+def _int8_to_16bit(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
     record = 4 + (row_numel + 3) // 4 * 4
     local = np.empty(row_numel, np.uint8)
     for r in range(out.size // row_numel):
@@ -250,7 +250,7 @@ def _fp8_row_of_floats(codes: Any, factors: Any, out: Any) -> None:
             into[i] = _fp8_value(source[i], factor)
 
 
-def _fp8_to_halves(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
+def _fp8_to_16bit(stored: Any, scales: Any, out: Any, row_numel: Any, gap: Any, kind: Any) -> None:
     across = (row_numel + FP8_TILE - 1) // FP8_TILE
     local, factors = np.empty(row_numel, np.uint8), np.empty(across, np.float32)
     p = 0

@@ -20,7 +20,7 @@ class _Source(NamedTuple):
     address: int
 
 
-def give_source(parameter: torch.Tensor, name: str, stored: torch.Tensor) -> None:
+def set_source(parameter: torch.Tensor, name: str, stored: torch.Tensor) -> None:
     """Note that ``parameter`` has the values of ``stored`` (uint8, packed in the format of this name) as it is now."""
     holder: Any = parameter
     setattr(holder, _ATTRIBUTE, _Source(name, stored, parameter._version, parameter.data_ptr()))
@@ -38,7 +38,7 @@ def source_of(parameter: torch.Tensor, name: str | None, num_bytes: int) -> torc
     return source.stored if is_same and source.stored.numel() == num_bytes else None
 
 
-def forget_source(parameter: torch.Tensor) -> None:
+def clear_source(parameter: torch.Tensor) -> None:
     """The parameter has it no more."""
     if hasattr(parameter, _ATTRIBUTE):
         delattr(parameter, _ATTRIBUTE)

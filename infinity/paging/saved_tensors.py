@@ -11,7 +11,7 @@ its own, which stay up then: bits are the same, and ``engine.reset()`` inside th
 what is saved, weights as well, and what they give is saved in its place (compressed, counted, moved). Covered are hooks that
 were put up around the model. What is computed
 under hooks that a forward has put up inside it is theirs alone: a view of a weight that they keep holds the unit in memory.
-Where what they give is or holds a view of a weight, a token takes the view's place until it is unpacked. Of
+Where what they give is or holds a view of a weight, a packed saved tensor takes the view's place until it is unpacked. Of
 ``torch.autograd.graph.save_on_cpu``, which changes no bits, weights are kept away: it would copy them all. Hooks of activation
 checkpointing are not called: what they would drop is dropped or kept by the checkpoint around the model alone.
 
@@ -37,7 +37,7 @@ from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
 
-class SavedView:
+class PackedSavedTensor:
     """Stands for a view of a unit's weights in autograd's graph."""
 
     __slots__ = (
@@ -70,7 +70,7 @@ class SavedView:
         self.shape = tensor.shape
         self.stride = tensor.stride() if slot is None else slot.spec.stride
         self.offset = tensor.storage_offset() if slot is None else slot.offset_bytes // tensor.dtype.itemsize
-        unit.token_references.add(weakref.ref(self, unit.token_references.discard))
+        unit.saved_references.add(weakref.ref(self, unit.saved_references.discard))
 
     def check(self) -> None:
         """Raise if the weights are not those any more that forward used."""
@@ -104,8 +104,8 @@ class SavedView:
 
 
 @dataclass(slots=True, eq=False)
-class SavedThrough:
-    """Stands for another engine's weight, by its token (see [Note: several engines]), or for a DTensor, by its part's."""
+class PackedByAnother:
+    """Stands for another engine's weight, by its packed form (see [Note: several engines]), or for a DTensor, by its part's."""
 
     _packed: Any
     _unpack: Callable[[Any], torch.Tensor]
@@ -121,9 +121,12 @@ def keep_saved(unit: Unit, slot: Slot, copy: Callable[[], torch.Tensor]) -> None
     ``copy`` gives a copy of the parameter, with its strides.
     """
     views = [
-        token
-        for token in unit.tokens()
-        if isinstance(token, SavedView) and not token.is_parameter and token.kept is None and token.lies_in(slot)
+        packed
+        for packed in unit.saved_tensors()
+        if isinstance(packed, PackedSavedTensor)
+        and not packed.is_parameter
+        and packed.kept is None
+        and packed.lies_in(slot)
     ]
     if views:
         kept = copy().as_strided((slot.numel,), (1,)).view(torch.uint8)
@@ -184,7 +187,7 @@ HOOKS_OF_AN_ENGINE = 2
 
 @dataclass(slots=True, eq=False)
 class _Theirs:
-    """What the user's hooks gave for a tensor, with tokens in the place of weights."""
+    """What the user's hooks gave for a tensor, with packed ones in the place of weights."""
 
     packed: Any
 
@@ -207,7 +210,7 @@ class SavingHooks:
     _pack: Callable[[torch.Tensor], Any]
     _unpack: Callable[[Any], torch.Tensor]
     """As for ``torch.autograd.graph.saved_tensors_hooks``, as `_pack` is."""
-    _token_for: Callable[[torch.Tensor], SavedView | None]
+    _packed_for: Callable[[torch.Tensor], PackedSavedTensor | None]
     """What `_pack` gives for a view of a weight of the owner's; None for anything else."""
 
     def __post_init__(self) -> None:
@@ -233,28 +236,28 @@ class SavingHooks:
         """As ``pack``, where hooks of the user are covered: see [Note: hooks of the user]."""
         collect = theirs[0]
         if _home(collect) == _MOVING_ONLY:
-            token = self._any_token_for(tensor)
-            if token is not None:
-                return token
-        return _Theirs(_exchanged(collect(tensor), torch.Tensor, lambda leaf: self._any_token_for(leaf) or leaf))
+            packed = self._packed_for_any(tensor)
+            if packed is not None:
+                return packed
+        return _Theirs(_exchanged(collect(tensor), torch.Tensor, lambda leaf: self._packed_for_any(leaf) or leaf))
 
-    def _any_token_for(self, tensor: torch.Tensor) -> SavedView | SavedThrough | None:
-        return self._token_for(tensor) or self.token_of_another(tensor)
+    def _packed_for_any(self, tensor: torch.Tensor) -> PackedSavedTensor | PackedByAnother | None:
+        return self._packed_for(tensor) or self.packed_by_another(tensor)
 
-    def token_of_another(self, tensor: torch.Tensor) -> SavedThrough | None:
-        """A token for a view of another engine's weight; None for anything else."""
+    def packed_by_another(self, tensor: torch.Tensor) -> PackedByAnother | None:
+        """The packed form of a view of another engine's weight; None for anything else."""
         for hooks in [reference() for reference in tuple(in_use.values())]:
-            if hooks is not None and hooks._token_for != self._token_for:
-                token = hooks._token_for(tensor)
-                if token is not None:
-                    return SavedThrough(token, hooks._unpack)
+            if hooks is not None and hooks._packed_for != self._packed_for:
+                packed = hooks._packed_for(tensor)
+                if packed is not None:
+                    return PackedByAnother(packed, hooks._unpack)
         return None
 
     def _unpack_over(self, theirs: tuple[Any, Any], saved: Any) -> torch.Tensor:
         if not isinstance(saved, _Theirs):
             return self._unpack(saved)
         give: Callable[[Any], torch.Tensor] = theirs[1]
-        return give(_exchanged(saved.packed, (SavedView, SavedThrough), self._unpack))
+        return give(_exchanged(saved.packed, (PackedSavedTensor, PackedByAnother), self._unpack))
 
     def push_in_recomputation(self) -> None:
         """Put them up for a recomputation inside backward.

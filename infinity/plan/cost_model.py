@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infinity.errors import BudgetTooSmallError
-from infinity.paging.trace import simulate
+from infinity.paging.prefetch_schedule import simulate
 from infinity.plan.placement import Placement, apparent_bytes, place, placements
-from infinity.plan.sizes import Request, UnitSize, divides_weights, has_shares
+from infinity.plan.sizes import Request, UnitSize, divides_weights, has_shards
 
 _SIMULATED = 4
 """So many ways to divide the budgets are compared by what they move."""
@@ -120,7 +120,7 @@ def _predict(
     )
     fetches = simulation.fetches
     in_step = not request.updates_in_backward
-    is_shared = has_shares(units)
+    is_shared = has_shards(units)
     largest = max((unit.trainable_numel for unit in units), default=0) * request.scratch_itemsize
     lacks_room = not in_step and is_shared and placement.gradient_bytes < 2 * largest
     filled = (
@@ -141,7 +141,7 @@ def _predict(
     if request.record_format.needs_weight:
         # An update reads the weights that are a part of its main weights, unless they are in memory: in backward, they are
         # if backward has just used them.
-        just_used = set() if in_step or is_shared else set(order[backward_start:])  # shares wait for their means
+        just_used = set() if in_step or is_shared else set(order[backward_start:])  # shards wait for their means
         # Where weights are divided and not all fit, a unit makes room before its update.
         goes_before = is_divided and len(simulation.held) < len(units)
         held = frozenset(placement.resident_units) if goes_before else simulation.held
@@ -195,7 +195,7 @@ def _for_ordinary_steps(units: Sequence[UnitSize], request: Request, order: Sequ
 
 def _with_activations(units: Sequence[UnitSize], request: Request, order: Sequence[int]) -> Placement:
     activations = 0
-    if request.shares_host_memory or request.activations == "cpu":
+    if request.uses_host_memory or request.activations == "cpu":
         left = request.budget_bytes - place(units, request).minimum_bytes
         activations = left // _ACTIVATIONS_SHARE[request.activations]
     smaller = dataclasses.replace(request, budget_bytes=request.budget_bytes - activations)
@@ -207,7 +207,7 @@ def sums_gradients_on_host(request: Request, placement: Placement) -> bool:
 
     The vertical order adds them up where they are made. With 8B parameters and 8 micro-batches that is 2 s against 30 or more.
     """
-    return request.num_micro_batches > 1 and not request.shares_host_memory and not placement.gradients_on_device
+    return request.num_micro_batches > 1 and not request.uses_host_memory and not placement.gradients_on_device
 
 
 def reason_against(

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from infinity.config import InfinityConfig
-from infinity.device.host_memory import FreeShare
+from infinity.device.host_memory import FreeMemory
 from infinity.errors import ConfigError
 from infinity.numerics.state_format import StateFormat
-from infinity.optim.piece import PieceUpdater, check_parts, check_state_format
-from infinity.optim.template import Template
+from infinity.optim.slice_updater import SliceUpdater, check_parts, check_state_format
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.packed.selection import packed_weights
 from infinity.plan.cost_model import Traffic, place_for_schedule
 from infinity.plan.machine import Bandwidth, RoomBytes
@@ -31,7 +31,7 @@ from infinity.units.adapters import is_base
 from infinity.units.experts import adapted_experts, experts_to_cut, routed_experts
 from infinity.units.layout import UnitLayout
 from infinity.units.partition import partition
-from infinity.units.shares import Shares
+from infinity.units.shards import Shards
 from infinity.units.unit import Unit, is_float8, spec_of
 
 
@@ -41,9 +41,9 @@ class PlanInputs:
 
     Attributes:
         units: the model, cut.
-        updater: the optimizer, on pieces.
+        updater: the optimizer, on slices.
         names: for each unit's index, the names of the states that its records have room for.
-        with_room: (unit, slot) of every parameter with room for states.
+        with_states: (unit, slot) of every parameter with room for states.
         spans: of each unit's trainable segment, the elements whose states this process has: from, to.
         sizes: of the units.
         request: what the config asks for.
@@ -52,9 +52,9 @@ class PlanInputs:
 
     config: InfinityConfig
     units: list[Unit]
-    updater: PieceUpdater
+    updater: SliceUpdater
     names: dict[int, dict[str, None]]
-    with_room: set[tuple[int, int]]
+    with_states: set[tuple[int, int]]
     spans: list[tuple[int, int]]
     sizes: list[UnitSize]
     request: Request
@@ -66,12 +66,12 @@ class PlanInputs:
         cls,
         model: nn.Module,
         config: InfinityConfig,
-        template: Template,
-        share: FreeShare,
+        wrapped_optimizer: WrappedOptimizer,
+        free_memory: FreeMemory,
         *,
-        shares_host_memory: bool,
+        uses_host_memory: bool,
         device_free_bytes: int | None,
-        shares: Shares | None = None,
+        shards: Shards | None = None,
         divides_weights: bool = False,
         is_alone: bool = True,
         bandwidth: Bandwidth | None = None,
@@ -79,11 +79,11 @@ class PlanInputs:
         """Cut a model, and take down what its placement has to know.
 
         Args:
-            model, config, template: what is to be trained, how, and by which optimizer.
-            share: of the host's memory, what is taken where the config leaves that open.
-            shares_host_memory: whether the device computes in host memory.
+            model, config, wrapped_optimizer: what is to be trained, how, and by which optimizer.
+            free_memory: of the host's memory, what is taken where the config leaves that open.
+            uses_host_memory: whether the device computes in host memory.
             device_free_bytes: of a device that has its own.
-            shares: which part of the states is this process's; None: all of them.
+            shards: which part of the states is this process's; None: all of them.
             divides_weights: whether weights that do not stay in memory are divided as the states are.
             is_alone: whether no other process averages gradients with this one.
             bandwidth: of the drives; None if nobody knows it.
@@ -91,15 +91,15 @@ class PlanInputs:
         Raises:
             ConfigError, OptimizerNotPageableError: the optimizer does not go with how its states are to be kept.
         """
-        shares = shares or Shares()
-        updater = PieceUpdater(template)
-        check_state_format(StateFormat(config.infinity.state_dtype), template, updater)
-        check_parts(template, updater, config.zero_stage, is_divided=shares.is_divided)
-        # What came into the model since the template was made stays an ordinary parameter.
+        shards = shards or Shards()
+        updater = SliceUpdater(wrapped_optimizer)
+        check_state_format(StateFormat(config.infinity.state_dtype), wrapped_optimizer, updater)
+        check_parts(wrapped_optimizer, updater, config.zero_stage, is_divided=shards.is_divided)
+        # What came into the model since the wrapped optimizer was made stays an ordinary parameter.
         packed = packed_weights(model, config.infinity.frozen_dtype, config.compute_dtype)
-        with_room = _with_room(model, template, packed)
-        units = make_units(model, config, with_room, lambda parameter: parameter in template, packed)
-        names = {unit.index: _state_names(unit, template, updater) for unit in units}
+        with_states = _with_states(model, wrapped_optimizer, packed)
+        units = make_units(model, config, with_states, lambda parameter: parameter in wrapped_optimizer, packed)
+        names = {unit.index: _state_names(unit, wrapped_optimizer, updater) for unit in units}
         budget = config.infinity.host_memory_budget
         routed = routed_experts(model)
 
@@ -107,8 +107,8 @@ class PlanInputs:
             Request.of,
             model=model,
             units=units,
-            budget_bytes=budget if budget is not None else share.budget_bytes,
-            shares_host_memory=shares_host_memory,
+            budget_bytes=budget if budget is not None else free_memory.budget_bytes,
+            uses_host_memory=uses_host_memory,
             device_free_bytes=device_free_bytes,
             runs_in_parallel=updater.is_for_threads,
             updates_whole_parameters=updater.mixes_elements,
@@ -120,25 +120,25 @@ class PlanInputs:
             units=units,
             updater=updater,
             names=names,
-            with_room={
+            with_states={
                 (unit.index, slot.index) for unit in units for slot in unit.layout.slots if slot.spec.is_trainable
             },
-            spans=[shares.span(unit) for unit in units],
+            spans=[shards.span(unit) for unit in units],
             sizes=[
                 UnitSize.of(
                     unit,
                     len(names[unit.index]),
-                    shares,
+                    shards,
                     divides_weights=divides_weights,
                     is_routed=all(id(parameter) in routed for parameter in unit.parameters),
                 )
                 for unit in units
             ],
             request=ask(config),
-            guess=guessed_order(len(units), is_trained=bool(template.param_groups)),
-            budget_source="from the config" if budget is not None else str(share),
+            guess=guessed_order(len(units), is_trained=bool(wrapped_optimizer.param_groups)),
+            budget_source="from the config" if budget is not None else str(free_memory),
         )
-        if not (shares_host_memory and config.infinity.update_is_open):
+        if not (uses_host_memory and config.infinity.update_is_open):
             return found
         # Where nothing waits for a drive, updates beside the model only take its cores: they are faster after it.
         in_step = dataclasses.replace(config, infinity=dataclasses.replace(config.infinity, update="step"))
@@ -225,7 +225,7 @@ def make_units(
     keeps_double = config.compute_dtype == torch.float32 and any(
         (parameter.requires_grad or not trained) and parameter.dtype != torch.float64 for parameter in by_name.values()
     )
-    with_room = {
+    with_states = {
         id(parameter)
         for parameter in trained
         if parameter.requires_grad
@@ -245,7 +245,7 @@ def make_units(
                 parameter,
                 config.compute_dtype,
                 keeps_double=keeps_double,
-                is_trainable=id(parameter) in with_room,
+                is_trainable=id(parameter) in with_states,
                 packed=(packed or {}).get(id(parameter)),
             )
             for fqn, parameter in zip(members.fqns, parameters, strict=True)
@@ -255,15 +255,21 @@ def make_units(
     return units
 
 
-def _with_room(model: nn.Module, template: Template, packed: Collection[int]) -> Sequence[nn.Parameter]:
+def _with_states(
+    model: nn.Module, wrapped_optimizer: WrappedOptimizer, packed: Collection[int]
+) -> Sequence[nn.Parameter]:
     """What gets room for states: all but the weights under adapters and those that are packed, unless these have it already."""
     is_left_out = is_base(model)
-    return [p for p in template.with_room() if template.keeps_room(p) or not (is_left_out(p) or id(p) in packed)]
+    return [
+        p
+        for p in wrapped_optimizer.with_states()
+        if wrapped_optimizer.has_reserved_states(p) or not (is_left_out(p) or id(p) in packed)
+    ]
 
 
-def _state_names(unit: Unit, template: Template, updater: PieceUpdater) -> dict[str, None]:
+def _state_names(unit: Unit, wrapped_optimizer: WrappedOptimizer, updater: SliceUpdater) -> dict[str, None]:
     """Of the states that a unit's records have room for: those of its parameters' groups, or of all where one is in none."""
-    groups = template.param_groups
+    groups = wrapped_optimizer.param_groups
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     trained = [p for slot, p in zip(unit.layout.slots, unit.parameters, strict=True) if slot.spec.is_trainable]
     found = {group_of.get(id(parameter)) for parameter in trained}

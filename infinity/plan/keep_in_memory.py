@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from infinity.plan.sizes import Request, UnitSize, has_shares, spread
+from infinity.plan.sizes import Request, UnitSize, has_shards, spread
 from infinity.units.layout import CHUNK_GRANULE
 
 
 @dataclass(frozen=True)
-class GradientShare:
+class GradientPlacement:
     """Which main gradients stay in memory, and the scratch for spilling the others."""
 
     by_size: Sequence[int]
@@ -45,17 +45,17 @@ def order_of_weights(units: Sequence[UnitSize], request: Request) -> list[int]:
 
     Experts that are used now and then come last.
 
-    Ranks that divide weights have shares of different sizes, and one order: what counts is what all of them save.
+    Ranks that divide weights have shards of different sizes, and one order: what counts is what all of them save.
     """
 
     def gain(index: int) -> tuple[bool, float, int]:
-        unit = replace(units[index], weight_share_bytes=None)
+        unit = replace(units[index], weight_shard_bytes=None)
         return unit.is_routed, -request.saved_by_weights(unit) / max(unit.weight_bytes, 1), -unit.weight_bytes
 
     return sorted(spread(len(units)), key=gain)
 
 
-def take_weights(sizes: Sequence[int], order: Sequence[int], room_bytes: int) -> tuple[list[int], int]:
+def select_weights(sizes: Sequence[int], order: Sequence[int], room_bytes: int) -> tuple[list[int], int]:
     """The units of ``order`` whose weights fit into the room, one after the other, and the room that is left.
 
     ``sizes``: of each unit, bytes of weights that would stay.
@@ -68,7 +68,7 @@ def take_weights(sizes: Sequence[int], order: Sequence[int], room_bytes: int) ->
     return taken, room_bytes
 
 
-def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: int) -> Iterator[GradientShare]:
+def select_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: int) -> Iterator[GradientPlacement]:
     """All sensible ways to use ``capacity_bytes`` for main gradients."""
     numels = {index: unit.trainable_numel for index, unit in enumerate(units) if unit.trainable_numel}
     itemsize, scratch_itemsize = request.gradient_itemsize, request.scratch_itemsize
@@ -78,9 +78,9 @@ def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: 
     sums = [0, *accumulate(numels[index] for index in by_size)]
     total = sums[-1]
     # Ranks that divide states exchange one of the others while the next one comes: see `infinity.gradients.reducer`.
-    is_divided = has_shares(units)
+    is_divided = has_shards(units)
     if total * scratch_itemsize <= capacity_bytes:
-        yield GradientShare(by_size, ((0, len(by_size)),), 0, total * scratch_itemsize, moved * total)
+        yield GradientPlacement(by_size, ((0, len(by_size)),), 0, total * scratch_itemsize, moved * total)
     for largest in sorted(set(numels.values()), reverse=True):
         scratch_bytes = largest * scratch_itemsize
         if is_divided and 2 * scratch_bytes <= capacity_bytes:
@@ -95,26 +95,26 @@ def take_gradients(units: Sequence[UnitSize], request: Request, capacity_bytes: 
                 runs.append((place, stop))
                 taken = sums[stop] - sums[place]
                 place, room, kept = stop, room - taken, kept + taken
-            yield GradientShare(by_size, tuple(runs), scratch_bytes, scratch_bytes + kept * itemsize, moved * kept)
+            yield GradientPlacement(by_size, tuple(runs), scratch_bytes, scratch_bytes + kept * itemsize, moved * kept)
         if itemsize < scratch_itemsize:
             break  # any of them may turn out to be a sum, and need the scratch
 
 
-def most_gradients(shares: Iterator[GradientShare]) -> GradientShare:
-    """The share that keeps most; if there are several, one that never has to spill, or else takes the least memory."""
+def most_gradients(choices: Iterator[GradientPlacement]) -> GradientPlacement:
+    """The placement that keeps most; if there are several, one that never has to spill, or else takes the least memory."""
     return max(
-        shares,
-        key=lambda share: (share.saved_bytes, share.num_units, share.scratch_bytes == 0, -share.num_bytes),
+        choices,
+        key=lambda chosen: (chosen.saved_bytes, chosen.num_units, chosen.scratch_bytes == 0, -chosen.num_bytes),
     )
 
 
-def take_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
+def select_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
     """For each unit, of how many elements the optimizer state stays in memory: the same share of each. And the room left.
 
     So the drives' work is spread evenly over a step.
     """
     if request.updates_whole_parameters:
-        return _take_whole_states(units, request, room_bytes)
+        return _select_whole_states(units, request, room_bytes)
     granules = [unit.state_numel // CHUNK_GRANULE for unit in units]
     costs = [request.record_format.record_bytes(CHUNK_GRANULE, unit.num_states) for unit in units]
     total = sum(number * cost for number, cost in zip(granules, costs, strict=True))
@@ -129,7 +129,7 @@ def take_states(units: Sequence[UnitSize], request: Request, room_bytes: int) ->
     return tuple(number * CHUNK_GRANULE for number in kept), room_bytes
 
 
-def _take_whole_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
+def _select_whole_states(units: Sequence[UnitSize], request: Request, room_bytes: int) -> tuple[tuple[int, ...], int]:
     kept = [0] * len(units)
     for index in spread(len(units)):
         cost = request.record_bytes(units[index])

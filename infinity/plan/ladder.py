@@ -22,17 +22,17 @@ from infinity.config.load import ConfigSource
 from infinity.config.reading import tidy
 from infinity.config.resolved import OptimizerSection
 from infinity.config.schema.block import Findings
-from infinity.device.host_memory import free_share
+from infinity.device.host_memory import find_free_memory
 from infinity.errors import BudgetTooSmallError, ConfigError, OptimizerNotPageableError, format_bytes
-from infinity.optim.template import Template, absent_template, build_template
+from infinity.optim.wrapped_optimizer import WrappedOptimizer, no_optimizer, wrap_optimizer
 from infinity.plan.cost_model import place_for_schedule
 from infinity.plan.inputs import PlanInputs, experts_of_config
 from infinity.plan.machine import Machine, RoomBytes
 from infinity.plan.model_shapes import active_share
-from infinity.plan.page_sizes import PAGE_KEY
 from infinity.plan.placement import HOST_KEY
 from infinity.plan.plan import Plan
 from infinity.plan.sizes import UnitSize, guessed_order
+from infinity.plan.staging_sizes import STAGING_KEY
 from infinity.plan.volumes import Volumes
 from infinity.torch_internals.names import without_compiler
 from infinity.units.tiling import Tiling
@@ -134,7 +134,7 @@ class Ladder:
 
     def rungs(self) -> Iterator[Outcome]:
         """Each choice of tiers that goes with the rest of the config as it is; the config's own if none does."""
-        tiers = ON_CPU if self._machine.shares_host_memory else ON_GPU
+        tiers = ON_CPU if self._machine.uses_host_memory else ON_GPU
         found = list(self._outcomes(self._tiers(*each) for each in tiers))
         yield from found or [self.given()]
 
@@ -148,22 +148,24 @@ class Ladder:
         return keys
 
     def smallest_change(self, given: Outcome) -> Outcome | None:
-        """The first that fits of: pages of the engine's own size where the config's are too small, more of the memory that is
-        free, the next rungs and those before, large layers in tiles, narrower states."""
+        """The first that fits of: staging buffers of the engine's own size where the config's are too small, more of the memory
+        that is free, the next rungs and those before, large layers in tiles, narrower states."""
         lowest = self._tiers("nvme", "nvme")
-        page = {PAGE_KEY: None} if PAGE_KEY in (given.problem or "") else {}
-        candidates: list[dict[str, Any]] = [{}] if page else []
+        staging_buffer = {STAGING_KEY: None} if STAGING_KEY in (given.problem or "") else {}
+        candidates: list[dict[str, Any]] = [{}] if staging_buffer else []
         if given.minimum_bytes and given.minimum_bytes < 0.95 * self._machine.host_free_bytes:
             candidates.append({HOST_KEY: given.minimum_bytes})
         unlimited, kept = {HOST_KEY: None}, {"infinity.keep_in_memory": True}
         candidates += [unlimited, kept, {**unlimited, **kept}]
-        rungs = ON_CPU if self._machine.shares_host_memory else ON_GPU
+        rungs = ON_CPU if self._machine.uses_host_memory else ON_GPU
         present = (given.param_tier, given.optimizer_tier)
         place = rungs.index(present) if present in rungs else -1
         candidates += [self._tiers(*tiers) for tiers in (*rungs[place + 1 :], *rungs[: max(place, 0)][::-1])]
         candidates += [{**lowest, "infinity.tile_above": limit} for limit in _TILES]
         candidates += [{**lowest, "infinity.state_dtype": dtype} for dtype in ("bf16", "int8")]
-        return next((found for found in self._outcomes({**page, **each} for each in candidates) if found.fits), None)
+        return next(
+            (found for found in self._outcomes({**staging_buffer, **each} for each in candidates) if found.fits), None
+        )
 
     def _outcomes(self, candidates: Iterable[Mapping[str, Any]]) -> Iterator[Outcome]:
         """Of those changes with which there is a config: not every tier goes with every other key."""
@@ -216,7 +218,7 @@ class Ladder:
     def _config(self, keys: Mapping[str, Any]) -> InfinityConfig:
         return load_config(self._source, overrides=keys, world_size=1, check_storage=False)
 
-    def _cut(self, config: InfinityConfig) -> tuple[nn.Module, Template]:
+    def _cut(self, config: InfinityConfig) -> tuple[nn.Module, WrappedOptimizer]:
         """The model, in tiles if it is to be, and its optimizer."""
         model, limit = self._model, config.infinity.tile_above
         if limit is not None or experts_of_config(model, config):
@@ -227,21 +229,21 @@ class Ladder:
         fqns = {id(parameter): fqn for fqn, parameter in model.named_parameters()}
         named = [(fqns[id(each)], each) for each in tiling.groups.with_tiles(model.parameters()) or ()]
         if not any(parameter.requires_grad for _, parameter in named):  # as an engine: it evaluates only
-            return model, absent_template(named, torch.device("cpu"))
+            return model, no_optimizer(named, torch.device("cpu"))
         source = config.optimizer or OptimizerSection("AdamW", {})
         with without_compiler():
-            return model, build_template(source, named, torch.device("cpu"), tiled=tiling.groups)
+            return model, wrap_optimizer(source, named, torch.device("cpu"), tiled=tiling.groups)
 
-    def _inputs(self, config: InfinityConfig, model: nn.Module, template: Template) -> PlanInputs:
+    def _inputs(self, config: InfinityConfig, model: nn.Module, wrapped_optimizer: WrappedOptimizer) -> PlanInputs:
         machine = self._machine
-        share = free_share(holds_activations=machine.shares_host_memory, all_bytes=machine.host_free_bytes)
+        free_memory = find_free_memory(holds_activations=machine.uses_host_memory, all_bytes=machine.host_free_bytes)
         with without_compiler():
             return PlanInputs.of(
                 model,
                 config,
-                template,
-                share,
-                shares_host_memory=machine.shares_host_memory,
+                wrapped_optimizer,
+                free_memory,
+                uses_host_memory=machine.uses_host_memory,
                 device_free_bytes=machine.device_free_bytes,
                 bandwidth=machine.bandwidth,
             )

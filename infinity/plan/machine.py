@@ -58,7 +58,7 @@ class Machine:
     drive_tbw: float | None = None
 
     @property
-    def shares_host_memory(self) -> bool:
+    def uses_host_memory(self) -> bool:
         """Whether the CPU computes, in host memory."""
         return self.device_free_bytes is None
 

@@ -3,9 +3,9 @@
 Pure arithmetic on sizes: knows units' bytes and the budget; must not know tensors or files.
 
     host memory budget
-    | flat buffers: of units that stay, and room for those that come and go | pages | gradients | weights and states kept |
-On a GPU the flat buffers are device memory, and pages for uploads take their place in the host budget: a few small ones, or,
-where ranks divide weights, one or two as large as the largest unit that comes and goes.
+    | flat buffers: of units that stay, and room for those that come and go | staging | gradients | weights and states kept |
+On a GPU the flat buffers are device memory, and staging buffers for uploads take their place in the host budget: a few small
+ones, or, where ranks divide weights, one or two as large as the largest unit that comes and goes.
 
 [Note: how it is divided]
 A byte of memory can do two things. It can keep something off the drives: a unit's weights, read twice per micro-batch and
@@ -14,23 +14,23 @@ the same time: pages in flight, room to fetch ahead. The first is worth counting
 second has no such measure. And the more units stay, the less room the others need to pass through, down to none: so what is
 best for one unit more is not best for all of them. Hence:
   1. `_Planner.options`: some numbers of units that stay, with and without all states in memory. Each costs what all else
-     needs at least: room for the two largest of the other units, three pages, the gradients of the largest unit.
-  2. `_Planner.divide`, for each, with pages of some sizes: at most half of what is left goes to staging (pages first, see
-     `_Planner._staged`), all else keeps things off the drives, each kind as much as fits.
+     needs at least: room for the two largest of the other units, three staging buffers, the gradients of the largest unit.
+  2. `_Planner.divide`, for each, with staging buffers of some sizes: at most half of what is left goes to staging (staging
+     buffers first, see `_Planner._staged`), all else keeps things off the drives, each kind as much as fits.
   3. The option with the highest score is taken: bytes saved, less what its chunks cost. An engine simulates the first few.
 Eight units of 8 Mi parameters in bf16 with remainders: weights of 16 MiB, states of 80, gradients of 32 (fp32, one
 micro-batch, updates in backward). Keeping the weights of one saves 48 MiB in a step. A budget of 200, in MiB:
 
-    units that stay |  least: flat + pages + gradients | staging | kept with the rest      | saved | chunks      | score
+    units that stay |  least: flat + staging + gradients | staging | kept with the rest      | saved | chunks      | score
                  0  |    67:   32  +   3   +    32     |  66.5   | 4 units (64), states 2.5 |  197  | 248 (-124)  |   73
                  8  |   163:  128  +   3   +    32     |  18.5   | states 18.5              |  421  | 472 (-236)  |  185
 
 With 60 it is refused, and the message names 67. With 100, 8 cannot stay, and one of them does with what 0 leaves over.
 What must hold: the parts never exceed the budget, and a budget that is refused is refused with the true minimum, which is
 the cheapest option's.
-Tried otherwise: staging in proportion to its wishes made pages so small that Python's time per chunk was the larger loss, so
-pages come first and each chunk has a price (`_CHUNK_COST_BYTES`). Leaving some updates for the next forward, in memory taken
-from here, gained nothing that could be measured, and is gone.
+Tried otherwise: staging in proportion to its wishes made staging buffers so small that Python's time per chunk was the larger
+loss, so staging buffers come first and each chunk has a price (`_CHUNK_COST_BYTES`). Leaving some updates for the next forward,
+in memory taken from here, gained nothing that could be measured, and is gone.
 """
 
 from __future__ import annotations
@@ -40,21 +40,27 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from infinity.errors import BudgetTooSmallError, format_bytes
-from infinity.plan.keep_in_memory import most_gradients, order_of_weights, take_gradients, take_states, take_weights
-from infinity.plan.page_sizes import FEWEST_PAGES, GOOD_PAGE_BYTES, PageSizes
-from infinity.plan.sizes import FP32_BYTES, Request, UnitSize, divides_weights, has_shares, needed_together
+from infinity.plan.keep_in_memory import (
+    most_gradients,
+    order_of_weights,
+    select_gradients,
+    select_states,
+    select_weights,
+)
+from infinity.plan.sizes import FP32_BYTES, Request, UnitSize, divides_weights, has_shards, needed_together
+from infinity.plan.staging_sizes import FEWEST_BUFFERS, GOOD_STAGING_BYTES, StagingSizes
 
 HOST_KEY = "infinity.host_memory_budget"
 DEVICE_KEY = "infinity.device_memory_budget"
 _CHUNK_COST_BYTES = 512 << 10
 """So many bytes of I/O are worth one chunk less: each costs half a millisecond of Python beside the computing, and with eight
 workers, which wait for each other there, 1.5 (measured on 16 cores)."""
-_UPLOAD_PAGE_BYTES = 4 << 20
-_UPLOAD_PAGES = 2, 8
+_UPLOAD_BUFFER_BYTES = 4 << 20
+_UPLOAD_BUFFERS = 2, 8
 """The fewest, and as many as bring something."""
 _WHOLE_UNITS = 1, 2
-"""The same where ranks divide weights, and each page takes a unit: one is put together, one goes to the device."""
-_PAGE_GRANULE = 4096
+"""The same where ranks divide weights, and each staging buffer takes a unit: one is put together, one goes to the device."""
+_GRANULE = 4096
 _LEAST_LANDING_BYTES = 8 << 20
 """For gradients that arrive: two blocks."""
 _LANDING_GAP_BYTES = 4096
@@ -67,7 +73,7 @@ _MOST_OPTIONS = 48
 _UNITS_OF_GRADIENTS = 3
 """On a device of its own memory: one unit's that autograd makes, and two whose update has not fetched them yet."""
 _UNITS_ON_THE_WAY = 3
-"""From backward into the update of a share: one unit's gradients are added up, one's exchanged and one's in the update."""
+"""From backward into the update of a shard: one unit's gradients are added up, one's exchanged and one's in the update."""
 _CHUNKS_ON_DEVICE = 2
 """Whose gradients and weights have working memory there, where updates run there."""
 _UNPACKED_PER_READ = 8
@@ -82,11 +88,11 @@ class Placement:
 
     weights_bytes: int
     """Capacity for flat buffers (device memory on a GPU), those of `resident_units` included."""
-    page_bytes: int
-    num_pages: int
+    staging_buffer_bytes: int
+    num_staging_buffers: int
     chunk_numel: int
-    upload_page_bytes: int
-    num_upload_pages: int
+    upload_buffer_bytes: int
+    num_upload_buffers: int
     gradient_bytes: int
     """For gradients in memory: main gradients, or those on their way into an update in backward."""
     gradient_scratch_bytes: int
@@ -95,7 +101,7 @@ class Placement:
     resident_units: frozenset[int]
     """Units whose weights rest in their flat buffers."""
     hosted_units: frozenset[int]
-    """Units whose weights rest in host memory beside the device's or, packed, beside flat buffers; or this process's share of
+    """Units whose weights rest in host memory beside the device's or, packed, beside flat buffers; or this process's shard of
     them does."""
     states_in_memory: tuple[int, ...]
     """For each unit, of how many elements, from the first on whose states this process keeps, those rest in host memory."""
@@ -117,14 +123,16 @@ class Placement:
 
     def host_bytes(self, request: Request) -> int:
         """Of host memory, what is divided up."""
-        pages = self.page_bytes * self.num_pages + self.upload_page_bytes * self.num_upload_pages
-        flats = self.weights_bytes if request.shares_host_memory else 0
+        staging_buffers = (
+            self.staging_buffer_bytes * self.num_staging_buffers + self.upload_buffer_bytes * self.num_upload_buffers
+        )
+        flats = self.weights_bytes if request.uses_host_memory else 0
         gradients = self.landing_bytes + (0 if self.gradients_on_device else self.gradient_bytes)
-        return flats + pages + gradients + self.kept_bytes + self.activation_bytes
+        return flats + staging_buffers + gradients + self.kept_bytes + self.activation_bytes
 
     def budget_of_weights(self, request: Request) -> tuple[str, int]:
         """The config key of the budget that flat buffers are a part of, and its value."""
-        if request.shares_host_memory:
+        if request.uses_host_memory:
             return HOST_KEY, request.budget_bytes
         return DEVICE_KEY, request.device_budget_bytes or self.weights_bytes
 
@@ -133,7 +141,7 @@ class _Needs(NamedTuple):
     """Bytes of host memory that an option needs at least, by what for."""
 
     flat: int
-    pages: int
+    staging_buffers: int
     uploads: int
     landing: int
     gradients: int
@@ -151,7 +159,7 @@ class _Option:
 
     residents: frozenset[int]
     hosts_all: bool
-    """All units that do not stay on the device, or this process's share of each, rest in host memory."""
+    """All units that do not stay on the device, or this process's shard of each, rest in host memory."""
     keeps_all_records: bool
     needs: _Needs
 
@@ -170,7 +178,7 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
 
     Raises:
         BudgetTooSmallError: names the minimum.
-        ConfigError: ``page_bytes`` is too small for one chunk.
+        ConfigError: ``staging_buffer_bytes`` is too small for one chunk.
     """
     planner = _Planner(units, request)
     planner.divide_device_memory()
@@ -190,7 +198,7 @@ def placements(units: Sequence[UnitSize], request: Request) -> list[Placement]:
 def apparent_bytes(units: Sequence[UnitSize], request: Request, placement: Placement) -> int:
     """What a placement costs and saves besides the bytes that it moves, as bytes: to be added to those."""
     # Chunks in memory cost half: nothing is read or written, but the same Python begins their arithmetic. Free, they would let
-    # pages shrink where nearly all states fit: a few bytes of I/O less, and twice the chunks.
+    # staging buffers shrink where nearly all states fit: a few bytes of I/O less, and twice the chunks.
     num_all = sum(-(-unit.state_numel // placement.chunk_numel) for unit in units)
     moving = (unit.state_numel - kept for unit, kept in zip(units, placement.states_in_memory, strict=True))
     num_chunks = (num_all + sum(-(-numel // placement.chunk_numel) for numel in moving)) // 2
@@ -207,16 +215,16 @@ class _Planner:
         self._largest_numel = max(unit.trainable_numel for unit in units)
         self._records = sum(request.record_bytes(unit) for unit in units)
         widest = max((unit.num_states for unit in units), default=0)
-        self._pages = PageSizes(request, widest, self._largest_numel)
+        self._staging_sizes = StagingSizes(request, widest, self._largest_numel)
         self._all_gradients = sum(unit.trainable_numel for unit in units) * request.scratch_itemsize
         self._gradients_on_device = request.records_on_device and request.is_alone and self._has_room_for_gradients()
-        self._is_divided = has_shares(units)
+        self._is_divided = has_shards(units)
         self._is_packed = any(unit.packed_bytes is not None for unit in units) and not divides_weights(units)
         """Whether a unit may take less memory where it rests than in use."""
         self._device_bytes = self._total
-        self._comes_together = not request.shares_host_memory and divides_weights(units)
-        """Whether weights come to a device from host memory, where ranks' shares of a unit are put together."""
-        self._upload_page_bytes, self._num_upload_pages = _UPLOAD_PAGE_BYTES, _UPLOAD_PAGES
+        self._comes_together = not request.uses_host_memory and divides_weights(units)
+        """Whether weights come to a device from host memory, where ranks' shards of a unit are put together."""
+        self._upload_buffer_bytes, self._num_upload_buffers = _UPLOAD_BUFFER_BYTES, _UPLOAD_BUFFERS
         self._on_device: frozenset[int] = frozenset()
 
     # ------------------------------------------------------------------------------------------------------ the device
@@ -228,7 +236,7 @@ class _Planner:
             BudgetTooSmallError: it has not even room for those that are needed together.
         """
         request = self._request
-        if request.shares_host_memory:
+        if request.uses_host_memory:
             return
         everything = range(len(self._units))
         least = self._total if request.param_tier == "none" else needed_together(self._units, request, everything)
@@ -254,8 +262,8 @@ class _Planner:
             self._on_device = max(kept, key=lambda residents: sum(self._sizes[index] for index in residents))
         if self._comes_together:
             largest = max((self._sizes[index] for index in everything if index not in self._on_device), default=1)
-            self._upload_page_bytes = -(-largest // _PAGE_GRANULE) * _PAGE_GRANULE
-            self._num_upload_pages = _WHOLE_UNITS
+            self._upload_buffer_bytes = -(-largest // _GRANULE) * _GRANULE
+            self._num_upload_buffers = _WHOLE_UNITS
 
     def _has_room_for_gradients(self) -> bool:
         """Whether the device has it beside all weights."""
@@ -274,7 +282,7 @@ class _Planner:
             _UNITS_OF_GRADIENTS * max(self._sizes) + FP32_BYTES * self._largest_numel
         )  # the last for a norm in fp32
         if request.records_on_device:
-            chunk_numel, _, _ = self._pages.cut(0, keeps_all_records=True)
+            chunk_numel, _, _ = self._staging_sizes.cut(0, keeps_all_records=True)
             working_bytes = chunk_numel * (FP32_BYTES + request.record_format.weight_dtype.itemsize)
             others += self._records + _CHUNKS_ON_DEVICE * working_bytes
         return others
@@ -306,7 +314,7 @@ class _Planner:
             return frozenset()
         fits = self._bytes_of(rest) <= room
         steady = [index for index in rest if fits or not self._units[index].is_routed]
-        return prefix.union(take_weights(self._sizes, steady, room)[0])
+        return prefix.union(select_weights(self._sizes, steady, room)[0])
 
     def _bytes_of(self, indices: Sequence[int]) -> int:
         return sum(self._sizes[index] for index in indices)
@@ -328,20 +336,20 @@ class _Planner:
         request = self._request
         moving = [index for index in self._order if index not in residents]
         flat_bytes = upload_bytes = 0
-        kept_bytes = request.shares_in_memory(self._units) or 0
-        if request.shares_host_memory:
+        kept_bytes = request.shards_in_memory(self._units) or 0
+        if request.uses_host_memory:
             flat_bytes = self._bytes_of([*residents]) + needed_together(self._units, request, moving)
-        if hosts_all and request.shares_in_memory(self._units) is None:
+        if hosts_all and request.shards_in_memory(self._units) is None:
             kept_bytes = sum(self._units[index].stored_weight_bytes for index in moving)
-        if moving and not request.shares_host_memory and (self._comes_together or not hosts_all):
-            upload_bytes = self._num_upload_pages[0] * self._upload_page_bytes
+        if moving and not request.uses_host_memory and (self._comes_together or not hosts_all):
+            upload_bytes = self._num_upload_buffers[0] * self._upload_buffer_bytes
         if records:
             kept_bytes += self._records
         numel = self._largest_numel if request.can_spill else sum(unit.trainable_numel for unit in self._units)
-        num_pages = 0 if request.records_on_device else FEWEST_PAGES
+        num_staging_buffers = 0 if request.records_on_device else FEWEST_BUFFERS
         needs = _Needs(
             flat=flat_bytes,
-            pages=self._pages.smallest_bytes * num_pages,
+            staging_buffers=self._staging_sizes.smallest_bytes * num_staging_buffers,
             uploads=upload_bytes,
             landing=min(self._wished_landing(), _LEAST_LANDING_BYTES),
             # Even with updates in backward, the first step keeps all gradients: nothing is known of the model yet.
@@ -358,11 +366,11 @@ class _Planner:
         request = self._request
         records = {request.keeps_all_records, request.keeps_all_records or self._may_keep_records()}
         for keeps_records in sorted(records, reverse=True):
-            if not request.shares_host_memory:
+            if not request.uses_host_memory:
                 always, may = request.param_tier == "cpu", request.param_tier == "nvme" and request.keeps_in_memory
                 for hosts_all in sorted({always, may or always}, reverse=True):
                     yield self._option(self._on_device, hosts_all=hosts_all, records=keeps_records)
-            elif request.shares_in_memory(self._units) is not None:
+            elif request.shards_in_memory(self._units) is not None:
                 yield self._option(frozenset(), hosts_all=True, records=keeps_records)
             elif request.keeps_all_weights:
                 yield self._option(frozenset(self._order), hosts_all=False, records=keeps_records)
@@ -380,17 +388,19 @@ class _Planner:
     def divide(self, option: _Option, minimum_bytes: int) -> Iterator[tuple[tuple[int, int], Placement]]:
         """The placements that begin with ``option``, and how good each is; none if the budget is too small for that."""
         if option.cost_bytes <= self._request.budget_bytes:
-            for enough in self._pages.enough_bytes(keeps_all_records=option.keeps_all_records):
+            for enough in self._staging_sizes.enough_bytes(keeps_all_records=option.keeps_all_records):
                 yield self._divided(option, minimum_bytes, enough)
 
     def _divided(
-        self, option: _Option, minimum_bytes: int, enough_page_bytes: int
+        self, option: _Option, minimum_bytes: int, enough_staging_bytes: int
     ) -> tuple[tuple[int, int], Placement]:
         units, request = self._units, self._request
         moving = [index for index in self._order if index not in option.residents]
-        given = self._staged(option, moving, enough_page_bytes)
+        given = self._staged(option, moving, enough_staging_bytes)
         left = request.budget_bytes - sum(given)
-        chunk_numel, page_bytes, num_pages = self._pages.cut(given.pages, keeps_all_records=option.keeps_all_records)
+        chunk_numel, staging_buffer_bytes, num_staging_buffers = self._staging_sizes.cut(
+            given.staging_buffers, keeps_all_records=option.keeps_all_records
+        )
 
         taken, packed, left, saved = self._kept_weights(option, moving, left)
         capacity = self._all_gradients if self._gradients_on_device else given.gradients
@@ -398,64 +408,64 @@ class _Planner:
             spare = self._wished_gradients() - capacity
             capacity += max(min(spare, left if request.keeps_in_memory else left // 2), 0)
         states = tuple(unit.state_numel if option.keeps_all_records else 0 for unit in units)
-        share = most_gradients(take_gradients(units, request, capacity))
+        chosen = most_gradients(select_gradients(units, request, capacity))
         if self._may_keep_records() and not option.keeps_all_records:
-            shares = take_gradients(units, request, capacity)
-            rooms = [(left - max(each.num_bytes - given.gradients, 0), each) for each in shares]
+            choices = select_gradients(units, request, capacity)
+            rooms = [(left - max(each.num_bytes - given.gradients, 0), each) for each in choices]
             most = [each.saved_bytes + 2 * min(room, self._records) for room, each in rooms]
             best = (-1, 0)
             for number in sorted(range(len(rooms)), key=lambda number: -most[number]):
                 if most[number] < best[0]:
                     break
                 room, candidate = rooms[number]
-                kept, rest = take_states(units, request, room)
+                kept, rest = select_states(units, request, room)
                 if (gain := (candidate.saved_bytes + 2 * (room - rest), -number)) > best:
-                    best, share, states = gain, candidate, kept
-        saved += share.saved_bytes + 2 * self._kept_records(states)
+                    best, chosen, states = gain, candidate, kept
+        saved += chosen.saved_bytes + 2 * self._kept_records(states)
         kept_bytes = given.kept + (0 if option.keeps_all_records else self._kept_records(states))
         left -= kept_bytes - given.kept
-        gradient_bytes = max(share.num_bytes, given.gradients)
+        gradient_bytes = max(chosen.num_bytes, given.gradients)
         if not self._gradients_on_device:
             left -= gradient_bytes - given.gradients
 
-        is_resident = request.shares_host_memory and not option.hosts_all
+        is_resident = request.uses_host_memory and not option.hosts_all
         hosted = frozenset(packed if is_resident else taken)
         hosts_others = not self._comes_together and len(hosted) == len(
             moving
         )  # then nothing is read on its way to a device
         residents = option.residents.union(taken) if is_resident else option.residents
         weights_bytes = self._device_bytes
-        if request.shares_host_memory:
+        if request.uses_host_memory:
             base = given.flat + (self._bytes_of(taken) if is_resident else 0)
             kept_bytes += sum(units[index].stored_weight_bytes for index in packed)
             weights_bytes = min(base + left, self._total)
             left -= max(weights_bytes - base, 0)
         elif not option.hosts_all:
             kept_bytes += sum(units[index].stored_weight_bytes for index in taken)
-        if not request.shares_host_memory or weights_bytes == self._total:
+        if not request.uses_host_memory or weights_bytes == self._total:
             more = max(min(left, self._all_gradients - gradient_bytes), 0)  # a plain loop keeps them all until its step
             left -= more
             gradient_bytes += more
-        share = most_gradients(take_gradients(units, request, gradient_bytes))
+        chosen = most_gradients(select_gradients(units, request, gradient_bytes))
         trainable = sum(unit.trainable_numel > 0 for unit in units)
         placement = Placement(
             weights_bytes=weights_bytes,
-            page_bytes=page_bytes,
-            num_pages=num_pages,
+            staging_buffer_bytes=staging_buffer_bytes,
+            num_staging_buffers=num_staging_buffers,
             chunk_numel=chunk_numel,
-            upload_page_bytes=self._upload_page_bytes,
-            num_upload_pages=0 if hosts_others else given.uploads // self._upload_page_bytes,
+            upload_buffer_bytes=self._upload_buffer_bytes,
+            num_upload_buffers=0 if hosts_others else given.uploads // self._upload_buffer_bytes,
             landing_bytes=given.landing,
             gradient_bytes=gradient_bytes,
             gradients_on_device=self._gradients_on_device,
-            gradient_scratch_bytes=share.scratch_bytes,
-            gradients_in_memory=share.units,
+            gradient_scratch_bytes=chosen.scratch_bytes,
+            gradients_in_memory=chosen.units,
             resident_units=residents,
             hosted_units=hosted,
             states_in_memory=states,
             kept_bytes=kept_bytes,
             minimum_bytes=minimum_bytes,
-            spills=share.num_units < trainable,
+            spills=chosen.num_units < trainable,
         )
         return (saved - apparent_bytes(units, request, placement), left), placement
 
@@ -469,15 +479,15 @@ class _Planner:
         """Of a CPU's units, those that rest in RAM packed."""
         if request.keeps_in_memory and not option.hosts_all:
             stored = [unit.stored_weight_bytes for unit in units]
-            sizes = self._sizes if request.shares_host_memory else stored
+            sizes = self._sizes if request.uses_host_memory else stored
             # Memory for experts is worth more where the ones that are used most can come and stay, unless there is some for all.
             fits = sum(sizes[index] for index in moving) <= left
             steady = [index for index in moving if fits or not units[index].is_routed]
-            if self._is_packed and request.shares_host_memory and not fits:
-                packed, left = take_weights(stored, [i for i in steady if units[i].packed_bytes is not None], left)
-            taken, left = take_weights(sizes, [index for index in steady if index not in set(packed)], left)
+            if self._is_packed and request.uses_host_memory and not fits:
+                packed, left = select_weights(stored, [i for i in steady if units[i].packed_bytes is not None], left)
+            taken, left = select_weights(sizes, [index for index in steady if index not in set(packed)], left)
         saved += sum(request.saved_by_weights(units[index]) for index in (*taken, *packed))
-        if request.shares_host_memory:
+        if request.uses_host_memory:
             unpacked = [index for index in (*packed, *taken) if units[index].packed_bytes is not None]
             saved -= sum(self._sizes[i] for i in unpacked if i in packed or option.hosts_all) // _UNPACKED_PER_READ
         return taken, packed, left, saved
@@ -501,57 +511,57 @@ class _Planner:
     def _wished_landing(self) -> int:
         """Bytes for gradients that arrive: as backward makes them, or sums of several micro-batches."""
         request = self._request
-        if request.shares_host_memory or self._gradients_on_device or not self._largest_numel:
+        if request.uses_host_memory or self._gradients_on_device or not self._largest_numel:
             return 0
         itemsize = request.record_format.weight_dtype.itemsize if request.num_micro_batches == 1 else FP32_BYTES
         return _UNITS_LANDING * (self._largest_numel * itemsize + _LANDING_GAP_BYTES)
 
-    def _staged(self, option: _Option, moving: Sequence[int], enough_page_bytes: int) -> _Needs:
+    def _staged(self, option: _Option, moving: Sequence[int], enough_staging_bytes: int) -> _Needs:
         """What is needed at least, and more of it, for at most half of what the budget leaves."""
         request, needs = self._request, option.needs
-        wished = dict.fromkeys(("pages", "flat", "uploads", "gradients", "landing"), 0)
-        if needs.pages and not (request.page_bytes is not None and option.keeps_all_records):
-            wished["pages"] = max(enough_page_bytes - needs.pages, 0)
-        if request.shares_host_memory:
+        wished = dict.fromkeys(("staging_buffers", "flat", "uploads", "gradients", "landing"), 0)
+        if needs.staging_buffers and not (request.staging_buffer_bytes is not None and option.keeps_all_records):
+            wished["staging_buffers"] = max(enough_staging_bytes - needs.staging_buffers, 0)
+        if request.uses_host_memory:
             ahead = _UNITS_AHEAD * max((self._sizes[index] for index in moving), default=0)
             room = needs.flat - self._bytes_of([*option.residents])
             wished["flat"] = max(min(ahead, self._bytes_of(moving) - room), 0)
         elif needs.uploads:
-            fewest, most = self._num_upload_pages
-            wished["uploads"] = (most - fewest) * self._upload_page_bytes
+            fewest, most = self._num_upload_buffers
+            wished["uploads"] = (most - fewest) * self._upload_buffer_bytes
         if request.gradient_moves == 0 and not self._gradients_on_device:
             wished["gradients"] = max(self._wished_gradients() - needs.gradients, 0)
         wished["landing"] = self._wished_landing() - needs.landing
         granted = min((request.budget_bytes - option.cost_bytes) // 2, sum(wished.values()))
-        first = {"pages": min(wished["pages"], granted // 2, GOOD_PAGE_BYTES)}
-        if self._is_divided and request.updates_in_backward:  # with less, no share is updated in backward
+        first = {"staging_buffers": min(wished["staging_buffers"], granted // 2, GOOD_STAGING_BYTES)}
+        if self._is_divided and request.updates_in_backward:  # with less, no shard is updated in backward
             least = self._largest_numel * request.scratch_itemsize
-            first["gradients"] = min(wished["gradients"], granted - first["pages"], least)
+            first["gradients"] = min(wished["gradients"], granted - first["staging_buffers"], least)
         rest = {name: wish - first.get(name, 0) for name, wish in wished.items()}
         left, total = granted - sum(first.values()), sum(rest.values())
         given = {name: first.get(name, 0) + (left * wish // total if total else 0) for name, wish in rest.items()}
-        given["uploads"] -= given["uploads"] % self._upload_page_bytes
+        given["uploads"] -= given["uploads"] % self._upload_buffer_bytes
         return needs._replace(**{name: getattr(needs, name) + more for name, more in given.items()})
 
 
 def _explain(units: Sequence[UnitSize], request: Request, least: _Option) -> str:
-    needs, share_bytes = least.needs, request.shares_in_memory(units)
+    needs, shard_bytes = least.needs, request.shards_in_memory(units)
     largest = sorted(units, key=lambda unit: -unit.weight_bytes)[:2]
-    keys = ["offload_param"] if request.param_tier == "cpu" and not request.shares_host_memory else []
+    keys = ["offload_param"] if request.param_tier == "cpu" and not request.uses_host_memory else []
     keys += ["offload_optimizer"] if least.keeps_all_records else []
     kept = f'what {" and ".join(keys)} keeps in RAM (device "nvme" would page it)' if keys else "the weights"
     flat = f"the weights of {' and '.join(unit.name for unit in largest)}"
-    if request.keeps_all_weights and share_bytes is None:
+    if request.keeps_all_weights and shard_bytes is None:
         flat = f'all weights (offload_param.device is "{request.param_tier}")'
     whose = "the largest unit" if request.can_spill else "all units (no NVMe tier takes them)"
     parts = (
-        (share_bytes or 0, "for this process's share of the weights"),
-        (needs.kept - (share_bytes or 0), f"for {kept}"),
+        (shard_bytes or 0, "for this process's shard of the weights"),
+        (needs.kept - (shard_bytes or 0), f"for {kept}"),
         (needs.flat, f"for {flat}"),
-        (needs.pages + needs.uploads, "for pages"),
+        (needs.staging_buffers + needs.uploads, "for staging buffers"),
         (needs.gradients + needs.landing, f"for the gradients of {whose}"),
         (needs.map, "for the map of the durable run"),
-        (needs.serving, "for shares of weights that other processes fetch"),
+        (needs.serving, "for shards of weights that other processes fetch"),
         (needs.update, "to update the largest unit at once, as the optimizer wants it"),
     )
     told = "It must hold " + ", ".join(f"{format_bytes(num_bytes)} {what}" for num_bytes, what in parts if num_bytes)

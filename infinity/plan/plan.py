@@ -154,14 +154,16 @@ class Plan:
             *((f"at rest: {tier}", kinds) for tier in self.resting_bytes if (kinds := self._kinds(tier))),
         ]
         flats = megabytes(placement.weights_bytes)
-        if not request.shares_host_memory:
+        if not request.uses_host_memory:
             rows.append(("device memory for weights", flats))
         minimum = f"minimum {megabytes(placement.minimum_bytes)}"
         rows.append(("host memory budget", f"{megabytes(request.budget_bytes)} ({self.host_budget_source}; {minimum})"))
-        if request.shares_host_memory:
+        if request.uses_host_memory:
             rows.append(("  flat buffers for weights", flats))
-        if placement.num_pages:
-            rows.append(("  pages", f"{placement.num_pages} x {megabytes(placement.page_bytes)}"))
+        if placement.num_staging_buffers:
+            rows.append(
+                ("  staging buffers", f"{placement.num_staging_buffers} x {megabytes(placement.staging_buffer_bytes)}")
+            )
         if not placement.gradients_on_device:
             rest = ", the rest spilled to NVMe" if placement.spills and self.update != "in_backward" else ""
             rows.append(("  gradients", megabytes(placement.gradient_bytes) + rest))
@@ -215,8 +217,8 @@ class Plan:
         steps = self.predicted_drive_life_steps
         if not written:
             return "nothing is written in a step"
-        told = f"{written:,.3f} TB written per 1000 steps"
-        return told if steps is None else f"{steps:,} steps until {self.drive_tbw:g} TB are written; {told}"
+        text = f"{written:,.3f} TB written per 1000 steps"
+        return text if steps is None else f"{steps:,} steps until {self.drive_tbw:g} TB are written; {text}"
 
     @property
     def states_bytes(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from infinity.numerics.state_format import StateFormat
 from infinity.packed.stored_form import StoredForm
 from infinity.plan.machine import Bandwidth
 from infinity.units.partition import used_together
-from infinity.units.shares import NUM_SERVED, Shares
+from infinity.units.shards import NUM_SERVED, Shards
 from infinity.units.unit import Unit
 from swapper.wrappers.versions import VersionedBackend
 
@@ -50,9 +50,9 @@ class UnitSize:
     is_all_trainable: bool
     layer: tuple[str, int] | None = None
     """Name and bytes of the matrix that is most of it; None if none is."""
-    share_numel: int | None = None
+    shard_numel: int | None = None
     """Of how many trainable elements this process keeps main weights and states; None: of all."""
-    weight_share_bytes: int | None = None
+    weight_shard_bytes: int | None = None
     """Of how many bytes of its weights this process has them where they do not stay in memory; None: of all."""
     is_routed: bool = False
     """Whether only some micro-batches need it, and nothing else: an expert whose weights no step changes without a token."""
@@ -62,30 +62,30 @@ class UnitSize:
     @property
     def stored_weight_bytes(self) -> int:
         """Bytes of its weights where they do not stay in memory: what this process keeps, and reads to fetch the unit."""
-        if self.weight_share_bytes is not None:
-            return self.weight_share_bytes
+        if self.weight_shard_bytes is not None:
+            return self.weight_shard_bytes
         return self.weight_bytes if self.packed_bytes is None else self.packed_bytes
 
     @property
     def written_numel(self) -> int:
         """Elements of the trainable segment whose new weights this process writes in a step."""
-        return self.trainable_numel if self.weight_share_bytes is None else self.state_numel
+        return self.trainable_numel if self.weight_shard_bytes is None else self.state_numel
 
     @property
     def state_numel(self) -> int:
         """Elements of the trainable segment whose main weights and states this process keeps."""
-        return self.trainable_numel if self.share_numel is None else self.share_numel
+        return self.trainable_numel if self.shard_numel is None else self.shard_numel
 
     @classmethod
     def of(
-        cls, unit: Unit, num_states: int, shares: Shares, *, divides_weights: bool = False, is_routed: bool = False
+        cls, unit: Unit, num_states: int, shards: Shards, *, divides_weights: bool = False, is_routed: bool = False
     ) -> UnitSize:
-        """The size of a unit with so many per-element states, of which this process has its share."""
+        """The size of a unit with so many per-element states, of which this process has its shard."""
         layout, stored = unit.layout, StoredForm(unit.layout)
         matrices = [slot for slot in layout.slots if len(slot.spec.shape) == 2]
         largest = max(((s.numel * s.spec.dtype.itemsize, s.spec.fqn) for s in matrices), default=(0, ""))
-        start, stop = shares.span(unit)
-        of_weights = sum(stop - start for start, stop in shares.weight_spans(unit)) if divides_weights else None
+        start, stop = shards.span(unit)
+        of_weights = sum(stop - start for start, stop in shards.weight_spans(unit)) if divides_weights else None
         return cls(
             unit.name,
             layout.num_bytes,
@@ -93,8 +93,8 @@ class UnitSize:
             num_states,
             is_all_trainable=all(segment.is_trainable for segment in layout.segments),
             layer=(largest[1], largest[0]) if 2 * largest[0] > layout.num_bytes else None,
-            share_numel=stop - start,
-            weight_share_bytes=of_weights,
+            shard_numel=stop - start,
+            weight_shard_bytes=of_weights,
             is_routed=is_routed,
             packed_bytes=stored.num_bytes if stored.packed_bytes else None,
         )
@@ -123,11 +123,11 @@ class Request:
     param_tier: str
     optimizer_tier: str
     record_format: Annotated[ChunkFormat, PlainValidator(_format_of), PlainSerializer(_plain_format)]
-    shares_host_memory: bool
+    uses_host_memory: bool
     update: str
     """When units are updated: "in_backward", "deferred" or "step"."""
     num_micro_batches: int
-    page_bytes: int | None
+    staging_buffer_bytes: int | None
     prefetches: bool
     can_spill: bool
     """Whether there is an NVMe tier that gradients could be spilled to."""
@@ -161,7 +161,7 @@ class Request:
         units: Sequence[Unit],
         *,
         budget_bytes: int,
-        shares_host_memory: bool,
+        uses_host_memory: bool,
         device_free_bytes: int | None = None,
         runs_in_parallel: bool = True,
         updates_whole_parameters: bool = False,
@@ -170,8 +170,8 @@ class Request:
     ) -> Request:
         """What ``config`` asks for, on a device that does or does not compute in host memory, beside such drives.
 
-        ``runs_in_parallel``, ``updates_whole_parameters``: whether the optimizer may update several pieces at a time, and
-        whether it can't update a piece at all. ``is_alone``: no other process averages gradients with this one.
+        ``runs_in_parallel``, ``updates_whole_parameters``: whether the optimizer may update several slices at a time, and
+        whether it can't update a slice at all. ``is_alone``: no other process averages gradients with this one.
         """
         tiers = (config.offload_param.device, config.offload_optimizer.device)
         unit_of = {id(parameter): unit.index for unit in units for parameter in unit.parameters}
@@ -186,10 +186,10 @@ class Request:
                 has_remainder=config.infinity.main_weights == "remainder",
                 states=StateFormat(config.infinity.state_dtype),
             ),
-            shares_host_memory=shares_host_memory,
+            uses_host_memory=uses_host_memory,
             update=config.infinity.update,
             num_micro_batches=config.most_micro_batches,
-            page_bytes=config.infinity.page_bytes,
+            staging_buffer_bytes=config.infinity.staging_buffer_bytes,
             prefetches=config.infinity.prefetch,
             can_spill="nvme" in tiers,
             gradient_itemsize=2 if config.infinity.gradient_dtype == "bf16" else FP32_BYTES,
@@ -200,7 +200,7 @@ class Request:
             updates_whole_parameters=updates_whole_parameters,
             is_alone=is_alone,
             num_versions=0 if config.infinity.durable is None else 1 + config.infinity.durable.most_kept,
-            update_workers=_update_workers(config, shares_host_memory, bandwidth) if runs_in_parallel else 1,
+            update_workers=_update_workers(config, uses_host_memory, bandwidth) if runs_in_parallel else 1,
         )
 
     @property
@@ -227,12 +227,12 @@ class Request:
     @property
     def keeps_all_records(self) -> bool:
         """Whether the config wants all optimizer state in host memory."""
-        return self.optimizer_tier == "cpu" or (self.optimizer_tier == "none" and self.shares_host_memory)
+        return self.optimizer_tier == "cpu" or (self.optimizer_tier == "none" and self.uses_host_memory)
 
     @property
     def records_on_device(self) -> bool:
         """Whether optimizer state rests on a device with a memory of its own, and is updated there."""
-        return self.optimizer_tier == "none" and not self.shares_host_memory
+        return self.optimizer_tier == "none" and not self.uses_host_memory
 
     def record_bytes(self, unit: UnitSize) -> int:
         """Bytes of a unit's optimizer state as this process stores it."""
@@ -250,36 +250,36 @@ class Request:
         return VersionedBackend.memory_bytes(stored, stored * self.num_versions)
 
     def serving_bytes(self, units: Iterable[UnitSize]) -> int:
-        """Bytes of the memory through which shares of weights go to other processes."""
-        return NUM_SERVED * max((unit.weight_share_bytes or 0 for unit in units), default=0)
+        """Bytes of the memory through which shards of weights go to other processes."""
+        return NUM_SERVED * max((unit.weight_shard_bytes or 0 for unit in units), default=0)
 
     def update_bytes(self, units: Iterable[UnitSize]) -> int:
-        """Bytes of what an optimizer makes of a whole parameter besides states; of a piece it is little."""
+        """Bytes of what an optimizer makes of a whole parameter besides states; of a slice it is little."""
         largest = max((unit.trainable_numel for unit in units), default=0)
         return _TEMPORARIES * FP32_BYTES * largest if self.updates_whole_parameters else 0
 
-    def shares_in_memory(self, units: Sequence[UnitSize]) -> int | None:
-        """Bytes of this process's share of the weights, where all of them rest in the memory in which the model computes.
+    def shards_in_memory(self, units: Sequence[UnitSize]) -> int | None:
+        """Bytes of this process's shard of the weights, where all of them rest in the memory in which the model computes.
 
         None where weights are not divided, or that is a device's.
         """
-        if not self.shares_host_memory or not self.keeps_all_weights or not divides_weights(units):
+        if not self.uses_host_memory or not self.keeps_all_weights or not divides_weights(units):
             return None
-        return sum(unit.weight_share_bytes or 0 for unit in units)
+        return sum(unit.weight_shard_bytes or 0 for unit in units)
 
     def saved_by_weights(self, unit: UnitSize) -> int:
         """Bytes that a step does not move if the unit's weights stay in memory: they are read in each pass, and written."""
         return 2 * self.num_micro_batches * unit.stored_weight_bytes + self.trainable_bytes(unit)
 
 
-def _update_workers(config: InfinityConfig, shares_host_memory: bool, bandwidth: Bandwidth | None) -> int:
+def _update_workers(config: InfinityConfig, uses_host_memory: bool, bandwidth: Bandwidth | None) -> int:
     tier = config.offload_optimizer.device
-    if tier == "none" and not shares_host_memory:
+    if tier == "none" and not uses_host_memory:
         return 1
     if config.infinity.update_workers is not None:
         return config.infinity.update_workers
     num_cores = len(os.sched_getaffinity(0))
-    if not shares_host_memory:
+    if not uses_host_memory:
         most = _MOST_WORKERS
         if tier == "nvme":
             most = _WORKERS_FOR_UNKNOWN_DRIVES
@@ -298,14 +298,14 @@ def guessed_order(num_units: int, *, is_trained: bool = True) -> list[int]:
     return [*forward, *reversed(forward)] if is_trained else forward
 
 
-def has_shares(units: Iterable[UnitSize]) -> bool:
+def has_shards(units: Iterable[UnitSize]) -> bool:
     """Whether this process keeps main weights and states of a part alone, and others of the rest."""
     return any(unit.state_numel < unit.trainable_numel for unit in units)
 
 
 def divides_weights(units: Iterable[UnitSize]) -> bool:
-    """Whether this process keeps its share alone of weights that do not stay in memory."""
-    return any(unit.weight_share_bytes is not None for unit in units)
+    """Whether this process keeps its shard alone of weights that do not stay in memory."""
+    return any(unit.weight_shard_bytes is not None for unit in units)
 
 
 def needed_together(units: Sequence[UnitSize], request: Request, moving: Iterable[int]) -> int:

@@ -1,6 +1,6 @@
-"""The plan as it is known so far: bytes from the recorded trace, times from the steps that were made.
+"""The plan as it is known so far: bytes from the recorded prefetch schedule, times from the steps that were made.
 
-Knows plans, traces and reports; must not know how anything moves.
+Knows plans, prefetch schedules and reports; must not know how anything moves.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Collection
 
 from infinity.metrics import StepReport
-from infinity.paging.trace import Trace
+from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.plan.cost_model import Traffic
 from infinity.plan.plan import Plan
 
 _WARM_UP = 2
-"""Steps that do not count: memory is fresh, kernels are chosen, the trace is recorded."""
+"""Steps that do not count: memory is fresh, kernels are chosen, the prefetch schedule is recorded."""
 _REMEMBERED = 15
 _ENOUGH = 4
 """Steps that tell how much a script does of its own between them."""
@@ -38,10 +38,10 @@ class PlanTracker:
         """The plan as it is before anything has been recorded, or as it was last asked for."""
         return self._plan
 
-    def plan(self, trace: Trace, traffic: Traffic) -> Plan:
-        """The plan, with what follows from the recorded trace, the order of the last step, and the steps so far."""
+    def plan(self, schedule: PrefetchSchedule, traffic: Traffic) -> Plan:
+        """The plan, with what follows from the recorded prefetch schedule, the order of the last step, and the steps so far."""
         known = self._plan
-        order, backward_start = trace.record
+        order, backward_start = schedule.record
         if (known.order, known.backward_start, known.traffic) != (order, backward_start, traffic):
             changed = dataclasses.replace(known, order=order, backward_start=backward_start, traffic=traffic)
             self._plan = changed.predicted()

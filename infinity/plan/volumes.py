@@ -34,7 +34,7 @@ def resting_bytes(sizes: Sequence[UnitSize], request: Request, placement: Placem
     Kinds are "weights", what the main weights need besides those ("remainders" or "main weights"), "states", and "gradients":
     on drives room for those that are spilled, on a device for all, where they stay there.
     """
-    flat_tier = "host" if request.shares_host_memory else "device"
+    flat_tier = "host" if request.uses_host_memory else "device"
     form = request.record_format
     main = "remainders" if form.main is MainWeight.REMAINDER else "main weights"
     tiers = {tier: dict.fromkeys(("weights", main, "states"), 0) for tier in ("device", "host", "nvme")}
@@ -91,8 +91,8 @@ class Retention:
 
     def __str__(self) -> str:
         kept = f"{self.num_kept} commit{'s' if self.num_kept > 1 else ''}"
-        told = f"{megabytes(self.present_bytes)} of states, and {megabytes(self.commit_bytes)} for each of {kept}"
-        return told if self.num_fitting is None else f"{told} (the drives have room for {self.num_fitting:,})"
+        text = f"{megabytes(self.present_bytes)} of states, and {megabytes(self.commit_bytes)} for each of {kept}"
+        return text if self.num_fitting is None else f"{text} (the drives have room for {self.num_fitting:,})"
 
     def cure(self) -> str | None:
         """What a config that keeps too much is to be; None if fewer commits do not help."""
@@ -182,10 +182,10 @@ class Volumes:
             if room is not None and needed > room:
                 is_plain = directories == everywhere and all(each.capacity_bytes is None for each in directories)
                 where = "the drives" if is_plain else describe_directories(directories)
-                told, cure = f"{format_bytes(needed)} on {where}, of which {format_bytes(room)} are free", None
+                text, cure = f"{format_bytes(needed)} on {where}, of which {format_bytes(room)} are free", None
                 if self.retention is not None and directories == self.state_key[1]:
                     cure = replace(self.retention, room_bytes=room).cure()
-                return f"{told}: {cure}" if cure else told
+                return f"{text}: {cure}" if cure else text
         return None
 
     def checkpoint_problem(self, room_bytes: RoomBytes) -> str | None:

@@ -97,8 +97,8 @@ def breakdown(steps: Sequence[StepReport]) -> Chart:
         axes.set_xlabel("step")
         _legend(figure, axes)
 
-    told = ", ".join(f"{name} {value:.3g} s" for name, value in means.items() if value > 0)
-    return _chart("Where a step's time went", f"On average: {told or 'nothing was measured'}.", draw)
+    text = ", ".join(f"{name} {value:.3g} s" for name, value in means.items() if value > 0)
+    return _chart("Where a step's time went", f"On average: {text or 'nothing was measured'}.", draw)
 
 
 def throughput(steps: Sequence[StepReport], plan: Plan | None) -> Chart:
@@ -221,7 +221,7 @@ def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[npt.NDArray[Any], np
 
 
 def _thinned(x: npt.NDArray[Any], y: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """At most so many points, which keep the lowest and the highest of each stretch: no spike is lost."""
+    """At most so many points, which keep the lowest and the highest of each interval: no spike is lost."""
     if len(x) <= _MOST_POINTS:
         return x, y
     places: list[int] = []

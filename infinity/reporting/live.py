@@ -131,12 +131,12 @@ def _bar(steps: Sequence[StepReport]) -> Text:
         sum(step.read_wait_seconds for step in steps),
         sum(step.update_wait_seconds for step in steps),
     )
-    shares: list[float] = []
+    fractions: list[float] = []
     for part in (*parts, total):  # a damaged log can tell of more waiting than time: the bar ends at its width
-        shares.append(min(max(0.0, part / total), 1 - sum(shares)))
+        fractions.append(min(max(0.0, part / total), 1 - sum(fractions)))
     bar, words = Text(), []
-    for share, (name, style) in zip(shares, _SPANS, strict=True):
-        bar.append("█" * round(share * _WIDTH), style=style)
-        if round(100 * share):
-            words.append(f"{name} {100 * share:.0f} %")
+    for fraction, (name, style) in zip(fractions, _SPANS, strict=True):
+        bar.append("█" * round(fraction * _WIDTH), style=style)
+        if round(100 * fraction):
+            words.append(f"{name} {100 * fraction:.0f} %")
     return bar.append(f"\n{', '.join(words)}")

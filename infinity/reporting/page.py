@@ -74,15 +74,15 @@ def _accuracy(verdict: Verdict, run: Run) -> str:
     measured = verdict.measured_seconds
     if measured is None:
         return ""
-    told = f"A step took {measured:.3g} s on average"
+    text = f"A step took {measured:.3g} s on average"
     if verdict.predicted_seconds is not None:
-        told += f"; the plan predicts {verdict.predicted_seconds:.3g} s"
+        text += f"; the plan predicts {verdict.predicted_seconds:.3g} s"
     steps = steady_steps(run.steps)
     moved = sum(step.read_bytes + step.write_bytes for step in steps)
     predicted = sum(step.predicted_read_bytes + step.predicted_write_bytes for step in steps)
     if moved and predicted:
-        told += f", and {(predicted / moved - 1):+.1%} of the bytes that were moved".replace("%", " %")
-    return f"{told}."
+        text += f", and {(predicted / moved - 1):+.1%} of the bytes that were moved".replace("%", " %")
+    return f"{text}."
 
 
 def facts(run: Run, plan: Plan | None, state: str) -> dict[str, str]:

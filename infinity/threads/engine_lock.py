@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from infinity.errors import EngineBusyError, EngineClosedError
 from infinity.torch_internals.names import backward_number, in_backward, is_autograds_thread, no_override
-from swapper.sync.lifetimes import Roll
+from swapper.sync.lifetimes import LiveObjects
 from swapper.sync.reentry import interrupted_frame, watch
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -225,7 +225,7 @@ class EngineLock:
             _leave(inside, self._key)
             self._members.discard(me)
 
-    def _leave_to_parent(self) -> None:
+    def _reset_after_fork(self) -> None:
         """This is a forked child: no other thread is there, and the weights are the parent's."""
         self._taken = {}
         self.owner, self._depth, self._backward = None, 0, -1
@@ -233,17 +233,17 @@ class EngineLock:
         self._is_forked = True
 
 
-_locks: Roll[EngineLock] = Roll(in_child=EngineLock._leave_to_parent)
+_locks: LiveObjects[EngineLock] = LiveObjects(in_child=EngineLock._reset_after_fork)
 os.register_at_fork(after_in_child=lambda: vars(_inside).clear())
 
 
 def locked(method: _Method) -> _Method:
-    """A method that is a call of the engine from its begin to its end; ``self._pager.lock`` is the lock."""
+    """A method that is a call of the engine from its begin to its end; ``self._coordinator.lock`` is the lock."""
     name = f"engine.{method.__name__}()"
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._pager.lock.held(name):
+        with self._coordinator.lock.held(name):
             return method(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]

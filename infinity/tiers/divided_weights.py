@@ -1,14 +1,14 @@
-"""Weights of which each rank keeps its share alone (ZeRO's stage 3): a unit that is fetched is put together from all ranks.
+"""Weights of which each rank keeps its shard alone (ZeRO's stage 3): a unit that is fetched is put together from all ranks.
 
-Knows where shares lie and in which memory they may be found; must not know when anything is needed.
+Knows where shards lie and in which memory they may be found; must not know when anything is needed.
 
-    extent of a unit, on rank r:  the bytes `Shares.weight_spans(unit, r)` of its flat buffer, one after the other
+    extent of a unit, on rank r:  the bytes `Shards.weight_spans(unit, r)` of its flat buffer, one after the other
 
-A fetch reads this rank's share into its place in the flat buffer, and asks the others for theirs
-(`infinity.distributed.pulls`). For a device with a memory of its own, a unit is put together in a page of host memory as large
-as the largest one, and goes to its flat buffer from there, in a thread apart (`Uploader`). What others ask for comes from
-memory where it can: from where a unit is put together, until all of that has come; from one of a few copies of shares that
-went to others, or have not yet; from where the share rests.
+A fetch reads this rank's shard into its place in the flat buffer, and asks the others for theirs
+(`infinity.distributed.pulls`). For a device with a memory of its own, a unit is put together in a staging buffer of host memory
+as large as the largest one, and goes to its flat buffer from there, in a thread apart (`Uploader`). What others ask for comes
+from memory where it can: from where a unit is put together, until all of that has come; from one of a few copies of shards that
+went to others, or have not yet; from where the shard rests.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from infinity.distributed.pulls import Pull, Pulls
 from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.weight_store import LandedRead, WeightStore, Written, chunk_offset, extent_of, landed
 from infinity.units.layout import Chunk
-from infinity.units.shares import NUM_SERVED, Shares
+from infinity.units.shards import NUM_SERVED, Shards
 from infinity.units.unit import Arrival, Unit
-from swapper import AlignedRegion, Handle, NameOf, Priority, ReentryError, StagingArena, Swapper
+from swapper import AlignedRegion, Handle, NameOf, Priority, ReentryError, StagingPool, Swapper
 
 
 class _Reading:
-    """This rank's share of a unit on its way to where that is put together."""
+    """This rank's shard of a unit on its way to where that is put together."""
 
     def __init__(self, address: int, handles: list[Handle]) -> None:
         self.address = address
         self.handles = handles
-        self.num_given = 0
+        self.num_served = 0
         """To how many ranks it has gone."""
 
 
 class _Copy:
-    """Memory for one share."""
+    """Memory for one shard."""
 
     def __init__(self, num_bytes: int) -> None:
         self._region = AlignedRegion(num_bytes)
@@ -49,7 +49,7 @@ class _Copy:
 
 
 class DividedArrival:
-    """A unit's weights on their way: this rank's share from its drive, the others from other ranks."""
+    """A unit's weights on their way: this rank's shard from its drive, the others from other ranks."""
 
     def __init__(self, store: DividedWeights, unit: Unit, handles: Sequence[Handle], pull: Pull) -> None:
         self._store = store
@@ -68,13 +68,13 @@ class DividedArrival:
             except Exception as error:
                 self._error = self._error or error
             self._handles.pop(0)
-        if not self._is_over:  # whatever became of this rank's share: the others come
+        if not self._is_over:  # whatever became of this rank's shard: the others come
             try:
                 self._pull.wait()
             except Exception as error:
                 self._error = self._error or error
             self._is_over = True
-            self._store.land(self._unit)
+            self._store.on_unit_complete(self._unit)
         if self._error is not None:
             raise self._error
 
@@ -89,29 +89,29 @@ class DividedArrival:
 
 
 class DividedWeights(WeightStore):
-    """A `WeightStore` that has this rank's shares."""
+    """A `WeightStore` that has this rank's shards."""
 
     def __init__(
         self,
         swapper: Swapper | None,
         in_memory: Swapper | None,
         device: ComputeDevice,
-        shares: Shares,
+        shards: Shards,
         pulls: Pulls,
-        arena: StagingArena | None = None,
+        staging_pool: StagingPool | None = None,
     ) -> None:
         """
         Args:
-            swapper: of the shares on NVMe; None if none are there.
+            swapper: of the shards on NVMe; None if none are there.
             in_memory: of those in host memory; None if none are there.
             device: where units are needed.
-            shares: which rank keeps what.
+            shards: which rank keeps what.
             pulls: brings what others keep. All ranks make this at the same point.
-            arena: pages as large as the largest unit, for a device that does not share host memory.
+            staging_pool: staging buffers as large as the largest unit, for a device that does not share host memory.
         """
-        super().__init__(swapper, device, arena)
+        super().__init__(swapper, device, staging_pool)
         self._in_memory = in_memory
-        self._shares = shares
+        self._shards = shards
         self._pulls = pulls
         self._units: dict[int, Unit] = {}
         self._swapper_of: dict[int, Swapper] = {}
@@ -123,11 +123,11 @@ class DividedWeights(WeightStore):
         self._copies: dict[int, _Copy] = {}
         """By unit, the oldest first."""
         self._spare: deque[_Copy] = deque()
-        self._being_given: _Copy | None = None
+        self._being_served: _Copy | None = None
         self._number = pulls.register(self)
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
-        if unit.stays_resident:
+        if unit.is_persistent:
             return
         self._units[unit.index] = unit
         swapper = self._in_memory if in_host_memory else self._swapper
@@ -136,22 +136,22 @@ class DividedWeights(WeightStore):
         self._swapper_of[unit.index] = swapper
         num_bytes = self._num_bytes(unit)
         if num_bytes:
-            name = f"this rank's share of the weights of {unit.name}"
+            name = f"this rank's shard of the weights of {unit.name}"
             unit.extent = swapper.allocate(num_bytes, name, name_of=self._contents(unit))
 
     def holds(self, unit: Unit) -> bool:
-        """Whether this rank keeps its share of the unit and no more."""
+        """Whether this rank keeps its shard of the unit and no more."""
         return unit.index in self._units
 
     # ----------------------------------------------------------------------------------------------------- where it lies
 
     def _num_bytes(self, unit: Unit) -> int:
-        return sum(stop - start for start, stop in self._shares.weight_spans(unit))
+        return sum(stop - start for start, stop in self._shards.weight_spans(unit))
 
     def _places(self, unit: Unit, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Of the bytes [start, stop) of the flat buffer, those that this rank keeps: from, to, and where in the extent."""
         offset = 0
-        for first, last in self._shares.weight_spans(unit):
+        for first, last in self._shards.weight_spans(unit):
             low, high = max(first, start), min(last, stop)
             if low < high:
                 yield low, high, offset + low - first
@@ -162,7 +162,7 @@ class DividedWeights(WeightStore):
 
         def name_of(start: int, stop: int) -> str:
             found, offset = [], 0
-            for first, last in self._shares.weight_spans(unit):
+            for first, last in self._shards.weight_spans(unit):
                 low, high = max(start, offset), min(stop, offset + last - first)
                 if low < high:
                     found.append(names(first + low - offset, first + high - offset))
@@ -198,9 +198,9 @@ class DividedWeights(WeightStore):
                     self._readings[unit.index] = _Reading(target.data_ptr(), handles)
         self._pulls.release(self._number, unit.index)
         others = {
-            rank: [target[start:stop] for start, stop in self._shares.weight_spans(unit, rank)]
-            for rank in range(self._shares.num)
-            if rank != self._shares.index
+            rank: [target[start:stop] for start, stop in self._shards.weight_spans(unit, rank)]
+            for rank in range(self._shards.num)
+            if rank != self._shards.index
         }
         targets = {rank: pieces for rank, pieces in others.items() if pieces}
         what = f"fetching the weights of {unit.name}"
@@ -212,11 +212,11 @@ class DividedWeights(WeightStore):
     ) -> Handle:
         return self._swapper_of[unit.index].read(extent_of(unit), target, offset=offset, priority=priority)
 
-    def land(self, unit: Unit) -> None:
+    def on_unit_complete(self, unit: Unit) -> None:
         """All of the unit has come: where it was put together is somebody else's from now on."""
         with self._lock:
             reading = self._readings.pop(unit.index, None)
-            if reading is not None and reading.num_given < self._shares.num - 1 and unit.index not in self._copies:
+            if reading is not None and reading.num_served < self._shards.num - 1 and unit.index not in self._copies:
                 self._copy(unit, reading, self._next_copy(unit))
 
     def _copy(self, unit: Unit, reading: _Reading, copy: _Copy) -> None:
@@ -225,38 +225,38 @@ class DividedWeights(WeightStore):
         self._copies[unit.index] = copy
 
     def _next_copy(self, unit: Unit) -> _Copy:
-        """Memory for a share: that of the oldest, but not of the one that is being given."""
+        """Memory for a shard: that of the oldest, but not of the one that is being given."""
         if self._spare:
             return self._spare.popleft()
-        if len(self._copies) + (self._being_given not in (None, *self._copies.values())) < NUM_SERVED:
+        if len(self._copies) + (self._being_served not in (None, *self._copies.values())) < NUM_SERVED:
             return _Copy(max(self._num_bytes(each) for each in self._units.values()))
-        oldest = next(index for index, copy in self._copies.items() if copy is not self._being_given)
+        oldest = next(index for index, copy in self._copies.items() if copy is not self._being_served)
         return self._copies.pop(oldest)
 
     # ------------------------------------------------------------------------------------------- giving, in a thread apart
 
-    def is_at_hand(self, index: int) -> bool:
+    def is_available(self, index: int) -> bool:
         with self._lock:
             return index in self._readings or index in self._copies
 
-    def give(self, index: int) -> Sequence[torch.Tensor]:
+    def serve(self, index: int) -> Sequence[torch.Tensor]:
         unit = self._units[index]
         with self._lock:
             reading = self._readings.get(index)
-            self._being_given = self._copies.get(index)
-        if self._being_given is None and reading is not None:
+            self._being_served = self._copies.get(index)
+        if self._being_served is None and reading is not None:
             for handle in reading.handles:
                 handle.wait()
             with self._lock:
                 if self._readings.get(index) is reading:
                     self._copy(unit, reading, self._next_copy(unit))
-                self._being_given = self._copies.get(index)
+                self._being_served = self._copies.get(index)
         with self._lock:
-            copy = self._being_given or self._next_copy(unit)
-            is_there = self._being_given is not None
-            self._being_given = copy
+            copy = self._being_served or self._next_copy(unit)
+            is_there = self._being_served is not None
+            self._being_served = copy
             if reading is not None:
-                reading.num_given += 1
+                reading.num_served += 1
         if not is_there and unit.extent is not None:
             self._begin_read(unit, 0, copy.memory[: self._num_bytes(unit)]).wait()
             with self._lock:
@@ -268,14 +268,14 @@ class DividedWeights(WeightStore):
     # ----------------------------------------------------------------------------------------------------------- changing
 
     def _outdate(self, unit: Unit) -> None:
-        """The share is another one from now on. Nobody asks for it meanwhile."""
+        """The shard is another one from now on. Nobody asks for it meanwhile."""
         with self._lock:
             copy = self._copies.pop(unit.index, None)
-            if copy is not None and copy is not self._being_given:
+            if copy is not None and copy is not self._being_served:
                 self._spare.append(copy)
 
-    def forget_copies(self) -> None:
-        """All shares are other ones from now on. Nobody asks for any meanwhile."""
+    def drop_copies(self) -> None:
+        """All shards are other ones from now on. Nobody asks for any meanwhile."""
         for unit in self._units.values():
             self._outdate(unit)
 
@@ -300,7 +300,7 @@ class DividedWeights(WeightStore):
         )
 
     def stop(self) -> None:
-        """Give nothing any more, and look at no flat buffer or page: those go."""
+        """Give nothing any more, and look at no flat buffer or staging buffer: those go."""
         self._pulls.unregister(self._number)
         with self._lock:
             self._readings.clear()

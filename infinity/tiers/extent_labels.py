@@ -75,10 +75,13 @@ def record_contents(
             for index, name in enumerate(state_names):
                 fields.append((name, states + index * state_bytes, form.states.num_bytes))
             for kind, origin, num_bytes in fields:
-                for piece in chunk.pieces:
-                    first, last = origin + num_bytes(piece.offset), origin + num_bytes(piece.offset + piece.numel)
-                    if piece.numel and first < stop and start < last:
-                        yield f"{kind} of {piece.slot.spec.fqn}"
+                for param_slice in chunk.slices:
+                    first, last = (
+                        origin + num_bytes(param_slice.offset),
+                        origin + num_bytes(param_slice.offset + param_slice.numel),
+                    )
+                    if param_slice.numel and first < stop and start < last:
+                        yield f"{kind} of {param_slice.slot.spec.fqn}"
 
     return name_of
 

@@ -20,11 +20,11 @@ from infinity.numerics.chunk_format import ChunkBuffer, ChunkFormat
 from infinity.tiers.extent_labels import record_contents
 from infinity.units.layout import Chunk
 from infinity.units.unit import Unit
-from swapper import AlignedRegion, ArenaExhaustedError, Extent, Handle, Page, Priority, StagingArena, Swapper
+from swapper import AlignedRegion, Extent, Handle, Priority, StagingBuffer, StagingExhaustedError, StagingPool, Swapper
 
-_PAGES_FOR_OTHERS = 3
+_BUFFERS_FOR_OTHERS = 3
 """Are never read ahead into, so that nobody waits for what nobody opens."""
-_PATIENCE_SECONDS = 1.0
+_TIMEOUT_SECONDS = 1.0
 """Until what was read ahead makes room for what is needed now, and has to be read again."""
 
 NDArray = npt.NDArray[np.uint8]
@@ -49,7 +49,7 @@ class _UnitRecords:
 
 @dataclass(eq=False)
 class Lease:
-    """A chunk in working memory, of which a part lies in a page, if only scratch; or none.
+    """A chunk in working memory, of which a part lies in a staging buffer, if only scratch; or none.
 
     Attributes:
         workspace: The working memory. It is gone after `write_back` and `discard`: what it sees of a flat buffer counts as a
@@ -60,7 +60,7 @@ class Lease:
             place.
     """
 
-    _page: Page | None
+    _staging_buffer: StagingBuffer | None
     workspace: ChunkBuffer
     read: Handle | None = None
     _store: Callable[[bool], Handle | None] | None = None
@@ -100,36 +100,37 @@ class Lease:
                 self._writes[-1].add_done_callback(self._when_written)
                 return
             self._writes.pop()
-        if self._page is not None:
-            self._page.release()
+        if self._staging_buffer is not None:
+            self._staging_buffer.release()
         self._then()
 
     def discard(self) -> None:
         """Store nothing."""
         self.on_end()
         del self.workspace
-        # Requests that were started with the page may not have ended: then it stays out of use until they have.
-        if self._page is not None:
-            self._page.release()
+        # Requests that were started with the staging buffer may not have ended: then it stays out of use until they have.
+        if self._staging_buffer is not None:
+            self._staging_buffer.release()
 
 
 class PagedStateStore:
-    """Records in extents of a swapper, worked on in the pages of an arena, and records in memory, worked on in place."""
+    """Records in extents of a swapper, worked on in the buffers of a staging pool, and records in memory, worked on in
+    place."""
 
     is_on_device = False
     """Whether they rest in the memory of a GPU, and are worked on there."""
 
-    def __init__(self, swapper: Swapper | None, arena: StagingArena, record_format: ChunkFormat) -> None:
+    def __init__(self, swapper: Swapper | None, staging_pool: StagingPool, record_format: ChunkFormat) -> None:
         """``swapper``: None if all records rest in memory."""
         self._swapper = swapper
-        self._arena = arena
+        self._staging_pool = staging_pool
         self._format = record_format
         self._records: dict[int, _UnitRecords] = {}
         self._regions: list[AlignedRegion] = []
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held by whoever begins to read ahead, and while what follows changes."""
         self._layouts: dict[tuple[int, int, tuple[str, ...]], ChunkBuffer] = {}
-        """Page, elements of the chunk, and names of states -> its working memory there: pages stay where they are."""
+        """Page, elements of the chunk, and names of states -> its working memory there: staging buffers stay where they are."""
         self._ahead: dict[tuple[int, int], Lease] = {}
         """(unit index, chunk index) -> where its record is read to. Whoever opens the chunk gets it, so it is what is stored."""
         self._open: set[tuple[int, int]] = set()
@@ -181,13 +182,13 @@ class PagedStateStore:
         needs_scratch: bool = True,
         reads: bool = True,
     ) -> Lease | None:
-        """Bring a chunk's record into working memory; None when there is no free page and ``is_blocking`` is False.
+        """Bring a chunk's record into working memory; None when there is no free staging buffer and ``is_blocking`` is False.
 
         One that was read ahead is there already.
 
         Args:
             unit, chunk: which.
-            is_blocking: wait for a page.
+            is_blocking: wait for a staging buffer.
             weight: the chunk's model weights where they rest (compute dtype), to be worked on there.
             needs_scratch: whether the workspace must have room for a gradient.
             reads: False: the record is zeros, as nothing of what is stored is needed.
@@ -198,15 +199,15 @@ class PagedStateStore:
             lease = self._ahead.pop(key, None)
         try:
             if lease is not None and not reads:
-                lease.discard()  # its page stays out of use until the read has ended
+                lease.discard()  # its staging buffer stays out of use until the read has ended
                 lease = None
             if chunk.index < records.num_in_memory:
                 lease = self._open_in_place(unit, chunk, weight, is_blocking=is_blocking, needs_scratch=needs_scratch)
                 if lease is not None and not reads:
                     clear(lease.workspace.record)
             elif lease is None:
-                page = self._page_for(unit, is_blocking=is_blocking)
-                lease = None if page is None else self._begin(records, chunk, page, reads=reads)
+                staging_buffer = self._buffer_for(unit, is_blocking=is_blocking)
+                lease = None if staging_buffer is None else self._begin(records, chunk, staging_buffer, reads=reads)
         except BaseException:
             self._open.discard(key)
             raise
@@ -218,13 +219,17 @@ class PagedStateStore:
             lease.workspace = lease.workspace.with_weight(weight)
         return lease
 
-    def _begin(self, records: _UnitRecords, chunk: Chunk, page: Page, *, reads: bool = True) -> Lease:
+    def _begin(
+        self, records: _UnitRecords, chunk: Chunk, staging_buffer: StagingBuffer, *, reads: bool = True
+    ) -> Lease:
         """A lease of a record of the extent, whose read has begun."""
-        layout = page.index, chunk.stop - chunk.start, records.names
+        layout = staging_buffer.index, chunk.stop - chunk.start, records.names
         try:
             workspace = self._layouts.get(layout)
             if workspace is None:
-                workspace = self._layouts[layout] = self._format.lay_out(page.tensor, chunk.numel, records.names)
+                workspace = self._layouts[layout] = self._format.lay_out(
+                    staging_buffer.tensor, chunk.numel, records.names
+                )
             record, read = workspace.raw_record, None
             valid_bytes = records.valid_bytes[chunk.index] if reads else 0
             if valid_bytes < record.size:
@@ -233,26 +238,27 @@ class PagedStateStore:
                 target, offset = record[:valid_bytes], records.offsets[chunk.index]
                 read = self._swapper.read(records.extent, target, offset=offset, priority=Priority.PREFETCH)
         except BaseException:
-            page.release()
+            staging_buffer.release()
             raise
-        return Lease(page, workspace, read, functools.partial(self._write, records, chunk.index, record))
+        return Lease(staging_buffer, workspace, read, functools.partial(self._write, records, chunk.index, record))
 
-    def _page_for(self, unit: Unit, *, is_blocking: bool) -> Page | None:
+    def _buffer_for(self, unit: Unit, *, is_blocking: bool) -> StagingBuffer | None:
         owner = f"optimizer state of {unit.name}"
         if not is_blocking:
-            return self._arena.try_lease(owner=owner)
+            return self._staging_pool.try_lease(owner=owner)
         if self._ahead:
             with contextlib.suppress(
-                ArenaExhaustedError
+                StagingExhaustedError
             ):  # the others are being written, as a rule, and free when they are
-                return self._arena.lease(_PATIENCE_SECONDS, owner=owner)
+                return self._staging_pool.lease(_TIMEOUT_SECONDS, owner=owner)
             with self._lock:
                 if self._ahead:
                     self._ahead.popitem()[1].discard()
-        return self._arena.lease(owner=owner)
+        return self._staging_pool.lease(owner=owner)
 
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
-        """Read a record that is soon to be opened, if that takes no page that others may need; whether there was room."""
+        """Read a record that is soon to be opened, if that takes no staging buffer that others may need; whether there was
+        room."""
         records, key = self._records[unit.index], (unit.index, chunk.index)
         if chunk.index < records.num_in_memory:
             return True
@@ -261,19 +267,19 @@ class PagedStateStore:
         with self._lock:
             if key in self._ahead or not records.valid_bytes[chunk.index]:
                 return True  # there is nothing to be read
-            if key in self._open or len(self._ahead) >= self._arena.num_pages - _PAGES_FOR_OTHERS:
+            if key in self._open or len(self._ahead) >= self._staging_pool.num_buffers - _BUFFERS_FOR_OTHERS:
                 return False
-            page = self._arena.try_lease(owner=f"optimizer state of {unit.name}")
-            if page is None:
+            staging_buffer = self._staging_pool.try_lease(owner=f"optimizer state of {unit.name}")
+            if staging_buffer is None:
                 return False
-            lease = self._begin(records, chunk, page)
+            lease = self._begin(records, chunk, staging_buffer)
             if lease.read is None:
                 lease.discard()
             else:
                 self._ahead[key] = lease
             return True
 
-    def forget_ahead(self) -> None:
+    def drop_read_ahead(self) -> None:
         """Give back what was read ahead and has not been opened."""
         with self._lock:
             while self._ahead:
@@ -282,19 +288,19 @@ class PagedStateStore:
     def _open_in_place(
         self, unit: Unit, chunk: Chunk, weight: torch.Tensor | None, *, is_blocking: bool, needs_scratch: bool
     ) -> Lease | None:
-        """A lease of a record in memory, with a page for what else there has to be."""
-        records, page = self._records[unit.index], None
+        """A lease of a record in memory, with a staging buffer for what else there has to be."""
+        records, staging_buffer = self._records[unit.index], None
         if records.memory is None:
             raise RuntimeError("the record is not in memory")
         if weight is None or needs_scratch:
-            page = self._page_for(unit, is_blocking=is_blocking)
-            if page is None:
+            staging_buffer = self._buffer_for(unit, is_blocking=is_blocking)
+            if staging_buffer is None:
                 return None
-        scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if page is None else page.tensor
+        scratch = torch.empty(0, dtype=torch.uint8, device="cpu") if staging_buffer is None else staging_buffer.tensor
         offset = records.offsets[chunk.index]
         record = records.memory[offset : offset + self._format.record_bytes(chunk.numel, len(records.names))]
         workspace = self._format.over_scratch(record, chunk.numel, records.names, scratch, weight)
-        return Lease(page, workspace, takes_memory=page is not None)
+        return Lease(staging_buffer, workspace, takes_memory=staging_buffer is not None)
 
     def _write(self, records: _UnitRecords, index: int, record: NDArray, main_only: bool) -> Handle | None:
         if main_only:
@@ -322,7 +328,7 @@ class PagedStateStore:
             present = self._records[index].valid_bytes
             if len(found) != len(present) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
                 raise ValueError(f"the records of unit {index} are others")
-        self.forget_ahead()
+        self.drop_read_ahead()
         for index, found in valid_bytes.items():
             self._records[index].valid_bytes[:] = found
 
@@ -368,7 +374,7 @@ class ResidentStateStore:
     def read_ahead(self, unit: Unit, chunk: Chunk) -> bool:
         return True  # there is nothing to be read
 
-    def forget_ahead(self) -> None: ...
+    def drop_read_ahead(self) -> None: ...
 
     def close(self) -> None:
         self._records.clear()

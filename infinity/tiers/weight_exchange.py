@@ -1,9 +1,9 @@
-"""New model weights of the shares that other ranks update, as they come to where this rank keeps its copy.
+"""New model weights of the shards that other ranks update, as they come to where this rank keeps its copy.
 
-Knows units, shares and where weights rest; must not know what an update is. Only the thread that trains calls it, in an
+Knows units, shards and where weights rest; must not know what an update is. Only the thread that trains calls it, in an
 order that follows from model and script alone: see [Note: ranks] in ``infinity.distributed.collectives``.
 
-[Note: changing divided weights] Where each rank keeps its share of a unit alone (`infinity.tiers.divided_weights`), it writes
+[Note: changing divided weights] Where each rank keeps its shard of a unit alone (`infinity.tiers.divided_weights`), it writes
 new weights of that, and sends them to nobody. But others fetch them when they like. (What is in all ranks' memory they bring
 each other: `gather_in_memory`.) So all ranks meet before, with no fetch of the unit under way (`before`), and after all have
 written (`gather`, `after`): what is fetched is from before, or from after.
@@ -24,7 +24,7 @@ from infinity.errors import RankError
 from infinity.tiers.divided_weights import DividedWeights
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Chunk
-from infinity.units.shares import Shares
+from infinity.units.shards import Shards
 from infinity.units.unit import Unit
 from swapper import Handle
 
@@ -35,24 +35,24 @@ _MOST_PENDING = 4
 
 
 class WeightExchange:
-    """Each rank's share of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.gather_parts`."""
+    """Each rank's shard of a unit's trainable weights goes to all. Memory: two blocks, see `Ranks.all_gather_parts`."""
 
     def __init__(
         self,
         ranks: Ranks,
-        shares: Shares,
+        shards: Shards,
         weights: WeightStore | None,
         device: ComputeDevice,
     ) -> None:
         """
         Args:
             ranks: those that divide states.
-            shares: which of them has the weights of which elements.
+            shards: which of them has the weights of which elements.
             weights: where weights rest that do not stay in flat buffers; None if all stay there.
             device: where flat buffers are.
         """
         self.ranks = ranks
-        self.shares = shares
+        self.shards = shards
         self._weights = weights
         self._device = device
         self._is_replacing = False
@@ -73,7 +73,7 @@ class WeightExchange:
                 self.await_fetch(unit)
         agree()
         if isinstance(self._weights, DividedWeights):
-            self._weights.forget_copies()
+            self._weights.drop_copies()
         self._is_replacing = True
         try:
             yield
@@ -82,11 +82,11 @@ class WeightExchange:
 
     @property
     def is_divided(self) -> bool:
-        """Whether other ranks fetch shares of this one."""
+        """Whether other ranks fetch shards of this one."""
         return isinstance(self._weights, DividedWeights)
 
     def divides(self, unit: Unit) -> bool:
-        """Whether this rank keeps no more of the unit's weights than its share."""
+        """Whether this rank keeps no more of the unit's weights than its shard."""
         return isinstance(self._weights, DividedWeights) and self._weights.holds(unit)
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class WeightExchange:
         """
         if self.divides(unit) and not self._is_replacing:
             self.await_fetch(unit)
-            self.ranks.meet(f"writing to the weights of {unit.name}")
+            self.ranks.all_gather_ints(f"writing to the weights of {unit.name}")
 
     def await_fetch(self, unit: Unit) -> None:
         """Return when no fetch of the unit is under way here."""
@@ -115,7 +115,7 @@ class WeightExchange:
         """All that was to be written to these units has been, on this rank. Where they are divided, all ranks come here."""
         divided = [unit for unit in units if self.divides(unit)]
         if divided and not self._is_replacing:
-            self.ranks.meet("having written weights", [unit.index for unit in divided])
+            self.ranks.all_gather_ints("having written weights", [unit.index for unit in divided])
 
     def gather(self, units: Sequence[Unit]) -> None:
         """All of the units' trainable weights become what the rank has that updates them, in memory and where they rest.
@@ -136,7 +136,7 @@ class WeightExchange:
         """Those of these divided units that are in the memory of all ranks, which all come here."""
         if not units:
             return set()
-        found = self.ranks.meet("changing weights in memory", [unit.flat is not None for unit in units])
+        found = self.ranks.all_gather_ints("changing weights in memory", [unit.flat is not None for unit in units])
         return {unit for unit, *kept in zip(units, *found, strict=True) if all(kept)}
 
     def gather_in_memory(self, unit: Unit) -> None:
@@ -149,14 +149,14 @@ class WeightExchange:
             self._weights.fetch(unit, is_demand=True).wait()
             unit.outdate()
 
-    def leave(self) -> None:
-        """Return when no other rank needs the shares of this one any more, or one has ended: the engine is being closed.
+    def wait_for_peers(self) -> None:
+        """Return when no other rank needs the shards of this one any more, or one has ended: the engine is being closed.
 
         At once if an error ends this process.
         """
         if self.is_divided and not self.ranks.has_failed:
             try:
-                self.ranks.meet("closing the engine")
+                self.ranks.all_gather_ints("closing the engine")
             except RankError:
                 logger.debug("other ranks do not close their engines at the same point", exc_info=True)
 
@@ -167,17 +167,17 @@ class WeightExchange:
 
     def _gather(self, unit: Unit, *, in_memory: bool, at_rest: bool) -> None:
         """What each rank has updated goes to all: to what is in memory, or where it rests, or both."""
-        if not self.shares.is_divided or unit.layout.trainable is None:
+        if not self.shards.is_divided or unit.layout.trainable is None:
             return
         if unit.arrival is not None:
-            unit.arrival.wait()  # what it brings was read before the others' shares are written
+            unit.arrival.wait()  # what it brings was read before the others' shards are written
         what = f"gathering the weights of {unit.name}"
-        spans = self.shares.spans(unit)
-        self.ranks.meet(what, [number for span in spans for number in span])
+        spans = self.shards.spans(unit)
+        self.ranks.all_gather_ints(what, [number for span in spans for number in span])
         flat = None
         if in_memory and unit.flat is not None:
             flat = unit.trainable_view(unit.flat.tensor())
-        rests = self._weights if not unit.stays_resident else None
+        rests = self._weights if not unit.is_persistent else None
         pending: deque[tuple[Handle, torch.Tensor]] = deque()
 
         def read(start: int, target: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ class WeightExchange:
 
         place = "cpu" if flat is None else flat.device
         dtype = unit.layout.trainable.dtype
-        self.ranks.gather_parts(what, spans, read, write, dtype=dtype, kind="weights", device=place)
+        self.ranks.all_gather_parts(what, spans, read, write, dtype=dtype, kind="weights", device=place)
         for handle, _ in pending:
             handle.wait()
         if flat is not None:

@@ -20,7 +20,7 @@ from infinity.tiers.extent_labels import weight_contents
 from infinity.tiers.packed_weights import Unpacker, UploadedUnpacking, scratch_for
 from infinity.units.layout import Chunk
 from infinity.units.unit import Arrival, Unit
-from swapper import AlignedRegion, Extent, Handle, Latch, Page, Priority, StagingArena, Swapper
+from swapper import AlignedRegion, Extent, Handle, Latch, Priority, StagingBuffer, StagingPool, Swapper
 from swapper.sync.limits import start_threads
 
 
@@ -130,16 +130,17 @@ class _Copied:
 class WeightStore:
     """Where the model weights of units rest that do not stay resident, laid out byte for byte like their flat buffers."""
 
-    def __init__(self, swapper: Swapper | None, device: ComputeDevice, arena: StagingArena | None = None) -> None:
+    def __init__(self, swapper: Swapper | None, device: ComputeDevice, staging_pool: StagingPool | None = None) -> None:
         """
         Args:
             swapper: for those that rest on NVMe; None if none does.
             device: where they are needed.
-            arena: pages for the way from the swapper to a device that does not share host memory, if it needs any.
+            staging_pool: staging buffers for the way from the swapper to a device that does not share host memory, if it needs
+                any.
         """
         self._swapper = swapper
         self._device = device
-        self._uploader = None if arena is None else Uploader(device, arena)
+        self._uploader = None if staging_pool is None else Uploader(device, staging_pool)
         self._blocks: dict[int, HostWeights] = {}
         self._packed: dict[int, StoredForm] = {}
         """Unit index -> how it rests, of those with packed weights."""
@@ -149,7 +150,7 @@ class WeightStore:
 
     def allocate(self, unit: Unit, *, in_host_memory: bool = False) -> None:
         """Give ``unit`` its place, unless its flat buffer is that."""
-        if unit.stays_resident:
+        if unit.is_persistent:
             return
         form = StoredForm(unit.layout)
         if form.slots:
@@ -181,7 +182,7 @@ class WeightStore:
 
     def _fetch_packed(self, unit: Unit, form: StoredForm, *, is_demand: bool) -> Arrival:
         block, memory = self._blocks.get(unit.index), unit.memory
-        if not self._device.shares_host_memory:
+        if not self._device.uses_host_memory:
             return self._upload_packed(unit, form, is_demand=is_demand)
         if block is not None:
             return self._unpacker.begin((), functools.partial(_unpack_apart, form, block.present, memory))
@@ -201,7 +202,7 @@ class WeightStore:
             read = functools.partial(self._read, unit)
             upload = self._uploader.fetch(f"weights of {unit.name}", stored, read, is_demand=is_demand)
         else:
-            raise RuntimeError("no pages for the way to the device")
+            raise RuntimeError("no staging buffers for the way to the device")
 
         def unpack() -> None:
             _unpack_apart(form, stored, memory)
@@ -305,7 +306,7 @@ Read = Callable[..., Arrival]
 
 
 class _Upload:
-    """One unit on its way through pages to the device."""
+    """One unit on its way through staging buffers to the device."""
 
     def __init__(self, name: str, target: torch.Tensor, read: Read, device: ComputeDevice, *, is_demand: bool) -> None:
         self.name = name
@@ -337,20 +338,20 @@ class _Upload:
 
 
 class Uploader:
-    """Moves units from where they rest through pinned pages to the device, in a thread of its own.
+    """Moves units from where they rest through pinned staging buffers to the device, in a thread of its own.
 
-    Reads of several pages are in flight while earlier pages are copied; a page is free again when its copy has run.
-    Whatever goes wrong reaches those who wait: nobody waits for a thread that has died.
+    Reads of several staging buffers are in flight while earlier staging buffers are copied; a staging buffer is free again when
+    its copy has run. Whatever goes wrong reaches those who wait: nobody waits for a thread that has died.
     """
 
-    def __init__(self, device: ComputeDevice, arena: StagingArena) -> None:
+    def __init__(self, device: ComputeDevice, staging_pool: StagingPool) -> None:
         self._device = device
-        self._arena = arena
+        self._staging_pool = staging_pool
         self._queue: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
-        self._reading: deque[tuple[_Upload, Page, Arrival, int, int]] = deque()
-        self._copying: deque[tuple[Page, Any]] = deque()
+        self._reading: deque[tuple[_Upload, StagingBuffer, Arrival, int, int]] = deque()
+        self._copying: deque[tuple[StagingBuffer, Any]] = deque()
         self._current: _Upload | None = None
-        """The upload of which the next page is to be read."""
+        """The upload of which the next staging buffer is to be read."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._end: BaseException | None = None
         """Why nothing is served any more."""
@@ -358,7 +359,8 @@ class Uploader:
         start_threads(self._thread)
 
     def fetch(self, name: str, target: torch.Tensor, read: Read, *, is_demand: bool) -> Arrival:
-        """Start to bring what is called ``name`` into ``target``, with ``read`` for each page. In the order of the requests."""
+        """Start to bring what is called ``name`` into ``target``, with ``read`` for each staging buffer. In the order of the
+        requests."""
         upload = _Upload(name, target, read, self._device, is_demand=is_demand)
         with self._lock:
             if self._end is None:
@@ -399,62 +401,62 @@ class Uploader:
             upload = self._current
             if upload is not None:
                 if upload.target is None or offset >= upload.target.numel():
-                    self._current = None  # all its pages are being read, or one of them has failed
+                    self._current = None  # all its staging buffers are being read, or one of them has failed
                     continue
-                page = self._next_page(upload.name)
-                if page is not None:
-                    offset = self._read(upload, page, offset)
+                staging_buffer = self._next_buffer(upload.name)
+                if staging_buffer is not None:
+                    offset = self._read(upload, staging_buffer, offset)
                     continue
             if self._reading:
                 self._copy_oldest()
             elif self._copying:
                 self._retire_oldest()
 
-    def _next_page(self, owner: str) -> Page | None:
+    def _next_buffer(self, owner: str) -> StagingBuffer | None:
         if not self._reading and not self._copying:
-            return self._arena.lease(owner=owner)
+            return self._staging_pool.lease(owner=owner)
         while self._copying and self._device.is_done(self._copying[0][1]):
             self._retire_oldest()
-        return self._arena.try_lease(owner=owner)
+        return self._staging_pool.try_lease(owner=owner)
 
-    def _read(self, upload: _Upload, page: Page, offset: int) -> int:
-        num_bytes = min(page.num_bytes, _target_of(upload).numel() - offset)
+    def _read(self, upload: _Upload, staging_buffer: StagingBuffer, offset: int) -> int:
+        num_bytes = min(staging_buffer.num_bytes, _target_of(upload).numel() - offset)
         try:
-            arrival = upload.read(page.tensor[:num_bytes], offset, is_demand=upload.is_demand)
+            arrival = upload.read(staging_buffer.tensor[:num_bytes], offset, is_demand=upload.is_demand)
         except BaseException as error:
-            page.release()
+            staging_buffer.release()
             upload.finish(error)
             return offset
-        self._reading.append((upload, page, arrival, offset, num_bytes))
+        self._reading.append((upload, staging_buffer, arrival, offset, num_bytes))
         return offset + num_bytes
 
     def _copy_oldest(self) -> None:
-        upload, page, arrival, offset, num_bytes = self._reading.popleft()
+        upload, staging_buffer, arrival, offset, num_bytes = self._reading.popleft()
         try:
             if upload.is_demand:
                 arrival.promote()
-            arrival.wait()  # also for an upload that has failed: the page is in use until then
+            arrival.wait()  # also for an upload that has failed: the staging buffer is in use until then
             if upload.error is not None:
-                page.release()
+                staging_buffer.release()
                 return
             target = _target_of(upload)
             is_last = offset + num_bytes == target.numel()
             upload.fence = self._device.upload(
-                target[offset : offset + num_bytes], page.tensor[:num_bytes], upload.after
+                target[offset : offset + num_bytes], staging_buffer.tensor[:num_bytes], upload.after
             )
             del target  # who waits for the upload may evict the unit at once, unless there is a view of its buffer
         except BaseException as error:
-            page.release()
+            staging_buffer.release()
             upload.finish(error)
             return
-        self._copying.append((page, upload.fence))
+        self._copying.append((staging_buffer, upload.fence))
         if is_last:
             upload.finish(None)
 
     def _retire_oldest(self) -> None:
-        page, fence = self._copying.popleft()
+        staging_buffer, fence = self._copying.popleft()
         self._device.synchronize(fence)
-        page.release()
+        staging_buffer.release()
 
     def _drain(self) -> None:
         while self._reading:

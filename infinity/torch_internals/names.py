@@ -245,7 +245,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 # ----------------------------------------------------------------------------------------- which GPU is a process's own
 
 
-def take_gpu(number: int) -> None:
+def set_default_gpu(number: int) -> None:
     """Make that GPU the current one, unless a script has chosen one, or there are not as many: each process has its own."""
     if torch.cuda.is_available() and torch.cuda.current_device() == 0 < number < torch.cuda.device_count():
         torch.cuda.set_device(number)

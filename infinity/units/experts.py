@@ -173,7 +173,7 @@ class ExpertTiles(Tiles):
             self._gives_zeros = self.routed is None  # else the first of a call gives zeros to all others
             return self._with_zeros(chosen, self.routed or [number])
         if not isinstance(index, torch.Tensor) or not _is_index(index):
-            raise self.tiled.refusal("an index")
+            raise self.tiled.access_error("an index")
         numbers, places = index.remainder(len(tiles)).unique(return_inverse=True)
         used = numbers.tolist()
         copies = self._of_each(used, lambda _, weight: weight.clone())
@@ -254,7 +254,7 @@ def _grouped(func: Callable[..., Any], x: torch.Tensor, weight: Any, offs: Any =
     is_turned = isinstance(weight, _Turned)
     tiles: ExpertTiles = weight.weight.tiles if is_turned else weight.tiles
     if offs is None or x.dim() != 2 or any(value is not None for value in others.values()):
-        raise tiles.tiled.refusal(name_of(func))
+        raise tiles.tiled.access_error(name_of(func))
     return tiles.grouped_mm(func, x, offs, is_turned=is_turned)
 
 

@@ -10,7 +10,7 @@ Pure arithmetic: knows shapes, dtypes and offsets; must not know tensors' conten
     chunks of the trainable segment (elements), each with its optimizer state stored as one record
     |    chunk 0    |    chunk 1    |  chunk 2 |          cuts lie at multiples of CHUNK_GRANULE elements
 
-[Note: why 64 elements] An element-wise kernel gives the same bits on a piece as on the whole tensor only if the piece
+[Note: why 64 elements] An element-wise kernel gives the same bits on a slice as on the whole tensor only if the slice
 starts where the whole tensor's vector loop would have started an iteration, and ``F.linear`` chooses its kernel by the
 alignment of the weight. Slots at multiples of 64 elements (128 bytes and more) and cuts at multiples of 2048 satisfy both.
 """
@@ -120,7 +120,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """Elements ``[start, stop)`` of a slot's parameter, lying at ``offset`` (elements) of a chunk."""
 
     slot: Slot
@@ -135,12 +135,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements ``[start, stop)`` of the trainable segment, and the pieces of parameters in them."""
+    """Elements ``[start, stop)`` of the trainable segment, and the slices of parameters in them."""
 
     index: int
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    slices: tuple[ParameterSlice, ...]
 
     @property
     def numel(self) -> int:
@@ -190,25 +190,25 @@ class UnitLayout:
         """Elements of the trainable segment, padding included; 0 for a frozen unit."""
         return self.trainable.numel if self.trainable else 0
 
-    def chunks(self, chunk_numel: int, border: int = 0, span: tuple[int, int] | None = None) -> tuple[Chunk, ...]:
-        """Cut the trainable segment into chunks of at most ``chunk_numel`` elements, none of them across ``border``.
+    def chunks(self, chunk_numel: int, split: int = 0, span: tuple[int, int] | None = None) -> tuple[Chunk, ...]:
+        """Cut the trainable segment into chunks of at most ``chunk_numel`` elements, none of them across ``split``.
 
         Args:
-            chunk_numel, border: multiples of CHUNK_GRANULE.
+            chunk_numel, split: multiples of CHUNK_GRANULE.
             span: cut elements [start, stop) alone, multiples of CHUNK_GRANULE; None: all.
         """
         if chunk_numel <= 0 or chunk_numel % CHUNK_GRANULE:
             raise ValueError(f"chunk_numel must be a positive multiple of {CHUNK_GRANULE}, got {chunk_numel}")
-        if border < 0 or border % CHUNK_GRANULE:
-            raise ValueError(f"border must be a multiple of {CHUNK_GRANULE}, got {border}")
+        if split < 0 or split % CHUNK_GRANULE:
+            raise ValueError(f"split must be a multiple of {CHUNK_GRANULE}, got {split}")
         if self.trainable is None:
             return ()
         first, last = span or (0, self.trainable_numel)
-        starts = [*range(first, min(border, last), chunk_numel), *range(max(border, first), last, chunk_numel)]
+        starts = [*range(first, min(split, last), chunk_numel), *range(max(split, first), last, chunk_numel)]
         chunks = []
         for index, (start, stop) in enumerate(itertools.pairwise([*starts, last])):
-            pieces = tuple(
-                Piece(
+            slices = tuple(
+                ParameterSlice(
                     slot,
                     max(start, slot.start) - slot.start,
                     min(stop, slot.stop) - slot.start,
@@ -217,5 +217,5 @@ class UnitLayout:
                 for slot in self.trainable.slots
                 if max(slot.start, start) < min(slot.stop, stop)
             )
-            chunks.append(Chunk(index, start, stop, pieces))
+            chunks.append(Chunk(index, start, stop, slices))
         return tuple(chunks)

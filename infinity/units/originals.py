@@ -20,7 +20,7 @@ from torch import nn
 from infinity.device.drive_tensors import drives_of, is_dense, on_drive
 from infinity.errors import BudgetTooSmallError, StorageError
 from infinity.numerics.raw_bytes import raw_bytes
-from infinity.units.parameter import PagedParameter, let_go, plain_grad, set_plain_grad
+from infinity.units.parameter import PagedParameter, plain_grad, release_parameters, set_plain_grad
 from infinity.units.unit import Unit
 from swapper import Extent, Swapper
 
@@ -34,7 +34,7 @@ class Originals:
     _units: list[Unit]
     """All that are to be taken over."""
     cuts_nans: bool
-    """Whether trainable weights are stored in two halves, which know one NaN only."""
+    """Whether trainable weights are split, which know one NaN only."""
     stored: Callable[[nn.Parameter], torch.Tensor]
     """What is stored of a parameter that is held: its main weight, or its weight if it is frozen."""
     open_space: Callable[[int], Swapper]
@@ -70,7 +70,7 @@ class Originals:
             value = parameter.detach()
             dtype = torch.float32 if slot.spec.is_trainable else slot.spec.dtype
             is_rounded = slot.spec.packed is not None
-            if not value.numel() or (not is_rounded and self._survives(value, dtype, in_halves=slot.spec.is_trainable)):
+            if not value.numel() or (not is_rounded and self._survives(value, dtype, is_split=slot.spec.is_trainable)):
                 continue
             swapper = None if (value.dtype == dtype and not is_rounded) or on_drive(value) else self._space()
             if swapper is None:
@@ -81,8 +81,8 @@ class Originals:
             swapper.write(extent, source).wait()
             self._on_drive[id(parameter)] = extent
 
-    def _survives(self, value: torch.Tensor, dtype: torch.dtype, *, in_halves: bool) -> bool:
-        if in_halves and self.cuts_nans and bool(value.sum().isnan()):
+    def _survives(self, value: torch.Tensor, dtype: torch.dtype, *, is_split: bool) -> bool:
+        if is_split and self.cuts_nans and bool(value.sum().isnan()):
             return False
         if value.dtype == dtype:
             return True
@@ -103,7 +103,7 @@ class Originals:
                 return None  # no drive, or a full one
         return self._swapper
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Whatever is held already becomes ordinary again, as it was: values, dtype, device, strides, gradient.
 
         What cannot be read any more stays paged out; the error is raised when all else is back.
@@ -117,7 +117,7 @@ class Originals:
                         values[parameter] = self._value_of(parameter)
                     except Exception as error:
                         failure = failure or error
-            let_go(values)
+            release_parameters(values)
             for parameter, value in values.items():
                 parameter.data = value
             for parameter in unit.parameters:

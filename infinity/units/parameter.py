@@ -2,18 +2,18 @@
 
 A parameter keeps its identity, shape, dtype and device all the time. While its unit is open it is a
 `ResidentParameter`, which computes like any parameter. Otherwise it is a `PagedParameter`, whose data is one element
-expanded to the right shape: any operation on it goes to its pager, which fetches the unit (in forward and backward),
+expanded to the right shape: any operation on it goes to its coordinator, which fetches the unit (in forward and backward),
 answers from a fetched copy, or raises `AccessError`. What torch does not ask the class about (functorch's
 transforms, compiled functions, C++) gets an error from the placeholder, or NaN.
 
 [Note: seen by version]
 A write to a weight has to be noticed. torch counts writes in a tensor's version, which all views share, and so does what
 ``detach()`` gives; but what ``.data`` gives has a count of its own. So `_HeldParameter.data` hands out views of one tensor per
-parameter, its twin (``Unit.twin``): parameter and twin outlive all views, and their two versions tell of every write. They
-are two because torch does not mind a write by ``.data`` between forward and backward, but does mind others.
-Outside of forward and backward a view of a weight (``p.data``, ``p.detach()``, ``p[0]`` without gradients) is a `PagedView`: it
-holds no memory but says which part of which unit it stands for, and each operation on it pages the unit as one on the
-parameter does. So it shows what the weight is at that moment, and what is written to it is written to the weight.
+parameter, its `.data` alias (``Unit.data_alias``): parameter and `.data` alias outlive all views, and their two versions tell
+of every write. They are two because torch does not mind a write by ``.data`` between forward and backward, but does mind
+others. Outside of forward and backward a view of a weight (``p.data``, ``p.detach()``, ``p[0]`` without gradients) is a
+`PagedView`: it holds no memory but says which part of which unit it stands for, and each operation on it pages the unit as one
+on the parameter does. So it shows what the weight is at that moment, and what is written to it is written to the weight.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HeldTensor = Any
 
 
 ParameterHost = Any
-"""Whoever holds a parameter's values, and answers for it: a `ParameterHandler`, which is of a floor above."""
+"""Whoever holds a parameter's values, and answers for it: a `ParameterHandler`, which is of a layer above."""
 
 
 _hosts: Any = WeakIdKeyDictionary()
@@ -388,7 +388,7 @@ def hold(parameter: nn.Parameter, host: ParameterHost, dtype: torch.dtype, devic
     parameter.__class__ = PagedParameter
 
 
-def let_go(parameters: Iterable[nn.Parameter]) -> None:
+def release_parameters(parameters: Iterable[nn.Parameter]) -> None:
     """The parameters are ordinary again: whatever data they have is theirs."""
     for parameter in parameters:
         _hosts.pop(parameter, None)
@@ -418,7 +418,7 @@ def empty(tensor: torch.Tensor) -> None:
 
 
 def make_view(tensor: torch.Tensor, place: Place) -> torch.Tensor:
-    """``tensor``, a view of a weight or of its twin, holds no memory any more, but stands for its place."""
+    """``tensor``, a view of a weight or of its `.data` alias, holds no memory any more, but stands for its place."""
     empty(tensor)
     tensor.__class__ = PagedView
     view: Any = tensor

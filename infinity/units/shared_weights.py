@@ -21,6 +21,8 @@ def share_weights(model: nn.Module, ranks: Ranks) -> None:
     for name, buffer in model.named_buffers():
         tensors.setdefault(name, buffer)  # type: ignore[arg-type]
     facts = [f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors.items()]
-    ranks.meet(f"infinity.initialize with a model of {len(tensors)} tensors, {zlib.crc32(repr(facts).encode()):08x}")
+    ranks.all_gather_ints(
+        f"infinity.initialize with a model of {len(tensors)} tensors, {zlib.crc32(repr(facts).encode()):08x}"
+    )
     for name, tensor in tensors.items():
-        ranks.take_from(f"infinity.initialize, '{name}'", 0, tensor.data)
+        ranks.broadcast_from(f"infinity.initialize, '{name}'", 0, tensor.data)

@@ -32,7 +32,7 @@ from infinity.units.parameter import placeholder
 
 
 class Tile(nn.Module):
-    """Some rows of a weight; a module, so that they are fetched and let go by themselves."""
+    """Some rows of a weight; a module, so that they are fetched and released by themselves."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Tiles(nn.Module):
         """As ``functional.linear``."""
         parts = [
             tile(functional.linear, x, bias=None if bias is None else bias[start:stop])
-            for (start, stop), tile in zip(itertools.pairwise(self.tiled.borders), self.children(), strict=True)
+            for (start, stop), tile in zip(itertools.pairwise(self.tiled.cuts), self.children(), strict=True)
         ]
         return torch.cat(parts, dim=-1)
 
@@ -73,7 +73,7 @@ class Tiles(nn.Module):
         if padding_idx is not None and padding_idx < 0:
             padding_idx += self.tiled.shape[0]
         parts, places = [], []
-        for (start, stop), tile in zip(itertools.pairwise(self.tiled.borders), self.children(), strict=True):
+        for (start, stop), tile in zip(itertools.pairwise(self.tiled.cuts), self.children(), strict=True):
             place = ((flat >= start) & (flat < stop)).nonzero().reshape(-1)
             pads = padding_idx is not None and start <= padding_idx < stop
             options = {"padding_idx": padding_idx - start} if pads and padding_idx is not None else {}
@@ -129,7 +129,7 @@ class TiledWeight(nn.Parameter):
                     func(tile, *args[1:], **kwargs)
             with as_plain():
                 return func(*args, **kwargs)
-        raise weight.tiles.tiled.refusal(name_of(func))
+        raise weight.tiles.tiled.access_error(name_of(func))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return (
@@ -170,7 +170,7 @@ _HOOKS: tuple[Any, ...] = (torch.Tensor.register_hook, torch.Tensor.register_pos
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
     if not isinstance(weight, TiledWeight) or isinstance(input, TiledWeight):
         wrong = input if isinstance(input, TiledWeight) else bias
-        raise wrong.tiles.tiled.refusal(name_of(functional.linear))
+        raise wrong.tiles.tiled.access_error(name_of(functional.linear))
     return weight.tiles.linear(input, bias)
 
 
@@ -184,7 +184,7 @@ def _embedding(
     sparse: bool = False,
 ) -> torch.Tensor:
     if max_norm is not None or sparse:
-        raise weight.tiles.tiled.refusal(name_of(functional.embedding))
+        raise weight.tiles.tiled.access_error(name_of(functional.embedding))
     return weight.tiles.embedding(input, padding_idx, scale_grad_by_freq=scale_grad_by_freq)  # type: ignore[no-any-return]
 
 

@@ -60,9 +60,9 @@ class Tiling:
         }
         for parameter, places in owners.items():
             if _can_be_tiled(parameter, places) and not any(id(module) in inside for _, module, _ in places):
-                borders = _borders(parameter, (above_bytes or 0) // item_bytes)
+                cuts = _row_cuts(parameter, (above_bytes or 0) // item_bytes)
                 modules = [module for _, module, _ in places]
-                self._put(Tiles, modules, f"{places[0][0]}.weight".removeprefix("."), parameter, borders)
+                self._put(Tiles, modules, f"{places[0][0]}.weight".removeprefix("."), parameter, cuts)
 
     def cut_experts(self, found: Sequence[tuple[str, nn.Module, Sequence[str]]], *, touched_only: bool) -> None:
         """Put a tile for each expert in place of tensors that have those of all (see ``infinity.units.experts``).
@@ -76,12 +76,10 @@ class Tiling:
             made = []
             for name in names:
                 parameter: Any = module._parameters[name]
-                fqn, borders = f"{prefix}.{name}".removeprefix("."), tuple(range(len(parameter) + 1))
+                fqn, cuts = f"{prefix}.{name}".removeprefix("."), tuple(range(len(parameter) + 1))
                 kind = functools.partial(ExpertTiles, touched_only=touched_only)
                 made.append(
-                    self._put(
-                        kind, [module], fqn, parameter, borders, name=name, order=order, has_own_states=touched_only
-                    )
+                    self._put(kind, [module], fqn, parameter, cuts, name=name, order=order, has_own_states=touched_only)
                 )
             self._handles += route(module, made)
 
@@ -91,13 +89,13 @@ class Tiling:
         modules: Sequence[nn.Module],
         fqn: str,
         parameter: nn.Parameter,
-        borders: tuple[int, ...],
+        cuts: tuple[int, ...],
         *,
         name: str = "weight",
         order: tuple[str, ...] = (),
         has_own_states: bool = False,
     ) -> Any:
-        tiled = _cut(fqn, parameter, borders, self._new, name)
+        tiled = _cut(fqn, parameter, cuts, self._new, name)
         if kind is not Tiles:
             tiled = dataclasses.replace(
                 tiled, by_expert=True, has_own_states=has_own_states and parameter.requires_grad
@@ -162,7 +160,7 @@ def _can_be_tiled(parameter: nn.Parameter, places: Sequence[tuple[str, nn.Module
     return True
 
 
-def _borders(parameter: nn.Parameter, tile_numel: int) -> tuple[int, ...]:
+def _row_cuts(parameter: nn.Parameter, tile_numel: int) -> tuple[int, ...]:
     """Rows at which tiles of about the same size begin, and the number of rows."""
     num_rows, width = parameter.shape
     granule = _ELEMENTS // math.gcd(_ELEMENTS, width)
@@ -175,14 +173,14 @@ def _borders(parameter: nn.Parameter, tile_numel: int) -> tuple[int, ...]:
 def _cut(
     fqn: str,
     parameter: nn.Parameter,
-    borders: tuple[int, ...],
+    cuts: tuple[int, ...],
     new: Callable[..., torch.Tensor],
     name: str,
 ) -> TiledParameter:
     shape = tuple(parameter.shape)
     data, gradient = parameter.detach(), parameter.grad
     tiles = []
-    for start, stop in itertools.pairwise(borders):
+    for start, stop in itertools.pairwise(cuts):
         rows_of_it = data[start:stop].data  # whose writes are counted by themselves
         tile = nn.Parameter(rows_of_it, requires_grad=parameter.requires_grad)
         vars(tile).update(vars(parameter))  # what a script has noted there
@@ -190,7 +188,7 @@ def _cut(
         tiles.append(tile)
     parameter.grad = None
     parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)  # the tiles' memory is not its own
-    return TiledParameter(fqn, parameter, tuple(tiles), borders, shape, new, name)
+    return TiledParameter(fqn, parameter, tuple(tiles), cuts, shape, new, name)
 
 
 def _tiles_of(module: nn.Module, child: str) -> Tiles:

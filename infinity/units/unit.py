@@ -69,7 +69,7 @@ UNIT_MOVES: Mapping[str, Mapping[UnitState, UnitState]] = {
     "adopt": {UnitState.PAGED_OUT: UnitState.RESIDENT},
     "fetch_into": {UnitState.PAGED_OUT: UnitState.ARRIVING, UnitState.UPDATING_PAGED_OUT: UnitState.UPDATING_ARRIVING},
     "expect": {UnitState.ARRIVING: UnitState.ARRIVING},
-    "land": {UnitState.ARRIVING: UnitState.RESIDENT, UnitState.UPDATING_ARRIVING: UnitState.UPDATING_RESIDENT},
+    "on_arrival": {UnitState.ARRIVING: UnitState.RESIDENT, UnitState.UPDATING_ARRIVING: UnitState.UPDATING_RESIDENT},
     "bind": {UnitState.RESIDENT: UnitState.BOUND, UnitState.BOUND: UnitState.BOUND},
     "unbind": {
         **{state: state for pair in _PAIRS.items() for state in pair},
@@ -137,12 +137,12 @@ class Unit:
         self.layout = layout
         self.extent: Extent | None = None
         """Where the weights rest on NVMe, from `WeightStore.allocate` on; None if they rest elsewhere."""
-        self.stays_resident = False
+        self.is_persistent = False
         """Whether its weights rest in its flat buffer and nowhere else: it never leaves. Set once, before `adopt`."""
         self.flat: FlatBuffer | None = None
         """The memory of the weights: from `adopt` or `fetch_into` until `release`."""
         self.arrival: Arrival | None = None
-        """What brings the weights into `flat`, which does not hold them yet: from `fetch_into` until `land`."""
+        """What brings the weights into `flat`, which does not hold them yet: from `fetch_into` until `on_arrival`."""
         self.update: PendingUpdate | None = None
         """What changes the weights: from `begin_update` until somebody has waited for it and calls `end_update`."""
         self.is_bound = False
@@ -150,22 +150,23 @@ class Unit:
         self.num_active = 0
         """How many modules and operations use the unit: each from `begin_use` until `end_use`."""
         self.gathered: list[object] = []
-        """What the user holds it open for (`checkpoint.stored_weights.Gathered`): each from `hold_for` until `let_go_of`. The
-        unit stays bound, and no step is made meanwhile."""
+        """What the user holds it open for (`checkpoint.stored_weights.Gathered`): each from `hold_gathered` until
+        `release_gathered`. The unit stays bound, and no step is made meanwhile."""
         self.version = 0
         """Counts the changes of the weights, so that a graph over old ones is noticed."""
         self.dirty: set[int] = set()
-        """Indices of slots whose weights in `flat` are newer than where they rest: from `note_changes` until they are stored."""
+        """Indices of slots whose weights in `flat` are newer than where they rest: from `detect_writes` until they are
+        stored."""
         self.before: dict[int, torch.Tensor] = {}
-        """Slot index -> weights before they were written to, where nothing else knows them: from `keep_before` until what was
+        """Slot index -> weights before they were written to, where nothing else knows them: from `save_before` until what was
         written is stored."""
         self.has_been_written = False
         """Whether anybody but the engine has ever written to a weight, counted in its version."""
-        self.token_references: set[weakref.ref[object]] = set()
-        """What stands for views of the unit in autograd's graph: added by `SavedView`, discarded when it dies, which may be on
-        any thread and in the midst of backward, so that nothing written in Python runs then."""
+        self.saved_references: set[weakref.ref[object]] = set()
+        """What stands for views of the unit in autograd's graph: added by `PackedSavedTensor`, discarded when it dies, which
+        may be on any thread and in the midst of backward, so that nothing written in Python runs then."""
         self._counters = [parameter._version for parameter in self.parameters]
-        """torch's count of writes to each parameter, as of the last `note_changes`."""
+        """torch's count of writes to each parameter, as of the last `detect_writes`."""
         self._forms = [
             (slot.spec.dtype, (slot.spec.shape, slot.spec.stride, slot.offset_bytes // slot.spec.dtype.itemsize))
             for slot in layout.slots
@@ -173,12 +174,12 @@ class Unit:
         """Of each parameter, the dtype of its segment, and shape, strides and first element in the flat buffer as that dtype."""
         self._placeholders: list[torch.Tensor] = []
         """What the parameters hold while they are unbound: from the first time on, for good."""
-        self._twins: dict[int, torch.Tensor] = {}
-        """Slot index -> see `twin`; from its first use on, for good."""
-        self._twin_counters: dict[int, int] = {}
-        """As `_counters`, of the twins."""
-        self._handed_out: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        """Slot index -> views of the twin that somebody may still hold."""
+        self._data_aliases: dict[int, torch.Tensor] = {}
+        """Slot index -> see `data_alias`; from its first use on, for good."""
+        self._alias_counters: dict[int, int] = {}
+        """As `_counters`, of the `.data` aliases."""
+        self._data_views: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """Slot index -> views of the `.data` alias that somebody may still hold."""
 
     def __repr__(self) -> str:
         return f"Unit({self.index}, {self.name!r}, {len(self.parameters)} parameters, {self.layout.num_bytes} bytes)"
@@ -189,14 +190,14 @@ class Unit:
         return self.layout.num_bytes
 
     @property
-    def num_tokens(self) -> int:
+    def num_saved_tensors(self) -> int:
         """How many saved tensors of autograd stand for views of this unit."""
-        return len(self.token_references)
+        return len(self.saved_references)
 
-    def tokens(self) -> list[object]:
+    def saved_tensors(self) -> list[object]:
         """What stands for them."""
-        found = [reference() for reference in tuple(self.token_references)]
-        return [token for token in found if token is not None]
+        found = [reference() for reference in tuple(self.saved_references)]
+        return [saved for saved in found if saved is not None]
 
     # ------------------------------------------------------------------------------------------------- what is in memory
 
@@ -228,7 +229,7 @@ class Unit:
         self.arrival = arrival
 
     @moves(UNIT_MOVES)
-    def land(self) -> None:
+    def on_arrival(self) -> None:
         """The weights have arrived: somebody has waited for that."""
         self.arrival = None
 
@@ -272,13 +273,13 @@ class Unit:
         """Those inside the unit were cut off, and will not come back to end their use; gathered weights may stay in use."""
         self.num_active = len(self.gathered) if keeps_gathered else 0
 
-    def hold_for(self, gathered: object) -> None:
-        """The user wants the unit to stay bound until `let_go_of`."""
+    def hold_gathered(self, gathered: object) -> None:
+        """The user wants the unit to stay bound until `release_gathered`."""
         self.num_active += 1
         self.gathered.append(gathered)
 
-    def let_go_of(self, gathered: object) -> None:
-        """The counterpart of `hold_for`, also if that was cut off. Unbinds the unit if nobody else uses it."""
+    def release_gathered(self, gathered: object) -> None:
+        """The counterpart of `hold_gathered`, also if that was cut off. Unbinds the unit if nobody else uses it."""
         others = [other for other in self.gathered if other is not gathered]
         if len(others) < len(self.gathered):
             self.gathered = others
@@ -286,15 +287,15 @@ class Unit:
         if not self.num_active:
             self.unbind()
 
-    def settle(self) -> bool:
+    def unbind_unused(self) -> bool:
         """Unbind the unit if no module uses it. Returns whether no backward to come needs its present weights.
 
-        That is so when nothing that autograd has saved stands for them (tokens) or looks at them (plain views).
+        That is so when nothing that autograd has saved stands for them (packed saved tensors) or looks at them (plain views).
         """
         if self.num_active:
             return False
         self.unbind()
-        return self.num_tokens == 0 and (self.flat is None or not self.flat.has_views)
+        return self.num_saved_tensors == 0 and (self.flat is None or not self.flat.has_views)
 
     # ----------------------------------------------------------------------------------------------- views of its memory
 
@@ -338,50 +339,50 @@ class Unit:
         """Let the parameters look at the flat buffer, which must hold their weights."""
         if self.is_bound:
             return
-        self.note_changes()
+        self.detect_writes()
         base = self.memory
         of_dtype = {segment.dtype: base.view(segment.dtype) for segment in self.layout.segments}
         try:
             bind(self.parameters, [of_dtype[dtype].as_strided(*form) for dtype, form in self._forms])
-            for index, twin in self._twins.items():
-                set_plain_data(twin, self.view(base, self.layout.slots[index]))
+            for index, data_alias in self._data_aliases.items():
+                set_plain_data(data_alias, self.view(base, self.layout.slots[index]))
             self.is_bound = True
         except BaseException:  # all or none
             self._unbind()
             raise
 
     @outside_modes
-    def twin(self, slot: Slot) -> torch.Tensor:
+    def data_alias(self, slot: Slot) -> torch.Tensor:
         """A tensor that is bound to memory as the parameter is, with a version of its own. See `infinity.units.parameter`."""
-        twin = self._twins.get(slot.index)
-        if twin is None:
+        data_alias = self._data_aliases.get(slot.index)
+        if data_alias is None:
             parameter = self.parameters[slot.index]
             # Not a view: it would hold its base, and with that the memory.
-            twin = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            set_plain_data(twin, plain_data(parameter))
-            self._twin_counters[slot.index] = twin._version
-            self._twins[slot.index] = twin
-        return twin
+            data_alias = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            set_plain_data(data_alias, plain_data(parameter))
+            self._alias_counters[slot.index] = data_alias._version
+            self._data_aliases[slot.index] = data_alias
+        return data_alias
 
     @outside_modes
-    def hand_out(self, slot: Slot) -> torch.Tensor:
-        """A view of the parameter's twin, for the user: what ``.data`` gives."""
-        view = self.twin(slot).detach()
-        self.note_view(slot, view)
+    def data_view(self, slot: Slot) -> torch.Tensor:
+        """A view of the parameter's `.data` alias, for the user: what ``.data`` gives."""
+        view = self.data_alias(slot).detach()
+        self.on_view(slot, view)
         return view
 
-    def handed_out(self, slot: Slot) -> list[torch.Tensor]:
-        """The views that `hand_out` and `note_view` were called for, as far as anybody holds them."""
-        views = [reference() for reference in self._handed_out.get(slot.index, ())]
+    def data_views(self, slot: Slot) -> list[torch.Tensor]:
+        """The views that `data_view` and `on_view` were called for, as far as anybody holds them."""
+        views = [reference() for reference in self._data_views.get(slot.index, ())]
         return [view for view in views if view is not None]
 
-    def note_view(self, slot: Slot, view: torch.Tensor) -> None:
+    def on_view(self, slot: Slot, view: torch.Tensor) -> None:
         """The user has got this view of the parameter."""
-        known = self._handed_out.setdefault(slot.index, [])
+        known = self._data_views.setdefault(slot.index, [])
         known[:] = [reference for reference in known if reference() is not None]
         known.append(weakref.ref(view))
 
-    def note_changes(self) -> None:
+    def detect_writes(self) -> None:
         """Take note of what others than the engine have written, as far as torch's counters tell: see `dirty`."""
         with as_plain():
             counters = [*map(_version_of, self.parameters)]
@@ -389,33 +390,33 @@ class Unit:
             changed = [i for i, (a, b) in enumerate(zip(counters, self._counters, strict=True)) if a != b]
             self._counters = counters
             self.has_been_written = True
-            self.note_written(changed)
-        for index, twin in self._twins.items():
-            if twin._version != self._twin_counters[index]:
-                self._twin_counters[index] = twin._version
-                self.note_written([index])
+            self.on_write(changed)
+        for index, data_alias in self._data_aliases.items():
+            if data_alias._version != self._alias_counters[index]:
+                self._alias_counters[index] = data_alias._version
+                self.on_write([index])
 
     def bytes_of(self, slot: Slot) -> torch.Tensor:
         """The parameter's memory in the flat buffer, uint8."""
         return self.memory[slot.offset_bytes : slot.offset_bytes + slot.numel * slot.spec.dtype.itemsize]
 
-    def let_views_look_at(self, slot: Slot, values: torch.Tensor) -> None:
+    def redirect_views(self, slot: Slot, values: torch.Tensor) -> None:
         """What the user holds of a parameter shows ``values`` (its shape and strides) from now on."""
-        for view in self.handed_out(slot):
+        for view in self.data_views(slot):
             if isinstance(view, PagedView) and view.dtype == values.dtype:
                 place, start = view.place, slot.offset_bytes // values.dtype.itemsize
                 shown = values.as_strided(place.shape, place.stride, place.offset - start)
                 detach_view(view, with_lazy_bits(shown, place.bits))
 
-    def note_written(self, indices: Iterable[int]) -> None:
+    def on_write(self, indices: Iterable[int]) -> None:
         """The weights of these slots have been written to."""
         self.dirty.update(indices)
 
-    def keep_before(self, slot: Slot) -> None:
+    def save_before(self, slot: Slot) -> None:
         """The parameter may be written to from now on: see `before`."""
         self.before[slot.index] = self.weight(slot).clone()
 
-    def put_back(self) -> None:
+    def undo_writes(self) -> None:
         """Undo what was written, as far as it is known what was there `before`."""
         for index, values in self.before.items():
             self.weight(self.layout.slots[index]).copy_(values)
@@ -431,7 +432,7 @@ class Unit:
 
     def accept_changes(self) -> None:
         """What was written into the parameters so far has been stored."""
-        self.note_changes()
+        self.detect_writes()
         self.forget_changes()
 
     def outdate(self) -> None:
@@ -443,15 +444,15 @@ class Unit:
         """Take the flat buffer away from the parameters; views held by others keep it alive."""
         if not self.is_bound:
             return
-        self.note_changes()
+        self.detect_writes()
         self._unbind()
 
     def _unbind(self) -> None:
         if not self._placeholders:
             self._placeholders = [placeholder(p.dtype, p.device, p.shape) for p in self.parameters]
         unbind(self.parameters, self._placeholders)
-        for twin in self._twins.values():
-            empty(twin)
+        for data_alias in self._data_aliases.values():
+            empty(data_alias)
         self.is_bound = False
 
 

@@ -1,7 +1,7 @@
 """The update of one chunk in working memory: all of its slices by one call where a kernel takes them, else slice by slice.
 
-Knows a chunk's tensors and the optimizer's rule; must not know where chunks come from or go to. Main weights that are kept in two
-halves are joined, updated by torch and split again, block by block, where no kernel takes them as they are.
+Knows a chunk's tensors and the optimizer's rule; must not know where chunks come from or go to. Main weights that are split are
+joined, updated by torch and split again, block by block, where no kernel takes them as they are.
 
 [Note: one call a chunk] A chunk has as many slices as parameters lie in it, often hundreds. Handing each to torch costs 20 us
 and 40 Python calls. So what `FusedAdam` takes goes there as a table, one row for each slice, whose loop is compiled and holds no
@@ -23,8 +23,8 @@ from infinity.numerics.chunk_format import ChunkBuffer
 from infinity.numerics.state_codec import Noise, StateWindow
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.fused_adam import STATES, FusedAdam
-from infinity.optim.piece import PieceUpdater
-from infinity.units.layout import Chunk, Piece
+from infinity.optim.slice_updater import SliceUpdater
+from infinity.units.layout import Chunk, ParameterSlice
 from infinity.updates.job import ParameterState, UpdateJob
 
 _BLOCK_NUMEL = 1 << 18
@@ -32,15 +32,15 @@ _BLOCK_NUMEL = 1 << 18
 
 
 class _Table(NamedTuple):
-    """Where whole vectors of a chunk's pieces lie."""
+    """Where whole vectors of a chunk's slices lie."""
 
-    pieces: Sequence[Piece]
+    slices: Sequence[ParameterSlice]
     places: Sequence[tuple[int, int, int]]
     """First element in the chunk, number of elements, and slot index of each row."""
     where: npt.NDArray[np.int64]
     """The same."""
-    rest: Sequence[Piece]
-    """What is left of the pieces."""
+    rest: Sequence[ParameterSlice]
+    """What is left of the slices."""
 
 
 class _Numbers(NamedTuple):
@@ -73,19 +73,19 @@ class ChunkUpdater:
         states: (unit index, slot index) -> the parameter's scalars, as they were before the update.
         state_format: how states are stored.
         fused: a kernel with the bits of the optimizer's rule, for those groups that it `runs`; None if there is none.
-        has_halves: whether main weights are kept in two halves.
+        splits_main_weights: whether main weights are split (bf16 weight and 16-bit remainder).
     """
 
-    updater: PieceUpdater
+    updater: SliceUpdater
     states: Mapping[tuple[int, int], ParameterState]
     state_format: StateFormat = StateFormat.FP32
     fused: FusedAdam | None = None
     _: KW_ONLY
-    has_halves: bool = False
+    splits_main_weights: bool = False
 
     def __post_init__(self) -> None:
         self.mixes_elements = self.updater.mixes_elements
-        self.used_as_they_are = {torch.float32, torch.bfloat16} if self.has_halves else {torch.float32}
+        self.used_as_they_are = {torch.float32, torch.bfloat16} if self.splits_main_weights else {torch.float32}
         """Gradients of other dtypes are copied to fp32 before they are used."""
         self._window = StateWindow(self.state_format)
         is_fp32 = self.state_format is StateFormat.FP32
@@ -98,21 +98,21 @@ class ChunkUpdater:
 
     def update(self, job: UpdateJob, chunk: Chunk, workspace: ChunkBuffer) -> None:
         """Update what of the chunk has a gradient; ``job.advanced`` gets the parameters' states and scalars after it."""
-        pieces: Sequence[Piece] = chunk.pieces
+        slices: Sequence[ParameterSlice] = chunk.slices
         if not job.updates_all:
-            pieces = [piece for piece in pieces if piece.slot.index in job.slots]
-        if not pieces:
+            slices = [param_slice for param_slice in slices if param_slice.slot.index in job.slots]
+        if not slices:
             return
         dtype = job.gradients.dtype
         scratch = workspace.gradient if dtype == torch.float32 else workspace.landing(dtype)
-        gradient = job.gradients.of_chunk(chunk, pieces, scratch)
+        gradient = job.gradients.of_chunk(chunk, slices, scratch)
         if self.fused is not None and self._goes_at_once:
             if job.numbers is None:  # any worker: all of them find the same
                 job.numbers = self._numbers_of(job, self.fused)
             if job.numbers is not _TAKES_NOT_ALL:
-                pieces = self._update_at_once(self.fused, job, chunk, pieces, workspace, gradient)
-        for piece in pieces:
-            self._update_piece(job, piece, workspace, gradient)
+                slices = self._update_at_once(self.fused, job, chunk, slices, workspace, gradient)
+        for param_slice in slices:
+            self._update_slice(job, param_slice, workspace, gradient)
 
     def _numbers_of(self, job: UpdateJob, fused: FusedAdam) -> _Numbers:
         """What the kernel needs to know of each parameter of a job."""
@@ -138,16 +138,16 @@ class ChunkUpdater:
                 fresh.add(index)
         return _Numbers(np.array(values, dtype=np.float32), rows, after, fresh)
 
-    def _table_of(self, fused: FusedAdam, job: UpdateJob, chunk: Chunk, pieces: Sequence[Piece]) -> _Table:
-        """The whole vectors of the pieces. Kept: a layout stays."""
-        bodies = [piece.numel - piece.numel % fused.vector_numel for piece in pieces]
-        places = [(p.offset, body, p.slot.index) for p, body in zip(pieces, bodies, strict=True) if body]
+    def _table_of(self, fused: FusedAdam, job: UpdateJob, chunk: Chunk, slices: Sequence[ParameterSlice]) -> _Table:
+        """The whole vectors of the slices. Kept: a layout stays."""
+        bodies = [param_slice.numel - param_slice.numel % fused.vector_numel for param_slice in slices]
+        places = [(p.offset, body, p.slot.index) for p, body in zip(slices, bodies, strict=True) if body]
         rest = [
-            Piece(piece.slot, piece.start + body, piece.stop, piece.offset + body)
-            for piece, body in zip(pieces, bodies, strict=True)
-            if body < piece.numel
+            ParameterSlice(param_slice.slot, param_slice.start + body, param_slice.stop, param_slice.offset + body)
+            for param_slice, body in zip(slices, bodies, strict=True)
+            if body < param_slice.numel
         ]
-        table = _Table(pieces, places, np.array(places, dtype=np.int64).reshape(-1, 3), rest)
+        table = _Table(slices, places, np.array(places, dtype=np.int64).reshape(-1, 3), rest)
         if job.updates_all:
             self._tables[job.unit.index, chunk.index] = table
         return table
@@ -157,14 +157,14 @@ class ChunkUpdater:
         fused: FusedAdam,
         job: UpdateJob,
         chunk: Chunk,
-        pieces: Sequence[Piece],
+        slices: Sequence[ParameterSlice],
         workspace: ChunkBuffer,
         gradient: torch.Tensor,
-    ) -> Sequence[Piece]:
-        """Update whole vectors of each piece; returns what is left of them."""
+    ) -> Sequence[ParameterSlice]:
+        """Update whole vectors of each slice; returns what is left of them."""
         table = self._tables.get((job.unit.index, chunk.index))
-        if table is None or table.pieces is not pieces:
-            table = self._table_of(fused, job, chunk, pieces)
+        if table is None or table.slices is not slices:
+            table = self._table_of(fused, job, chunk, slices)
         numbers: _Numbers = job.numbers
         for start, numel, index in table.places:  # hundreds in a chunk: no call of Python in here
             if index in numbers.fresh:
@@ -176,23 +176,25 @@ class ChunkUpdater:
         fused.update_slices(main, workspace.remainder, gradient, workspace.states, table.where, which, numbers.values)
         return table.rest
 
-    def _update_piece(self, job: UpdateJob, piece: Piece, workspace: ChunkBuffer, gradients: torch.Tensor) -> None:
-        state = self.states[job.unit.index, piece.slot.index]
-        span = slice(piece.offset, piece.offset + piece.numel)
+    def _update_slice(
+        self, job: UpdateJob, param_slice: ParameterSlice, workspace: ChunkBuffer, gradients: torch.Tensor
+    ) -> None:
+        state = self.states[job.unit.index, param_slice.slot.index]
+        span = slice(param_slice.offset, param_slice.offset + param_slice.numel)
         gradient = gradients[span]
-        group = job.groups[piece.slot.index]
+        group = job.groups[param_slice.slot.index]
         stored = workspace.stored_states(workspace.states if state.names is None else state.names, span)
-        formed = piece.slot.spec.formed if self.mixes_elements else lambda values: values
+        formed = param_slice.slot.spec.formed if self.mixes_elements else lambda values: values
         present: tuple[str, ...] = ()
         scalars: dict[str, Any] = {}
 
         def noise(name: str, start: int) -> Noise:
-            return Noise.of(piece.slot.spec.fqn, name, state.num_updates + 1, piece.start + start)
+            return Noise.of(param_slice.slot.spec.fqn, name, state.num_updates + 1, param_slice.start + start)
 
-        for part, views in self._window.parts(stored, piece.numel, noise):
+        for part, views in self._window.parts(stored, param_slice.numel, noise):
             place = slice(span.start + part.start, span.start + part.stop)
             present, scalars = self._update_part(job, group, workspace, place, gradient[part], views, state, formed)
-        job.advanced[piece.slot.index] = present, scalars  # of all pieces the same
+        job.advanced[param_slice.slot.index] = present, scalars  # of all slices the same
 
     def _update_part(
         self,
@@ -223,7 +225,7 @@ class ChunkUpdater:
                 {name: views[name][:body] for name in STATES},
                 state.scalars,
             )
-        in_blocks = self.has_halves and gradient.device.type == "cpu" and not self.mixes_elements
+        in_blocks = self.splits_main_weights and gradient.device.type == "cpu" and not self.mixes_elements
         block_numel = _BLOCK_NUMEL if in_blocks else max(numel, 1)
         for start in range(body, numel, block_numel):
             part = slice(start, min(start + block_numel, numel))
@@ -243,7 +245,7 @@ class ChunkUpdater:
     def _opened(
         self, job: UpdateJob, workspace: ChunkBuffer, span: slice, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Main weight and gradient in fp32. The former is the workspace's own, or joined from two halves."""
+        """Main weight and gradient in fp32. The former is the workspace's own, or joined from model weight and remainder."""
         if workspace.main is not None:
             main, slope = workspace.main[span], gradient
             if gradient.dtype != torch.float32:
@@ -253,8 +255,8 @@ class ChunkUpdater:
             workspace.read_main(span, main)
             slope.copy_(gradient)
         if job.clip_coefficient is not None:
-            is_lent = slope is gradient and job.gradients.is_kept
-            slope = slope * job.clip_coefficient if is_lent else slope.mul_(job.clip_coefficient)
+            is_referenced = slope is gradient and job.gradients.is_kept
+            slope = slope * job.clip_coefficient if is_referenced else slope.mul_(job.clip_coefficient)
         return main, slope
 
     def _scratch(self, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,10 @@
 """One optimizer update of one unit, as the training thread and the update stream see it.
 
 [Note: who may touch a unit's weights]
-A job is created by the training thread, and only for a unit that no backward needs any more (`Unit.settle`). From
-then on the weights belong to the job until it is done: the pager waits for it before it opens or fetches the unit. If the
-unit is resident, the job writes its new weights into the flat buffer as well; if it is not, the pager may hand it an empty
-buffer until it begins (`attach`), and the job fills it. That saves reading what was just written.
+A job is created by the training thread, and only for a unit that no backward needs any more (`Unit.unbind_unused`). From
+then on the weights belong to the job until it is done: the coordinator waits for it before it opens or fetches the unit. If the
+unit is resident, the job writes its new weights into the flat buffer as well; if it is not, the coordinator may hand it an
+empty buffer until it begins (`attach`), and the job fills it. That saves reading what was just written.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class UpdateJob:
         *,
         is_held: bool = False,
         rank: int = 0,
-        is_share: bool = False,
+        is_shard: bool = False,
     ) -> None:
         """
         Args:
@@ -109,7 +109,7 @@ class UpdateJob:
             after: the gradients are complete at this point of the compute stream.
             is_held: wait with the job until somebody attaches a buffer or needs the unit, if one can be attached.
             rank: jobs of a lower one go first, those of one rank in the order of their submission.
-            is_share: other processes update other chunks, see `infinity.units.shares`.
+            is_shard: other processes update other chunks, see `infinity.units.shards`.
         """
         self.unit = unit
         self.gradients = gradients
@@ -120,21 +120,23 @@ class UpdateJob:
         segment = unit.layout.trainable
         self.updates_all = segment is not None and len(self.slots) == len(segment.slots)
         """Whether all trainable parameters of the unit are."""
-        self.chunks = [chunk for chunk in chunks if chunk.pieces]
+        self.chunks = [chunk for chunk in chunks if chunk.slices]
         if not self.updates_all:
-            self.chunks = [chunk for chunk in chunks if any(piece.slot.index in self.slots for piece in chunk.pieces)]
+            self.chunks = [
+                chunk for chunk in chunks if any(param_slice.slot.index in self.slots for param_slice in chunk.slices)
+            ]
         self.numbers: Any = None
         """What `ChunkUpdater` decides once for all of its chunks; None until a worker has asked."""
         self._weights: torch.Tensor | None = None
         """See `weights_of`; as long as there are workers that ask."""
         self.advanced: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
-        """Slot index -> the parameter's states and scalars after the update, from the end of its last piece on."""
+        """Slot index -> the parameter's states and scalars after the update, from the end of its last slice on."""
         self.flat = unit.flat
         self.flat_arrival: Arrival | None = unit.arrival
         """Weights still on their way into ``flat``; they must be there before the job writes over them."""
         self.flat_is_current = unit.flat is not None
         """Whether ``flat`` holds the present weights (else the job fills it)."""
-        is_whole = len(self.chunks) == len(chunks) and not is_share
+        is_whole = len(self.chunks) == len(chunks) and not is_shard
         self._covers_all = is_whole and segment is not None and len(unit.layout.segments) == 1
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._arriving = threading.Lock()
@@ -153,7 +155,7 @@ class UpdateJob:
         self._on_release: Callable[[], None] = lambda: None
         self.rank = rank
 
-    def tell(self, on_release: Callable[[], None]) -> None:
+    def add_release_callback(self, on_release: Callable[[], None]) -> None:
         """Call ``on_release``, from any thread, when the job is not held back any longer."""
         self._on_release = on_release
 

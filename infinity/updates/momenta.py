@@ -24,11 +24,11 @@ import torch
 
 from infinity.device.drive_tensors import write_out
 from infinity.distributed.collectives import Ranks
-from infinity.distributed.sign_compression import LeftOut, compressed_mean, server_numel
+from infinity.distributed.sign_compression import ErrorFeedback, compressed_mean, server_numel
 from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientBuffer
 from infinity.optim.groups import Groups
-from infinity.optim.template import Template
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.tiers.state_store import StateStore
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Unit
@@ -47,7 +47,7 @@ class CompressedMomenta:
         units: all units, by index.
         chunks: of each unit, all.
         records, states: where momenta and step counts are.
-        template: knows the groups.
+        wrapped_optimizer: knows the groups.
         ranks: all of them.
         await_update: returns when a unit has no pending update.
         zeros: makes fp32 memory, 1-D, for what is left out.
@@ -58,16 +58,16 @@ class CompressedMomenta:
     _: KW_ONLY
     records: StateStore
     states: dict[tuple[int, int], ParameterState]
-    template: Template
+    wrapped_optimizer: WrappedOptimizer
     ranks: Ranks
     await_update: Callable[[Unit], None]
     zeros: Callable[[int], torch.Tensor]
-    _left_out: dict[tuple[int, int], tuple[LeftOut, int]] = field(init=False, default_factory=dict)
+    _errors: dict[tuple[int, int], tuple[ErrorFeedback, int]] = field(init=False, default_factory=dict)
     """(unit index, slot index) -> what was left out, and the step count for which that is; see the module's note."""
 
     def is_active(self) -> bool:
         """Whether any parameter is past its warm-up. All ranks call it between the same steps, and get the same answer."""
-        freeze_step = min((group["freeze_step"] for group in self.template.param_groups), default=0)
+        freeze_step = min((group["freeze_step"] for group in self.wrapped_optimizer.param_groups), default=0)
         return any(
             self._step_of(unit, slot) >= freeze_step
             for unit in self.units
@@ -77,7 +77,7 @@ class CompressedMomenta:
 
     def is_due(self, new: Sequence[NewGradients]) -> bool:
         """Whether all of these that are in a group are past their warm-ups."""
-        groups = self.template.read()
+        groups = self.wrapped_optimizer.read()
         found = [
             self._step_of(each.unit, slot) >= group["freeze_step"]
             for each in new
@@ -92,7 +92,7 @@ class CompressedMomenta:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
         bits = int(norm.detach().cpu().float().view(torch.int32))
-        of_ranks = [found[0] for found in self.ranks.meet(f"norms of gradients in step {step}", [bits])]
+        of_ranks = [found[0] for found in self.ranks.all_gather_ints(f"norms of gradients in step {step}", [bits])]
         return torch.tensor(of_ranks, dtype=torch.int32, device="cpu").view(torch.float32).max()
 
     def exchange(
@@ -114,13 +114,13 @@ class CompressedMomenta:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
         what = f"exchanging momenta in step {step}"
-        if not self._left_out:
+        if not self._errors:
             num_bytes = sum(4 * slot.numel for each in new for slot in each.slots)
             logger.info(
                 "OneBitAdam: momenta are exchanged as signs from now on; what those leave out takes about %d MB on each rank",
                 num_bytes * (1 + self.ranks.num) // self.ranks.num // 1_000_000,
             )
-        groups = self.template.read()
+        groups = self.wrapped_optimizer.read()
         for each in new:
             beta1 = {slot: group["betas"][0] for slot, group in _grouped(each, groups)}
             gradients.replace(each, functools.partial(self._exchange_unit, what, each.unit, beta1, factor))
@@ -137,38 +137,38 @@ class CompressedMomenta:
     ) -> None:
         multiplier = factor(scale)
         for chunk in self.chunks[unit.index]:
-            pieces = [piece for piece in chunk.pieces if piece.slot in beta1]
-            if not pieces:
+            slices = [param_slice for param_slice in chunk.slices if param_slice.slot in beta1]
+            if not slices:
                 continue
             lease = self.records.open(unit, chunk, is_blocking=True, needs_scratch=False)
             if lease is None:
                 raise RuntimeError("a blocking lease gave nothing")
             try:
                 lease.wait()
-                for piece in pieces:
-                    start = piece.slot.start + piece.start
-                    gradient = buffer.values[start : start + piece.numel]
+                for param_slice in slices:
+                    start = param_slice.slot.start + param_slice.start
+                    gradient = buffer.values[start : start + param_slice.numel]
                     if multiplier is not None:
                         gradient.mul_(multiplier.cpu())
                     momentum = torch.empty_like(gradient)
-                    span = slice(piece.offset, piece.offset + piece.numel)
+                    span = slice(param_slice.offset, param_slice.offset + param_slice.numel)
                     lease.workspace.read_state(_MOMENTUM, span, momentum)
-                    torch.lerp(momentum, gradient, 1 - beta1[piece.slot], out=gradient)
+                    torch.lerp(momentum, gradient, 1 - beta1[param_slice.slot], out=gradient)
             finally:
                 lease.discard()
         values = [buffer.values[slot.start : slot.stop] for slot in beta1]
-        compressed_mean(self.ranks, what, values, [self._take_left_out(unit, slot) for slot in beta1], kind=_KIND)
+        compressed_mean(self.ranks, what, values, [self._error_of(unit, slot) for slot in beta1], kind=_KIND)
 
-    def _take_left_out(self, unit: Unit, slot: Slot) -> LeftOut:
+    def _error_of(self, unit: Unit, slot: Slot) -> ErrorFeedback:
         key, count = (unit.index, slot.index), self._step_of(unit, slot)
-        left_out, known = self._left_out.get(key, (None, -1))
-        if left_out is None:
-            left_out = LeftOut(self.zeros(slot.numel), self.zeros(server_numel(slot.numel, self.ranks)))
+        errors, known = self._errors.get(key, (None, -1))
+        if errors is None:
+            errors = ErrorFeedback(self.zeros(slot.numel), self.zeros(server_numel(slot.numel, self.ranks)))
         elif known != count:
-            left_out.worker.zero_()
-            left_out.server.zero_()
-        self._left_out[key] = left_out, count + 1
-        return left_out
+            errors.worker.zero_()
+            errors.server.zero_()
+        self._errors[key] = errors, count + 1
+        return errors
 
     def _step_of(self, unit: Unit, slot: Slot) -> int:
         self.await_update(unit)

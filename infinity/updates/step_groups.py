@@ -23,8 +23,8 @@ from infinity.errors import ModelError
 from infinity.gradients.norms import ParameterNorm, is_part
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.groups import Groups, Members
-from infinity.optim.piece import PieceUpdater
-from infinity.optim.template import Template
+from infinity.optim.slice_updater import SliceUpdater
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 from infinity.paging.parameter_map import ParameterMap
 from infinity.threads.frames import callers
 from infinity.torch_internals.names import as_plain, functional_call
@@ -43,7 +43,7 @@ class StepGroups:
     """Reads the groups, and refuses what cannot be trained as torch would, before anything is changed.
 
     Args:
-        parameter_map, template, updater: whom it works with.
+        parameter_map, wrapped_optimizer, updater: whom it works with.
         names_of: a unit -> names of the per-element states that its records have room for.
         states: of parameters that have room for one, by (unit index, slot index).
         await_update: returns when no update of a unit is pending.
@@ -51,8 +51,8 @@ class StepGroups:
     """
 
     parameter_map: ParameterMap
-    template: Template
-    updater: PieceUpdater
+    wrapped_optimizer: WrappedOptimizer
+    updater: SliceUpdater
     names_of: Callable[[Unit], Sequence[str]]
     states: Mapping[tuple[int, int], ParameterState]
     await_update: Callable[[Unit], None]
@@ -80,7 +80,7 @@ class StepGroups:
             OptimizerNotPageableError: the hyperparameters make the optimizer mix elements, or an attribute of it was
                 changed.
         """
-        groups = self.template.read()
+        groups = self.wrapped_optimizer.read()
         self.updater.check_attributes()
         self._check_thawed(groups)
         self._check_states(groups)
@@ -97,7 +97,7 @@ class StepGroups:
         """Numbers, words and members of the groups, by name, and the optimizer: what has to be the same on all ranks."""
         indices = [*map(groups.members.index_of.get, map(id, self._trainable))]
         found = {
-            "the optimizer": type(self.template.optimizer).__qualname__,
+            "the optimizer": type(self.wrapped_optimizer.optimizer).__qualname__,
             "the number of groups": str(len(groups.values)),
             "the group of each parameter (a checksum)": f"{zlib.crc32(repr(indices).encode()):08x}",
         }
@@ -128,7 +128,7 @@ class StepGroups:
             thawed = [parameter for parameter in self._frozen if parameter.requires_grad]
         for parameter in thawed:
             if groups.index_of(parameter) is not None:
-                fqn = self.template.fqn(parameter)
+                fqn = self.wrapped_optimizer.fqn(parameter)
                 raise ModelError.unprepared(
                     fqn,
                     "was frozen, and in no group or in an adapter's base, when infinity.initialize took the model over, so "
@@ -216,7 +216,7 @@ class StepGroups:
 
     def ungrouped(self) -> frozenset[tuple[int, int]]:
         """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
-        members = self.template.members().index_of
+        members = self.wrapped_optimizer.members().index_of
         return frozenset(
             (unit.index, slot.index)
             for unit in self.parameter_map.units
@@ -235,7 +235,7 @@ class StepGroups:
         parameters: list[torch.Tensor] = [units[unit].parameters[slot] for unit, slot in updated]
         parameters += [parameter for parameter in self.loose.present() if parameter.grad is not None]
         with_gradient = {*map(groups.members.index_of.get, map(id, parameters))}
-        for index, (group, values) in enumerate(zip(self.template.param_groups, groups.values, strict=True)):
+        for index, (group, values) in enumerate(zip(self.wrapped_optimizer.param_groups, groups.values, strict=True)):
             group.update(self.updater.advanced(values, has_gradient=index in with_gradient))
 
     def norms_in_order(

@@ -27,14 +27,14 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.host_memory import HeapTrimmer
 from infinity.distributed.meshes import Mesh
 from infinity.errors import StepError
-from infinity.gradients.gradient_exchange import ShareUpdates
+from infinity.gradients.gradient_exchange import ShardUpdates
 from infinity.gradients.norms import clip_coefficient, norm_of_model
 from infinity.gradients.rank_checks import check_all_held, check_same, check_same_groups, digest
 from infinity.gradients.reducer import NewGradients, ReducedGradients
 from infinity.gradients.sources import GradientSource
 from infinity.optim.classes import IS_MOMENTUM
 from infinity.optim.groups import Groups
-from infinity.paging.residency import Residency
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.tiers.weight_exchange import WeightExchange
 from infinity.units.layout import Chunk, Slot
 from infinity.units.unit import Unit
@@ -71,7 +71,7 @@ class Stepper:
         units: all units, by index.
         chunks: of each unit, those that are updated here.
         rules: how a step goes.
-        device, residency, gradients, stream, step_groups: whom it works with.
+        device, parameter_cache, gradients, stream, step_groups: whom it works with.
         trimmer: gives memory back between two updates; None: that is not needed.
         exchange: brings the weights that are updated elsewhere.
         mesh: who has which part of the model.
@@ -85,7 +85,7 @@ class Stepper:
     rules: StepRules
     _: KW_ONLY
     device: ComputeDevice
-    residency: Residency
+    parameter_cache: ParameterCache
     trimmer: HeapTrimmer | None
     gradients: ReducedGradients
     stream: UpdateStream
@@ -110,8 +110,8 @@ class Stepper:
     _has_warned: bool = field(init=False, default=False)
     updated: set[int] = field(init=False, default_factory=set)
     """Units whose update in the present step was asked for, or left to their means: in its backward, or in `apply`."""
-    _updated_shares: list[Unit] = field(init=False, default_factory=list)
-    """Of which this rank's share is updated in the present step's backward, as all ranks have agreed, in their order."""
+    _updated_shards: list[Unit] = field(init=False, default_factory=list)
+    """Of which this rank's shard is updated in the present step's backward, as all ranks have agreed, in their order."""
     grad_norm: torch.Tensor | None = field(init=False, default=None)
     """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
     applied_norm: torch.Tensor | None = field(init=False, default=None)
@@ -121,10 +121,10 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.scaler = self.gradients.scaler
-        self._clock = self.residency.clock
-        self._is_divided = self.exchange.shares.is_divided
+        self._clock = self.parameter_cache.clock
+        self._is_divided = self.exchange.shards.is_divided
         """Whether other ranks update parts of each unit."""
-        self._share_updates = ShareUpdates(self._let_others_update, self._update_share)
+        self._shard_updates = ShardUpdates(self._pause_fetches, self._update_shard)
         self.exchanges_momenta = self.momenta is not None
 
     @property
@@ -135,7 +135,7 @@ class Stepper:
     @property
     def _goes_by_rank(self) -> bool:
         """See [Note: the order of updates]."""
-        return self.residency.holds_all and not self._is_divided
+        return self.parameter_cache.holds_all and not self._is_divided
 
     @property
     def updates_all_in_backward(self) -> bool:
@@ -154,13 +154,13 @@ class Stepper:
         """The last ``engine.backward`` of a step begins. ``updates_now``: `deliver` may be told to update units."""
         if not (self.rules.updates_in_backward and self._goes_by_rank):  # else their order depends on how fast each is
             self.stream.expect_again()
-        told = 0
+        number = 0
         if updates_now and self._is_divided and not self.step_groups.loose.present():
             self._groups = self.step_groups.begin()
-            told = digest(self.step_groups.described(self._groups))
-        self._share_updates.begin(told)
-        if not self.gradients.begin_means(step, self._share_updates if told else None):
-            self._share_updates.end()
+            number = digest(self.step_groups.described(self._groups))
+        self._shard_updates.begin(number)
+        if not self.gradients.begin_means(step, self._shard_updates if number else None):
+            self._shard_updates.end()
 
     def deliver(self, unit: Unit, gradients: dict[Slot, torch.Tensor], *, updates_now: bool) -> None:
         """Gradients of a micro-batch, whole per parameter; they belong to the stepper from now on.
@@ -170,16 +170,16 @@ class Stepper:
             gradients: of some or all of its parameters.
             updates_now: update the unit, as soon as no backward needs its weights any more.
         """
-        self.residency.await_update(unit)  # an earlier one may still read the unit's gradient memory
+        self.parameter_cache.await_update(unit)  # an earlier one may still read the unit's gradient memory
         if not updates_now or self._is_divided:
             if self._are_kept_unclipped and not self._has_warned:
                 self._warn_of_unclipped(unit)
             self.gradients.add(unit, gradients)
             if updates_now:
-                self._leave_to_mean(unit)
+                self._update_when_reduced(unit)
             return
         self._waiting.append((unit, self.gradients.send_ahead(unit, gradients)))
-        self._update_waiting(only_settled=True)
+        self._update_waiting(only_consistent=True)
 
     def _warn_of_unclipped(self, unit: Unit) -> None:
         if self.gradients.slots_with_gradient(unit):
@@ -192,38 +192,38 @@ class Stepper:
 
     def finish_backward(self, *, updates_now: bool) -> None:
         """Backward has ended: update what waited for it, and, if ``updates_now``, all else that has a gradient."""
-        self._update_waiting(only_settled=False)
+        self._update_waiting(only_consistent=False)
         if updates_now:
             for unit in self.units:
                 if unit.index in self.updated or not self.gradients.slots_with_gradient(unit):
                     continue
                 if self._is_divided:
-                    self._leave_to_mean(unit)
+                    self._update_when_reduced(unit)
                     continue
-                self.residency.prepare_update(unit)
+                self.parameter_cache.prepare_update(unit)
                 self._waiting.append((unit, {}))
-            self._update_waiting(only_settled=False)
+            self._update_waiting(only_consistent=False)
 
-    def _leave_to_mean(self, unit: Unit) -> None:
-        """This rank's share is updated when the mean of it is there; see [Note: updates of shares]."""
-        if self._share_updates.digest:
+    def _update_when_reduced(self, unit: Unit) -> None:
+        """This rank's shard is updated when the mean of it is there; see [Note: updates of shards]."""
+        if self._shard_updates.digest:
             slots = self.gradients.slots_with_gradient(unit)
-            self._share_updates.leave(unit, slots)
+            self._shard_updates.add(unit, slots)
             self.used_up.update((unit.index, slot.index) for slot in slots)
             self.updated.add(unit.index)
             self._pause()
 
-    def _update_share(self, unit: Unit, source: GradientSource, scale: float) -> None:
-        self._updated_shares.append(unit)
-        self.residency.prepare_update(unit)
+    def _update_shard(self, unit: Unit, source: GradientSource, scale: float) -> None:
+        self._updated_shards.append(unit)
+        self.parameter_cache.prepare_update(unit)
         self._submit(unit, source, self._factor(None, scale))
 
-    def _update_waiting(self, *, only_settled: bool) -> None:
+    def _update_waiting(self, *, only_consistent: bool) -> None:
         waiting, self._waiting = self._waiting, []
         for place, (unit, gradients) in enumerate(waiting):
-            if not only_settled or (self.gradients.have_arrived(unit) and unit.settle()):
-                self.residency.await_update(unit)
-                source = self.gradients.hand_over(unit, gradients, self._norms)
+            if not only_consistent or (self.gradients.have_arrived(unit) and unit.unbind_unused()):
+                self.parameter_cache.await_update(unit)
+                source = self.gradients.add_for_update(unit, gradients, self._norms)
                 self.used_up.update((unit.index, slot.index) for slot in source.slots())
                 gradients.clear()
                 try:
@@ -257,7 +257,7 @@ class Stepper:
         if are_momenta:
             groups = {index: {**group, IS_MOMENTUM: True} for index, group in groups.items()}
         if not unit.num_active:
-            self.residency.store_changes(unit)
+            self.parameter_cache.store_changes(unit)
         is_seen = unit.flat is not None and unit.flat.has_views
         rank = self._rank_of(unit) if self._goes_by_rank else 0
         job = UpdateJob(
@@ -269,13 +269,13 @@ class Stepper:
             self.device.mark(),
             is_held=is_held,
             rank=rank,
-            is_share=self._is_divided,
+            is_shard=self._is_divided,
         )
         unit.count_update(groups)
         unit.begin_update(job)
         try:
             if self.rules.updates_in_backward:  # once it is submitted, it may be too late
-                self.residency.attach_wanted(unit)
+                self.parameter_cache.attach_wanted(unit)
             self.stream.submit(job)
         except BaseException as error:
             if not self.stream.has(job):  # else it was queued, and an interrupt came after that
@@ -283,8 +283,8 @@ class Stepper:
                 job.finish(error)
                 unit.end_update()
             raise
-        if source.is_lent or is_seen:  # somebody looks at gradients or weights, and may at any time
-            self.residency.await_update(unit)
+        if source.is_referenced or is_seen:  # somebody looks at gradients or weights, and may at any time
+            self.parameter_cache.await_update(unit)
 
     def apply(self, step: int, *, keeps: bool = False) -> None:
         """The rest of the step: whatever has a gradient and was not updated in backward.
@@ -325,7 +325,7 @@ class Stepper:
         check_same_groups(self.mesh.data, functools.partial(self.step_groups.described, groups), step)
         scale = self._common_scale(with_gradients)
         for unit in with_gradients:
-            self._let_others_update(unit)
+            self._pause_fetches(unit)
         norms = self.step_groups.norms_in_order(self._norms, scale / self.scaler.scale, is_divided=self.mesh.is_divided)
         norm = norm_of_model(self.mesh, norms, scale * self._divisor, step)
         if self.momenta is None or momenta is None:
@@ -336,7 +336,7 @@ class Stepper:
         self.is_skipped = self.rules.checks_overflow and not bool(torch.isfinite(self.grad_norm))
         if self.is_skipped:
             self.clear()
-            self.residency.pump()
+            self.parameter_cache.pump()
             return
         self.applied_norm = self.grad_norm
         coefficient = None
@@ -347,10 +347,10 @@ class Stepper:
             self.momenta.exchange(self.gradients, momenta, functools.partial(self._factor, coefficient), step)
             coefficient, self._divisor = None, 1
             with_gradients = [unit for unit in self._in_forward_order() if self.gradients.slots_with_gradient(unit)]
-        is_held = self.residency.fills and not was_in_backward and self.rules.update != "step"
+        is_held = self.parameter_cache.fills and not was_in_backward and self.rules.update != "step"
         self.step_groups.loose.update(groups, self._factor(coefficient, self.scaler.scale))
         for unit in with_gradients:
-            self.residency.prepare_update(unit)
+            self.parameter_cache.prepare_update(unit)
             factor = self._factor(coefficient, self.gradients.scale_of(unit)) if momenta is None else None
             source = self.gradients.source(unit, keeps=keeps)
             self._submit(unit, source, factor, is_held=is_held, are_momenta=momenta is not None)
@@ -363,28 +363,28 @@ class Stepper:
             with self._clock.waiting("update"):
                 self.stream.drain()
         if not was_in_backward or self._is_divided:
-            self.residency.pump()
+            self.parameter_cache.pump()
 
-    def _let_others_update(self, unit: Unit) -> None:
+    def _pause_fetches(self, unit: Unit) -> None:
         """Of weights that ranks keep in parts nothing is fetched from here on; see [Note: changing divided weights]."""
         if not self.exchange.divides(unit):
             return
-        with self.residency.lock:
-            self.residency.closed.add(unit.index)
+        with self.parameter_cache.lock:
+            self.parameter_cache.closed.add(unit.index)
             if self._is_in_use(unit):
                 self.exchange.await_fetch(unit)
-            elif not self.residency.holds_all:
-                self.residency.evict(unit)
+            elif not self.parameter_cache.holds_all:
+                self.parameter_cache.evict(unit)
             elif unit.flat is not None:  # nobody needs the room, and the update reads from there
-                self.residency.quiesce(unit)
+                self.parameter_cache.quiesce(unit)
 
     def _page_out_changed(self, but: Collection[Unit] = ()) -> None:
         """Page out what was left to its update: it may have this rank's new weights, and others' old ones."""
-        for unit in (self.units[index] for index in sorted(self.residency.closed)):
-            self.residency.await_update(unit)
-            with self.residency.lock:
+        for unit in (self.units[index] for index in sorted(self.parameter_cache.closed)):
+            self.parameter_cache.await_update(unit)
+            with self.parameter_cache.lock:
                 if unit not in but and not self._is_in_use(unit):
-                    self.residency.evict(unit)
+                    self.parameter_cache.evict(unit)
 
     def _is_in_use(self, unit: Unit) -> bool:
         """Whether somebody may look at the unit's buffer, however it changes."""
@@ -396,12 +396,12 @@ class Stepper:
         """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
         # In the order of their updates, as far as there is one that all ranks know.
         others = (unit for unit in self.units if unit.index in self.updated)
-        updated = list(dict.fromkeys([*self._updated_shares, *others]))
+        updated = list(dict.fromkeys([*self._updated_shards, *others]))
         divided = [unit for unit in updated if self.exchange.divides(unit)]
         with self._clock.waiting("ranks"):
             kept = self.exchange.kept_by_all(divided)
         for unit in updated:
-            self.residency.await_update(unit)
+            self.parameter_cache.await_update(unit)
             with self._clock.waiting("ranks"):
                 if unit in kept:
                     self.exchange.gather_in_memory(unit)
@@ -430,11 +430,11 @@ class Stepper:
     def _rank_of(self, unit: Unit) -> int:
         """The unit's place in the next forward."""
         if not self._ranks:
-            self._ranks = {index: rank for rank, index in enumerate(self.residency.forward_order())}
+            self._ranks = {index: rank for rank, index in enumerate(self.parameter_cache.forward_order())}
         return self._ranks[unit.index]
 
     def _in_forward_order(self) -> list[Unit]:
-        return [self.units[index] for index in self.residency.forward_order()]
+        return [self.units[index] for index in self.parameter_cache.forward_order()]
 
     def _check_groups_unchanged(self, step: int) -> None:
         changed = self.step_groups.read().changed_since(self._groups) if self._groups is not None else []
@@ -454,11 +454,11 @@ class Stepper:
         self._groups = None
         self._divisor = 1
         self.updated.clear()
-        self._updated_shares.clear()
+        self._updated_shards.clear()
         self.used_up.clear()
         self._waiting.clear()
-        self._share_updates.end()
-        self.residency.closed.clear()
+        self._shard_updates.end()
+        self.parameter_cache.closed.clear()
 
     def clear(self, kept: Collection[tuple[int, int]] = ()) -> None:
         """Forget the present step and all gradients, but for those ``kept``, by (unit index, slot index)."""
@@ -467,20 +467,20 @@ class Stepper:
         self.gradients.clear(kept)
 
     def abandon(self) -> None:
-        """As `clear`. If the last backward of the present step has begun, in which shares are updated, all ranks come here: they
-        update the same of them, and gather the weights.
+        """As `clear`. If the last backward of the present step has begun, in which shards are updated, all ranks come here:
+        they update the same of them, and gather the weights.
 
         Raises:
             RankError: another rank has ended, does not come, or is elsewhere.
         """
-        has_begun = self._share_updates.digest != 0
+        has_begun = self._shard_updates.digest != 0
         if has_begun:
             self.gradients.end_updates()
         self._page_out_changed()
         self.clear()
         if has_begun:
             for unit in self.units:
-                self.residency.await_update(unit)
+                self.parameter_cache.await_update(unit)
             with self._clock.waiting("ranks"):
                 self.exchange.gather(self.units)
 

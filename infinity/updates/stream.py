@@ -6,12 +6,12 @@ Knows jobs, chunks and working memory; must not know modules or autograd.
 Several threads run the same loop: start the reads of the next chunks, take the first that nobody has, update it. Reads are
 started, and chunks taken and retired, in the order of the jobs; only the computing goes on side by side, each chunk on one
 thread. What a parameter keeps once (its step count) stays that of before until the job's last chunk is retired, so it does
-not matter which piece comes first, and any number of workers gives the same bits. When one fails, the others end after the
+not matter which chunk comes first, and any number of workers gives the same bits. When one fails, the others end after the
 chunk in hand, and the last to end tells everybody: until then somebody may still write into a unit.
 
 [Note: before the gradients] A step mostly updates what the step before has, in the same order. So when gradients are soon to
 come, and no job waits, records are read in that order. That is a guess, and never more: whoever opens a chunk gets what is
-stored, and a page that he waits for.
+stored, and a staging buffer that he waits for.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from swapper.sync.interrupts import POLL_SECONDS
 from swapper.sync.limits import start_threads
 
 _MOST_AHEAD = 32
-"""Chunks at a time that take working memory, where no pages limit them. Each worker may have two, one of them on its way to
-the device."""
+"""Chunks at a time that take working memory, where no staging buffers limit them. Each worker may have two, one of them on its
+way to the device."""
 _MOST_IN_WINDOW = 256
 """With those that are in memory and are passed over, so that reads of what comes behind them begin early. What is in the window
 cannot be overtaken any more."""
@@ -91,7 +91,7 @@ class _ExpectedUpdates:
         """Gradients are soon to come. From any thread."""
         self.are_due = True
 
-    def note(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
+    def on_update(self, unit: Unit, chunks: Sequence[Chunk]) -> None:
         """The update of these chunks begins."""
         self.left.pop(unit, None)
         self._noted[unit] = chunks
@@ -100,7 +100,7 @@ class _ExpectedUpdates:
         """What was noted since the last time will be again."""
         self.are_due = False
         if self._noted:  # else the step between was skipped, and what was expected for it still is
-            self._records.forget_ahead()
+            self._records.drop_read_ahead()
             self.left = {unit: deque(chunks) for unit, chunks in self._noted.items()}
             self._noted = {}
 
@@ -142,7 +142,7 @@ class UpdateStream:
         self._weights = weights
         self._updater = updater
         self._device = device
-        self._is_apart = not device.shares_host_memory
+        self._is_apart = not device.uses_host_memory
         """Whether the device has memory of its own, and works while the host goes on."""
         self._fetches_coefficients = self._is_apart and not records.is_on_device
         self._states = states
@@ -188,7 +188,7 @@ class UpdateStream:
 
     def submit(self, job: UpdateJob) -> None:
         """Queue a job."""
-        job.tell(self._work.ring)
+        job.add_release_callback(self._work.ring)
         with self._lock:
             if self._error is not None:
                 job.finish(self._error)
@@ -268,7 +268,7 @@ class UpdateStream:
         current: UpdateJob | None = None
         """The job for which this thread is prepared."""
         while not self._is_stopping:
-            item = self._take_item(waits=before is None)
+            item = self._next_item(waits=before is None)
             if item is not None:
                 if item.job is not current:
                     self._prepare(item.job)
@@ -281,7 +281,7 @@ class UpdateStream:
                 self._retire(before)
                 before = None
 
-    def _take_item(self, *, waits: bool) -> _Item | None:
+    def _next_item(self, *, waits: bool) -> _Item | None:
         """The first chunk that nobody has; None if there is none now and the caller does not wait, or at the end."""
         while not self._is_stopping:
             with self._order:
@@ -332,7 +332,7 @@ class UpdateStream:
             workspace.cast_main()
         if flat is not None:
             item.upload = self._device.upload(flat, workspace.weight, job.after)
-        if self._weights is not None and not job.unit.stays_resident:
+        if self._weights is not None and not job.unit.is_persistent:
             self._write_weights(self._weights, item)
         end = time.perf_counter()
         self._spans.append((begin, end))
@@ -361,10 +361,10 @@ class UpdateStream:
                 if first.is_last:
                     self._finish(first.job)
                 else:
-                    first.job.gradients.note_used(first.chunk)
+                    first.job.gradients.on_used(first.chunk)
 
     def _fill(self) -> None:
-        """Start the reads of the next chunks while there are pages; the first one waits for a page."""
+        """Start the reads of the next chunks while there are staging buffers; the first one waits for a staging buffer."""
         while not self._is_stopping:
             if self._expected.are_due:
                 self._expected.begin()
@@ -382,11 +382,11 @@ class UpdateStream:
                 return
             saver = self._saver
             if saver is not None and not saver.wait_for(job.unit, 0 if self._window else POLL_SECONDS):
-                if self._window:  # it may need the pages that those hold
+                if self._window:  # it may need the staging buffers that those hold
                     return
                 continue
             gradients = job.gradients
-            weight = self._weight_in_place(job, chunk) if job.unit.stays_resident else None
+            weight = self._weight_in_place(job, chunk) if job.unit.is_persistent else None
             lease = self._records.open(
                 job.unit,
                 chunk,
@@ -439,7 +439,7 @@ class UpdateStream:
                 if not job.has_begun and job.unit is first.unit:  # updates of one unit keep their order
                     break
             job.begin()
-            self._expected.note(job.unit, job.chunks)
+            self._expected.on_update(job.unit, job.chunks)
             if not job.chunks:
                 self._finish(job)
                 continue

@@ -1,6 +1,6 @@
-"""The vertical schedule: all micro-batches of a step go through a unit before it is let go.
+"""The vertical schedule: all micro-batches of a step go through a unit before it is released.
 
-    forward     glue    unit 1  glue    unit 2   ...  glue + loss
+    forward     graph   unit 1  graph   unit 2   ...  graph + loss
     batch 0     0 ───┐  4 ───┐  8 ───┐  ...           loss, and its gradient at once
     batch 1     1    │  5    │  9    │                ...
     batch 2     2    │  6    │ 10    │
@@ -8,5 +8,5 @@
     backward: the same table from right to left, each unit computed once more per micro-batch
 
 `VerticalSchedule` runs steps like that. A step is read in this order: `schedule` -> `step` -> `microbatch` (its thread:
-`handoff`) -> `call` (one block, computed twice) and `glue` (the graph between blocks).
+`handoff`) -> `call` (one block, computed twice) and `graph` (the graph between blocks).
 """

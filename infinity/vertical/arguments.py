@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from infinity.activations.refusal import Refusal
+from infinity.activations.unsupported import UnsupportedSchedule
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, type, nn.Module, torch.dtype, torch.device)
 """What carries no gradient, or is not looked into."""
@@ -64,22 +64,22 @@ class Tree:
         """
         self.tensors: list[torch.Tensor] = []
         self._places: dict[int, _Place] = {}
-        self._form = tree_map(self._take_apart, value, is_leaf=_is_size)
+        self._form = tree_map(self._flatten, value, is_leaf=_is_size)
 
-    def _take_apart(self, leaf: Any) -> Any:
+    def _flatten(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             if id(leaf) not in self._places:
                 self._places[id(leaf)] = _Place(len(self.tensors))
                 self.tensors.append(leaf)
             return self._places[id(leaf)]
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            return _Fields(leaf, self._take_apart)
+            return _Fields(leaf, self._flatten)
         if any(tensor.requires_grad for tensor in _tensors_inside(leaf)):
-            raise Refusal(f"a block is given a {type(leaf).__name__} that carries gradients")
+            raise UnsupportedSchedule(f"a block is given a {type(leaf).__name__} that carries gradients")
         return leaf
 
     def forget(self) -> None:
-        """Let go of the tensors; only the form is left."""
+        """Release the tensors; only the form is left."""
         self.tensors.clear()
         self._places.clear()
 

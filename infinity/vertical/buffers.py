@@ -30,7 +30,7 @@ class BlockBuffers:
         self.are_written = False
         """Whether a forward has been seen to change them."""
 
-    def note_written(self) -> None:
+    def on_write(self) -> None:
         """A forward has changed them."""
         self.are_written = True
 

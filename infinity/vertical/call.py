@@ -5,15 +5,16 @@ In a vertical step a unit's weights have to come twice, whatever the number of m
 it, and once for all their backwards. Two blocks and two micro-batches compute 1 1 2 2, and backward 2 2 1 1 once more. Between
 those, nothing of the inside of a call may be left: its activations would fill the memory that the weights have left.
 
-    forward     inputs -> kept (`Boundary`), detached -> `Entered` -> the module -> results -> detached -> `Returned` -> caller
+    forward     inputs -> kept (`ActivationCheckpoints`), detached -> `Entered` -> the module -> results -> detached ->
+    `Returned` -> caller
     backward    kept -> leaves -> the module again -> results <- gradients that `Returned` has received
                 what has come for the inputs from later calls -> the leaves' sums, which begin with it, as in autograd
-                gradients of the leaves -> to the edges where the inputs came from (see [Note: glue] in
-                ``infinity.vertical.glue``); gradients of the parameters -> accumulated, as ever
+                gradients of the leaves -> to the edges where the inputs came from (see [Note: inter-block graph] in
+                ``infinity.vertical.inter_block_graph``); gradients of the parameters -> accumulated, as ever
 
 Both times the module sees what it would see in plain torch: the same values, gradient mode, autocast, random numbers and
 buffers. Then both have the same bits, and the gradients are those of the first. What
-must hold is looked at, and raises `Refusal` before anything has been updated:
+must hold is looked at, and raises `UnsupportedSchedule` before anything has been updated:
   * nothing outlives the call but what it returns: all that autograd saved inside keeps a `_Trail` alive, and the trail has to
     be gone, after garbage was collected if need be;
   * inputs are not written to (`Entered` makes them no leaves, so that it can be tried, and is seen), results are no views of
@@ -35,9 +36,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from infinity.activations.boundary import Boundary, Kept
+from infinity.activations.activation_checkpoints import ActivationCheckpoint, ActivationCheckpoints
 from infinity.activations.caches import without_caches
-from infinity.activations.refusal import Refusal
+from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
 from infinity.paging.saved_tensors import is_saved_otherwise
 from infinity.torch_internals.names import has_transforms, version_of
@@ -118,16 +119,16 @@ class BlockCall:
     """Its forward."""
     micro_batch: int
     """The number of the micro-batch."""
-    _boundary: Boundary
+    _checkpoints: ActivationCheckpoints
     """Keeps the inputs."""
     _device: ComputeDevice
     """The compute device."""
     is_trial: bool
     """Look closely at everything that might differ the second time."""
     _tree: Tree | None = None
-    _inputs: list[Kept | nn.Parameter] = field(default_factory=list)
+    _inputs: list[ActivationCheckpoint | nn.Parameter] = field(default_factory=list)
     _edges: list[Edge | None] = field(default_factory=list)
-    _untold_edges: list[Edge] = field(default_factory=list)
+    _unreported_edges: list[Edge] = field(default_factory=list)
     _results: list[int] = field(default_factory=list)
     _sums: list[torch.Tensor] = field(default_factory=list)
     _gradients: list[torch.Tensor | None] = field(default_factory=list)
@@ -159,7 +160,7 @@ class BlockCall:
         self._check_surroundings()
         tree = Tree(without_caches(args, kwargs))
         trail = _Trail()
-        trace = weakref.ref(trail)
+        reference = weakref.ref(trail)
         marks, random = self.block.buffers.marks(), RandomState(self._device.torch_device)
         if self.is_trial or self.block.buffers.are_written:
             self._buffer_values = self.block.buffers.capture()
@@ -167,15 +168,15 @@ class BlockCall:
         given, versions = self._enter(tree, trail)
         form = tree.build(given)
         before = tree_leaves(form)
-        saving = torch.autograd.graph.saved_tensors_hooks(*self._boundary.hooks_with(trail))
+        saving = torch.autograd.graph.saved_tensors_hooks(*self._checkpoints.hooks_with(trail))
         result = compute(functools.partial(self._first, saving, form))
         if not is_same(before, tree_leaves(form)):
-            raise Refusal(f"{self.block.name} changes a container that it is given")
+            raise UnsupportedSchedule(f"{self.block.name} changes a container that it is given")
         del trail, form, saving, before
         if [version_of(tensor) for tensor in given] != versions:
-            raise Refusal(f"{self.block.name} writes to its input")
+            raise UnsupportedSchedule(f"{self.block.name} writes to its input")
         if self.block.buffers.marks() != marks:
-            self._note_written_buffers()
+            self._record_written_buffers()
         else:
             self._buffer_values = None
         self._random = None if random.is_unchanged() else random
@@ -183,24 +184,26 @@ class BlockCall:
         returned = result.build(outputs)
         del result, given
         tree.forget()
-        self._check_gone(trace)
+        self._check_gone(reference)
         if not self._results:
             self.drop()
         return returned, outputs
 
     def _check_surroundings(self) -> None:
         if has_transforms():
-            raise Refusal(f"a torch.func transform is active around {self.block.name}, and would not see it recomputed")
+            raise UnsupportedSchedule(
+                f"a torch.func transform is active around {self.block.name}, and would not see it recomputed"
+            )
         if is_saved_otherwise():
-            raise Refusal(
+            raise UnsupportedSchedule(
                 f"hooks for saved tensors are active around {self.block.name}, and would not see it recomputed"
             )
 
-    def _check_gone(self, trace: weakref.ref[_Trail]) -> None:
-        if trace() is not None and not self.block.leaves_cycles:
+    def _check_gone(self, reference: weakref.ref[_Trail]) -> None:
+        if reference() is not None and not self.block.leaves_cycles:
             gc.collect()
-            if trace() is not None:
-                raise Refusal(f"{self.block.name} gives tensors away other than by returning them")
+            if reference() is not None:
+                raise UnsupportedSchedule(f"{self.block.name} gives tensors away other than by returning them")
             self.block.leaves_cycles = self.is_trial
 
     def _first(self, saving: contextlib.AbstractContextManager[Any], form: tuple[Any, Any]) -> Tree:
@@ -215,19 +218,21 @@ class BlockCall:
                 self._edges.append(None)
                 given.append(tensor)
                 continue
-            self._inputs.append(self._boundary.keep(tensor))
+            self._inputs.append(self._checkpoints.keep(tensor))
             self._edges.append(edge_of(tensor) if tensor.requires_grad else None)
             given.append(_enter(tensor.detach().requires_grad_(), trail) if tensor.requires_grad else tensor)
         self._tree = tree
-        self._untold_edges = [edge for edge in self._edges if edge is not None]
+        self._unreported_edges = [edge for edge in self._edges if edge is not None]
         return given, [version_of(tensor) for tensor in given]
 
-    def _note_written_buffers(self) -> None:
-        self.block.buffers.note_written()
-        if not self._boundary.hooks_are_innermost():
-            raise Refusal(f"{self.block.name} writes to its buffers, and would do so again under its own checkpointing")
+    def _record_written_buffers(self) -> None:
+        self.block.buffers.on_write()
+        if not self._checkpoints.hooks_are_innermost():
+            raise UnsupportedSchedule(
+                f"{self.block.name} writes to its buffers, and would do so again under its own checkpointing"
+            )
         if self._buffer_values is None:
-            raise Refusal(f"{self.block.name} begins to write to its buffers")
+            raise UnsupportedSchedule(f"{self.block.name} begins to write to its buffers")
 
     def _leave(self, tree: Tree, given: Sequence[torch.Tensor], result: Tree) -> list[Any]:
         passed = {id(tensor): original for tensor, original in zip(given, tree.tensors, strict=True)}
@@ -240,10 +245,10 @@ class BlockCall:
                 continue
             address = _address(tensor)
             if address is not None and address in memory:
-                raise Refusal(f"{self.block.name} returns views of one tensor")
+                raise UnsupportedSchedule(f"{self.block.name} returns views of one tensor")
             memory.add(address)
             self._results.append(index)
-            carried.append(self._boundary.without_weights(tensor.detach()))
+            carried.append(self._checkpoints.without_weights(tensor.detach()))
         if self.is_trial:
             self._sums = [_checksum(tensor) for tensor in carried]
         if carried:
@@ -265,15 +270,15 @@ class BlockCall:
             raise _differentiated()
         self._is_forward_over = True
 
-    def take_edges(self) -> list[Edge]:
+    def pop_edges(self) -> list[Edge]:
         """Where the gradients of the inputs go, or would go if the call gave something new back; told once."""
-        edges, self._untold_edges = self._untold_edges, []
+        edges, self._unreported_edges = self._unreported_edges, []
         return edges
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[ActivationCheckpoint]:
         """What is kept for backward."""
-        return [item for item in self._inputs if isinstance(item, Kept)]
+        return [item for item in self._inputs if isinstance(item, ActivationCheckpoint)]
 
     def receive(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients of the results have come at its node: the sums of all that came so far."""
@@ -286,7 +291,7 @@ class BlockCall:
             if gradient is not None:
                 self._gradients[index] = gradient
 
-    def take(self, number: int) -> torch.Tensor | None:
+    def pop(self, number: int) -> torch.Tensor | None:
         """What has come for a result so far. It comes again, as part of a sum."""
         gradient, self._gradients[number] = self._gradients[number], None
         return gradient
@@ -314,7 +319,7 @@ class BlockCall:
         leaves = [
             item
             if isinstance(item, nn.Parameter)
-            else self._boundary.load(item).detach().requires_grad_(edge is not None)
+            else self._checkpoints.load(item).detach().requires_grad_(edge is not None)
             for item, edge in zip(self._inputs, self._edges, strict=True)
         ]
         with contextlib.ExitStack() as stack:
@@ -332,7 +337,7 @@ class BlockCall:
             if self.is_trial and not all(
                 torch.equal(a, _checksum(b)) for a, b in zip(self._sums, results, strict=True)
             ):
-                raise Refusal(f"{self.block.name} gives another result when it is computed again")
+                raise UnsupportedSchedule(f"{self.block.name} gives another result when it is computed again")
             roots = [(x, g) for x, g in zip([*given, *results], [*earlier, *gradients], strict=True) if g is not None]
             del given, earlier
             del results, gradients
@@ -348,13 +353,13 @@ class BlockCall:
         args, kwargs = self._tree.build(leaves)
         result = self._state.run(lambda: Tree(self._forward(*args, **kwargs)))
         if self._results[-1] >= len(result.tensors):
-            raise Refusal(f"{self.block.name} returns less when it is computed again")
+            raise UnsupportedSchedule(f"{self.block.name} returns less when it is computed again")
         return [result.tensors[index] for index in self._results]
 
     def drop(self) -> None:
         """Nothing will be computed any more."""
         for kept in self.kept:
-            self._boundary.release(kept)
+            self._checkpoints.release(kept)
         self._inputs.clear()
         self._edges.clear()
         self._gradients = []
@@ -363,8 +368,8 @@ class BlockCall:
         self.is_over = True
 
 
-def _differentiated() -> Refusal:
-    return Refusal("the model's forward differentiates through its blocks itself")
+def _differentiated() -> UnsupportedSchedule:
+    return UnsupportedSchedule("the model's forward differentiates through its blocks itself")
 
 
 def _address(tensor: torch.Tensor) -> int | None:

@@ -24,7 +24,7 @@ from infinity.threads.openmp import release_workers
 from swapper.sync.limits import start_threads
 
 _POLL_SECONDS = 1.0
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 """How long to wait for a thread that was told to end, before it is left to itself."""
 
 
@@ -108,7 +108,7 @@ class MicroBatchThread:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(Abandoned))
         self.end()
         if self._thread.is_alive():
-            self._thread.join(_PATIENCE_SECONDS)
+            self._thread.join(_TIMEOUT_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ the other thread
 

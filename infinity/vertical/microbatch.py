@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from infinity.activations.boundary import Boundary
-from infinity.activations.refusal import Refusal
+from infinity.activations.activation_checkpoints import ActivationCheckpoints
+from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
-from infinity.loop.pager import Pager
-from infinity.loop.shared_forward import present
+from infinity.loop.parameter_coordinator import ParameterCoordinator
+from infinity.loop.vertical_forward import present
 from infinity.vertical.arguments import Tree
 from infinity.vertical.call import Block, BlockCall
-from infinity.vertical.glue import Glue
 from infinity.vertical.handoff import Abandoned, MicroBatchThread
+from infinity.vertical.inter_block_graph import InterBlockGraph
 from infinity.vertical.thread_state import ThreadState, obstacle
 
 
@@ -40,9 +40,9 @@ class MicroBatch:
     """Runs the user's forward."""
     _thread: MicroBatchThread
     """Runs that; nothing else is under way there."""
-    _boundary: Boundary
+    _checkpoints: ActivationCheckpoints
     """Keeps inputs of blocks."""
-    _pager: Pager
+    _coordinator: ParameterCoordinator
     """The call that holds its lock is what the thread works for."""
     _device: ComputeDevice
     """The compute device."""
@@ -58,10 +58,10 @@ class MicroBatch:
     _task: Callable[[], Tree] | None = None
     """What the training thread computes before it goes on with this one."""
     _computed: Tree | BaseException | None = None
-    _refusal: Refusal | None = None
+    _unsupported: UnsupportedSchedule | None = None
 
     def __post_init__(self, compute_loss: Callable[[], torch.Tensor]) -> None:
-        self.glue = Glue(self.index)
+        self.graph = InterBlockGraph(self.index)
         self._thread.begin(functools.partial(self._run, compute_loss, ThreadState(self._device)))
 
     # ------------------------------------------------------------------------------------------------ training thread
@@ -78,10 +78,10 @@ class MicroBatch:
                 self._run_task()
                 self._thread.resume()
         except Abandoned:
-            if self._refusal is None:
+            if self._unsupported is None:
                 raise
-        if self._refusal is not None:
-            raise self._refusal
+        if self._unsupported is not None:
+            raise self._unsupported
 
     def _run_task(self) -> None:
         """Compute a block for the micro-batch's thread. What is raised is that one's, unless it is to end the program."""
@@ -110,54 +110,54 @@ class MicroBatch:
         self._thread.forbid()
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         for call in self.calls:
             if call is not None and not call.is_over:
                 call.drop()
         self.calls.clear()
-        self.glue.clear()
+        self.graph.clear()
 
     # ----------------------------------------------------------------------------------------- the micro-batch's thread
 
     def _run(self, compute_loss: Callable[[], torch.Tensor], state: ThreadState) -> None:
         present.micro_batch = self
-        pager = self._pager
+        coordinator = self._coordinator
         try:
             with (
-                pager.lock.joined(),
+                coordinator.lock.joined(),
                 state.entered(),
                 _HookWatch(self) if self.is_trial else contextlib.nullcontext(),
                 torch.enable_grad(),
-                torch.autograd.graph.saved_tensors_hooks(pager.pack, pager.unpack),
+                torch.autograd.graph.saved_tensors_hooks(coordinator.pack, coordinator.unpack),
             ):
                 self._loss = compute_loss()
-                self.glue.find_hooks()
+                self.graph.find_hooks()
         finally:
             present.micro_batch = None
 
     def call(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block is called by the user's code."""
         with_gradient = torch.is_grad_enabled()
-        self.glue.watch(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
-        self.glue.find_hooks()
+        self.graph.watch(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        self.graph.find_hooks()
         self.arrival = Arrival(block, with_gradient)
         self._thread.pause()
         self.arrival = None
         self.is_inside = True
         try:
             if with_gradient:
-                call = BlockCall(block, forward, self.index, self._boundary, self._device, is_trial=self.is_trial)
+                call = BlockCall(block, forward, self.index, self._checkpoints, self._device, is_trial=self.is_trial)
                 self.calls.append(call)
                 result, outputs = call.run(args, kwargs, self._compute)
-                self.glue.note_call(call.take_edges())
-                self.glue.watch(outputs)
+                self.graph.on_block_call(call.pop_edges())
+                self.graph.watch(outputs)
             else:
                 self.calls.append(None)
-                self.glue.note_call(None)
+                self.graph.on_block_call(None)
                 result = forward(*args, **kwargs)
-        except Refusal as refusal:
-            self._refusal = refusal  # the model may catch it
-            raise Abandoned from refusal
+        except UnsupportedSchedule as unsupported:
+            self._unsupported = unsupported  # the model may catch it
+            raise Abandoned from unsupported
         finally:
             self.is_inside = False
         self._thread.pause()
@@ -187,5 +187,5 @@ class _HookWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.register_hook and not self._micro_batch.is_inside:
-            self._micro_batch.glue.note_hook(args[0])
+            self._micro_batch.graph.on_hook(args[0])
         return func(*args, **kwargs or {})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.activations.refusal import LastingRefusal, Refusal
+from infinity.activations.unsupported import NeverSupportedSchedule, UnsupportedSchedule
 from infinity.errors import EngineClosedError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import PhaseGuard
@@ -23,7 +23,7 @@ from swapper import SwapperError
 from swapper.sync.interrupts import uninterrupted
 
 _NUM_IN_MEMORY = 2
-"""Tensors that a `Boundary` has in memory at least, whatever room there is."""
+"""Tensors that a `ActivationCheckpoints` has in memory at least, whatever room there is."""
 
 
 class VerticalSchedule:
@@ -34,7 +34,7 @@ class VerticalSchedule:
         self._on = context
         self._backwards = backwards
         self._guard = guard
-        self._suitability = context.suitability
+        self._selector = context.selector
         self._interception = Interception(context.parameter_map, context.module_hooks, context.blocks)
         self._start: StepStart | None = None
         self._step: VerticalStep | None = None
@@ -43,13 +43,13 @@ class VerticalSchedule:
         """One per micro-batch, kept from step to step."""
         weakref.finalize(self, _end_all, self._threads).atexit = False
         self._tied: list[Key] = []
-        self.traffic = Traffic(is_vertical=self._suitability.is_expected)
+        self.traffic = Traffic(is_vertical=self._selector.is_expected)
         """What the order of the last step, or before it of the first one, means for the bytes that a step moves."""
 
     def obstacle(self) -> str | None:
         """Why the next step cannot go vertically; None if it can be tried."""
         return (
-            self._suitability.reason_against
+            self._selector.reason_against
             or (None if self._interception.blocks else "the model has no repeated blocks")
             or (
                 "gradients of earlier micro-batches wait for their step" if self._on.stepper.gradients.has_any else None
@@ -94,8 +94,8 @@ class VerticalSchedule:
             The losses, detached. Or, in words, why the step has to be done in the ordinary order; then the model and the
             random generators are as if nothing had happened.
         """
-        with self._on.pager.lock.held("engine.train_batch()"):
-            if keeps_bits and not self._suitability.is_proven:
+        with self._on.coordinator.lock.held("engine.train_batch()"):
+            if keeps_bits and not self._selector.is_proven:
                 self._tied = self._find_tied()
             tied = self._tied if keeps_bits else ()
             options = StepOptions(step, divisor or len(compute_losses), updates, keeps_bits, tied)
@@ -104,7 +104,7 @@ class VerticalSchedule:
     def _find_tied(self) -> list[Key]:
         """The parameters between blocks that two modules have, and of whose gradients there is room for some."""
         on, hooks = self._on, self._on.parameter_map
-        capacity_bytes = on.activation_bytes if on.device.shares_host_memory else None
+        capacity_bytes = on.activation_bytes if on.device.uses_host_memory else None
         found: list[Key] = []
         for unit in hooks.units if capacity_bytes is not None else ():
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
@@ -120,7 +120,7 @@ class VerticalSchedule:
         on = self._on
         on.module_hooks.follow_compilation()
         self._start = StepStart(on.parameter_map.model, on.device.torch_device, self._start)
-        is_trial = not self._suitability.is_proven
+        is_trial = not self._selector.is_proven
         step = VerticalStep(on, self._backwards, self._guard, self._interception, options, is_trial=is_trial)
         resumed_bytes = on.stepper.gradients.resumed_bytes
         self._step = step
@@ -131,11 +131,15 @@ class VerticalSchedule:
             self._cut_off(step, error)
             # Whatever went wrong in the first step, if it is the model's own fault it will show in the ordinary order too.
             is_foreign = step.is_trial and not isinstance(error, SwapperError | EngineClosedError)
-            if not is_foreign and not isinstance(error, Refusal):
+            if not is_foreign and not isinstance(error, UnsupportedSchedule):
                 raise
             self._start.restore()
-            reason = str(error) if isinstance(error, Refusal) else f"it failed with {type(error).__name__}: {error}"
-            self._suitability.note_failure(reason, is_final=isinstance(error, LastingRefusal))
+            reason = (
+                str(error)
+                if isinstance(error, UnsupportedSchedule)
+                else f"it failed with {type(error).__name__}: {error}"
+            )
+            self._selector.on_failure(reason, is_final=isinstance(error, NeverSupportedSchedule))
             self.traffic = Traffic()
             return reason
         except BaseException as error:
@@ -145,10 +149,12 @@ class VerticalSchedule:
             raise
         finally:
             self._step = None
-        self._suitability.note_success()
+        self._selector.on_success()
         # In a trial all gradients wait for the end, which is not how it goes on.
         resumed_bytes = 0 if is_trial else on.stepper.gradients.resumed_bytes - resumed_bytes
-        self.traffic = Traffic(is_vertical=True, spilled_bytes=step.boundary.spilled_bytes, resumed_bytes=resumed_bytes)
+        self.traffic = Traffic(
+            is_vertical=True, spilled_bytes=step.checkpoints.spilled_bytes, resumed_bytes=resumed_bytes
+        )
         on.space.tidy()
         # Outside of what would begin anew in the ordinary order.
         on.stepper.gradients.average_last(options.step)
@@ -169,15 +175,15 @@ class VerticalSchedule:
             thread.abandon()
         self._threads.clear()
 
-    def note_ordinary(self, reason: str | None = None) -> None:
+    def on_ordinary_step(self, reason: str | None = None) -> None:
         """A step goes in the ordinary order, or a part of it; ``reason`` is logged once."""
         self.traffic = Traffic()
-        if reason is not None and self._suitability.reason_against is None:
-            self._suitability.say(reason)
+        if reason is not None and self._selector.reason_against is None:
+            self._selector.say(reason)
 
     def forgive(self) -> None:
-        """The ordinary order failed as well: see `Suitability.forgive`."""
-        self._suitability.forgive()
+        """The ordinary order failed as well: see `ScheduleSelector.forgive`."""
+        self._selector.forgive()
 
     def close(self) -> None:
         """End the threads, and a step that is under way: the model itself may call this."""

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from infinity.activations.boundary import Boundary
-from infinity.activations.refusal import LastingRefusal, Refusal
+from infinity.activations.activation_checkpoints import ActivationCheckpoints
 from infinity.activations.spilled import SpillSpace
+from infinity.activations.unsupported import NeverSupportedSchedule, UnsupportedSchedule
 from infinity.device.compute import ComputeDevice
 from infinity.errors import StepError
 from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks
-from infinity.loop.pager import Pager
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.loop.phase import Phase, PhaseGuard
-from infinity.loop.shared_forward import SharedForward, present
+from infinity.loop.vertical_forward import VerticalForward, present
 from infinity.metrics.clock import StepClock
 from infinity.paging.parameter_map import ParameterMap
 from infinity.units.layout import Slot
@@ -27,10 +27,10 @@ from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 from infinity.vertical.buffers import StepStart
 from infinity.vertical.call import Block
-from infinity.vertical.eligibility import Suitability
 from infinity.vertical.handoff import MicroBatchThread
 from infinity.vertical.interception import Interception
 from infinity.vertical.microbatch import Arrival, MicroBatch
+from infinity.vertical.schedule_selector import ScheduleSelector
 from infinity.vertical.sums import Key, TiedParts, UnitSums
 from infinity.vertical.thread_state import RandomState
 
@@ -41,7 +41,7 @@ class StepContext:
 
     parameter_map: ParameterMap
     module_hooks: ModuleHooks
-    pager: Pager
+    coordinator: ParameterCoordinator
     stepper: Stepper
     clock: StepClock
     device: ComputeDevice
@@ -50,7 +50,7 @@ class StepContext:
     """Host memory for inputs of units; None: they stay where they are."""
     blocks: tuple[str, ...]
     """FQNs of the modules that were made units of their own."""
-    suitability: Suitability
+    selector: ScheduleSelector
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class VerticalStep:
     _hooked: set[tuple[int, int, int]] = field(default_factory=set)
     """Gradients that have been through a hook of the user: micro-batch, unit and slot."""
     _others: list[tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=list)
-    """Parameters that no engine holds, with the gradients that they had: the glue adds to them."""
-    _runs_glue_backward = False
+    """Parameters that no engine holds, with the gradients that they had: the inter-block graph adds to them."""
+    _runs_segment_backward = False
     _is_final = False
     _place = 0
     """What all micro-batches do one after the other before any of them goes on, counted."""
@@ -97,13 +97,17 @@ class VerticalStep:
     """The moment at which its gradient came."""
 
     def __post_init__(self, interception: Interception) -> None:
-        self.boundary = Boundary(
-            self._on.space, self._on.clock, self._on.pager.pack, self._on.pager.unpack, self._on.activation_bytes
+        self.checkpoints = ActivationCheckpoints(
+            self._on.space,
+            self._on.clock,
+            self._on.coordinator.pack,
+            self._on.coordinator.unpack,
+            self._on.activation_bytes,
         )
-        self._tied = TiedParts(self.boundary, self._options.tied)
+        self._tied = TiedParts(self.checkpoints, self._options.tied)
         self._updates_in_backward = self._on.stepper.rules.updates_in_backward and self._options.updates
         self._updates_now = self._updates_in_backward and not self.is_trial
-        self._shared = SharedForward(self._on.pager.residency, interception.unit_indices)
+        self._vertical_forward = VerticalForward(self._on.coordinator.parameter_cache, interception.unit_indices)
         self._sums = UnitSums(self._on.stepper, self._on.device, self._updates_now, self._options.step)
         self._units = {unit.index: unit for unit in self._on.parameter_map.units}
 
@@ -116,38 +120,40 @@ class VerticalStep:
         start: StepStart,
     ) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches, each in one of ``threads``; returns their losses, detached."""
-        on, pager = self._on, self._on.pager
+        on, coordinator = self._on, self._on.coordinator
         found = ((other, other.grad) for other in on.stepper.step_groups.not_held())
         self._others = [(other, None if gradient is None else gradient.clone()) for other, gradient in found]
-        pager.share(self._shared)
-        self._backwards.collector.begin_handing_out()
+        coordinator.begin_vertical(self._vertical_forward)
+        self._backwards.collector.begin_collecting()
         for index, (compute_loss, thread) in enumerate(zip(compute_losses, threads, strict=True)):
             self._batches.append(
-                MicroBatch(index, compute_loss, thread, self.boundary, pager, on.device, is_trial=self.is_trial)
+                MicroBatch(
+                    index, compute_loss, thread, self.checkpoints, coordinator, on.device, is_trial=self.is_trial
+                )
             )
         self._forward()
-        self._shared.begin_moment(None)
-        pager.end_forward()
+        self._vertical_forward.begin_moment(None)
+        coordinator.end_forward()
         self._check(start)
         self._backward()
         self._finish()
         return self._losses
 
     def _forward(self) -> None:
-        pager = self._on.pager
+        coordinator = self._on.coordinator
         while (block := self._advance()) is not None:
             self._blocks.append(block)
             self._place += 1
-            self._shared.begin_moment(2 * len(self._blocks) - 1)
-            pager.enter(block.unit)
+            self._vertical_forward.begin_moment(2 * len(self._blocks) - 1)
+            coordinator.enter(block.unit)
             try:
                 for batch in self._batches:
                     self._resume(batch)
                     if batch.arrival is not None or batch.is_over:
-                        raise Refusal(f"{block.name} raises an error, and the model goes on")
+                        raise UnsupportedSchedule(f"{block.name} raises an error, and the model goes on")
             finally:
-                pager.leave(block.unit)
-            self._shared.begin_moment(2 * len(self._blocks))
+                coordinator.leave(block.unit)
+            self._vertical_forward.begin_moment(2 * len(self._blocks))
 
     def _advance(self) -> Block | None:
         """All micro-batches go on to the next block. Returns where they have arrived; None at the end of forward."""
@@ -158,13 +164,15 @@ class VerticalStep:
             if batch.arrival is None:
                 self._end_forward(batch)
             if batch is not self._batches[0] and batch.arrival != first:
-                raise Refusal(f"micro-batches call different blocks: {_name(first)}, {_name(batch.arrival)}")
+                raise UnsupportedSchedule(
+                    f"micro-batches call different blocks: {_name(first)}, {_name(batch.arrival)}"
+                )
             first = batch.arrival
         if first is None:
             return None
         if self._blocks and first.block is self._blocks[0] and self._options.keeps_bits:
             # Not `_differs`: adapters that one micro-batch has switched off would be off for the others.
-            raise LastingRefusal(
+            raise NeverSupportedSchedule(
                 "a micro-batch calls the model several times, and what it sets in between holds for all of them"
             )
         return first.block
@@ -178,12 +186,12 @@ class VerticalStep:
                     "random numbers are drawn at several places of the model, so micro-batches get other ones"
                 )
             self._drew_at = self._place
-        self._on.pager.pause()
+        self._on.coordinator.pause()
 
     def _differs(self, what: str) -> None:
         """This makes bits differ from those of one micro-batch after the other. In a trial nothing is updated yet."""
-        if self._options.keeps_bits and not self._on.suitability.note_difference(what):
-            raise LastingRefusal(what)
+        if self._options.keeps_bits and not self._on.selector.on_difference(what):
+            raise NeverSupportedSchedule(what)
 
     def _end_forward(self, batch: MicroBatch) -> None:
         """A micro-batch has its loss: its backward begins at once, so that no more than one's logits are in memory."""
@@ -192,35 +200,35 @@ class VerticalStep:
         self._guard.check_backward(loss)
         self._losses.append(loss.detach())
         with torch.enable_grad():
-            share = on.stepper.scaler.share_of(loss, self._options.divisor)
-        if not share.requires_grad:
-            raise Refusal("the loss does not depend on the parameters")
-        batch.glue.seal(share)
+            scaled = on.stepper.scaler.scale_loss(loss, self._options.divisor)
+        if not scaled.requires_grad:
+            raise UnsupportedSchedule("the loss does not depend on the parameters")
+        batch.graph.seal(scaled)
         for unit, slot in self._tied.tied:
-            if id(self._units[unit].parameters[slot]) in batch.glue.repeated:
-                self._note_places(unit, slot)
-        del share, loss
+            if id(self._units[unit].parameters[slot]) in batch.graph.repeated:
+                self._record_places(unit, slot)
+        del scaled, loss
         if self._guard.phase is Phase.READY:
             self._guard.move_to(Phase.BACKWARD)
-        with self._shared.in_between(), self._on.pager.as_if_inside(False):
-            self._run_glue(batch, len(batch.calls) + 1)
+        with self._vertical_forward.in_between(), self._on.coordinator.as_if_inside(False):
+            self._run_segment(batch, len(batch.calls) + 1)
 
     def _check(self, start: StepStart) -> None:
         """Nothing has been updated yet: the last chance to begin anew."""
-        self.boundary.check_unchanged()
+        self.checkpoints.check_unchanged()
         writing = [block for block in self._blocks if block.buffers.are_written]
         for block in writing:
             if writing.count(block) > 1:
-                raise Refusal(f"{block.name} writes to its buffers and is called several times")
+                raise UnsupportedSchedule(f"{block.name} writes to its buffers and is called several times")
         changed = start.changed_buffer({module for block in writing for module in block.buffers.modules})
         if changed is not None:
-            raise Refusal(f"the model's forward changes the buffer {changed} between its blocks")
+            raise UnsupportedSchedule(f"the model's forward changes the buffer {changed} between its blocks")
 
     def _backward(self) -> None:
         positions = range(len(self._blocks), 0, -1)
         calls = (batch.calls[position - 1] for position in positions for batch in self._batches)
         inputs = (kept for call in calls if call is not None for kept in call.kept)
-        self.boundary.begin_backward(chain(inputs, self._tied.kept))
+        self.checkpoints.begin_backward(chain(inputs, self._tied.kept))
         self._is_final = self._updates_now
         if self._options.updates and not self.is_trial:
             self._on.stepper.begin_last(self._options.step, updates_now=self._updates_now)
@@ -229,19 +237,19 @@ class VerticalStep:
             self._backward_of_unit(position, self._blocks[position - 1].unit)
             self._end_moment(2 * position - 1)
             for batch in self._batches:
-                self._run_glue(batch, position)
+                self._run_segment(batch, position)
             self._end_moment(2 * position - 2)
 
     def _backward_of_unit(self, position: int, unit: Unit) -> None:
         calls = [(batch, call) for batch in self._batches if (call := batch.calls[position - 1]) is not None]
         for batch, call in calls:
-            batch.glue.deliver(call)
+            batch.graph.deliver(call)
         if not any(call.has_gradient for _, call in calls):
             for _, call in calls:
                 if not call.is_over:
                     call.drop()
             return
-        self._on.pager.enter(unit)
+        self._on.coordinator.enter(unit)
         try:
             for batch, call in calls:
                 if call.is_over:
@@ -249,52 +257,54 @@ class VerticalStep:
                 if not call.has_gradient:
                     call.drop()
                     continue
-                for edge, gradient in call.backward(self._recomputing, batch.glue.take):
-                    if batch.glue.add(edge, gradient):
+                for edge, gradient in call.backward(self._recomputing, batch.graph.pop):
+                    if batch.graph.add(edge, gradient):
                         self._differs(
                             "a block gets one value as several tensors, and the parts of its gradient are added up in "
                             "another order"
                         )
                 self._gather(batch, 2 * position - 1)
         finally:
-            self._on.pager.leave(unit)
+            self._on.coordinator.leave(unit)
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
         """A unit is computed once more, outside of autograd's backward."""
-        with self._on.pager.as_if_inside(True), torch.enable_grad(), self._on.pager.saving:
+        with self._on.coordinator.as_if_inside(True), torch.enable_grad(), self._on.coordinator.saving:
             yield
 
-    def _run_glue(self, batch: MicroBatch, position: int) -> None:
-        self._runs_glue_backward = True
+    def _run_segment(self, batch: MicroBatch, position: int) -> None:
+        self._runs_segment_backward = True
         try:
-            batch.glue.run(position)
+            batch.graph.run(position)
         finally:
-            self._runs_glue_backward = False
+            self._runs_segment_backward = False
         self._gather(batch, 2 * position - 2)
 
     def _gather(self, batch: MicroBatch, moment: int) -> None:
-        for unit, gradients in self._backwards.collector.take():
+        for unit, gradients in self._backwards.collector.pop_gradients():
             for slot in gradients:
                 key = unit.index, slot.index
                 if key not in self._tied.tied and self._gradient_at.setdefault(key, moment) != moment:
-                    self._note_places(*key)
+                    self._record_places(*key)
                 if unit.parameters[slot.index]._backward_hooks:
                     if (batch.index, unit.index, slot.index) in self._hooked:
-                        raise Refusal(f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient")
+                        raise UnsupportedSchedule(
+                            f"'{slot.spec.fqn}' is used in several blocks and has a hook for its gradient"
+                        )
                     self._hooked.add((batch.index, unit.index, slot.index))
             self._sums.add(unit, self._joined(batch, unit, gradients, moment))
         for index, _ in self._tied.waiting_of(batch.index):
             unit = self._units[index]
-            if self._shared.first_moments.get(index) == moment:  # nothing more has come of them
+            if self._vertical_forward.first_moments.get(index) == moment:  # nothing more has come of them
                 self._sums.add(unit, self._joined(batch, unit, {}, moment))
-        self._on.pager.pause()
+        self._on.coordinator.pause()
 
     def _joined(
         self, batch: MicroBatch, unit: Unit, gradients: dict[Slot, torch.Tensor], moment: int
     ) -> dict[Slot, torch.Tensor]:
         """``gradients`` without those of which another part is to come; see [Note: parts] in `infinity.vertical.sums`."""
-        is_last = self._shared.first_moments.get(unit.index) == moment
+        is_last = self._vertical_forward.first_moments.get(unit.index) == moment
         for index, number in self._tied.tied:
             slot = unit.layout.slots[number] if index == unit.index else None
             if slot is not None and (slot in gradients or is_last):
@@ -303,22 +313,22 @@ class VerticalStep:
                     gradients[slot] = whole
         return gradients
 
-    def _note_places(self, unit: int, slot: int) -> None:
+    def _record_places(self, unit: int, slot: int) -> None:
         fqn = self._units[unit].layout.slots[slot].spec.fqn
         self._differs(f"'{fqn}' is used at several places, and the parts of its gradient are added up in another order")
 
     def _end_moment(self, moment: int) -> None:
-        firsts = self._shared.first_moments
+        firsts = self._vertical_forward.first_moments
         self._sums.end_moment({index: self._units[index] for index, first in firsts.items() if first == moment})
-        self._on.pager.residency.due.clear()
+        self._on.coordinator.parameter_cache.due.clear()
 
     def _finish(self) -> None:
         on = self._on
         updates = self._updates_in_backward
-        self._backwards.collector.end_handing_out()
+        self._backwards.collector.end_collecting()
         on.stepper.finish_backward(updates_now=updates)
         self._guard.move_to(Phase.READY)
-        on.pager.end_sharing()
+        on.coordinator.end_vertical()
         # Before a step that changes all weights, nothing is worth fetching.
         self._backwards.end(is_complete=True, fetches=updates and on.stepper.updates_all_in_backward)
         self._clear()
@@ -331,9 +341,9 @@ class VerticalStep:
         if batch is not None and not batch.is_inside:
             return batch.call(block, forward, args, kwargs)
         if batch is None:  # maybe another thread's: inside a block no hook of ours says so
-            self._on.pager.lock.check(f"calling {block.name}")
-        if batch is None and self._runs_glue_backward:
-            raise Refusal(
+            self._on.coordinator.lock.check(f"calling {block.name}")
+        if batch is None and self._runs_segment_backward:
+            raise UnsupportedSchedule(
                 f"the model recomputes {block.name} by itself (switch its activation checkpointing off: a vertical step "
                 "recomputes blocks anyway)"
             )
@@ -345,11 +355,11 @@ class VerticalStep:
         self._clear()
         self._backwards.drop()
         on.module_hooks.forget_calls()
-        on.pager.abandon_forward()
+        on.coordinator.abandon_forward()
         if self._guard.phase is Phase.BACKWARD:
             self._guard.move_to(Phase.BROKEN)
         if self._is_final and on.stepper.is_between_steps:
-            if isinstance(error, Refusal):
+            if isinstance(error, UnsupportedSchedule):
                 raise StepError.not_vertical(str(error), step=self._options.step) from error
             return
         on.stepper.clear()
@@ -366,7 +376,7 @@ class VerticalStep:
     def _clear(self) -> None:
         for batch in self._batches:
             batch.clear()
-        self.boundary.close()
+        self.checkpoints.close()
 
 
 def _name(arrival: Arrival | None) -> str:

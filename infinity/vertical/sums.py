@@ -2,8 +2,8 @@
 
 [Note: parts] An embedding that is the head as well gets a gradient h from its use in the head, and e from the other. One
 micro-batch after the other, that is (h0 + e0) + (h1 + e1): in the weight's dtype inside of the brackets, in fp32 outside. Here
-all h come before all e. So each h waits with what waits for backward (`Boundary`), on the drive if need be, and sums are
-those.
+all h come before all e. So each h waits with what waits for backward (`ActivationCheckpoints`), on the drive if need be, and
+sums are those.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.activations.boundary import Boundary, Kept
+from infinity.activations.activation_checkpoints import ActivationCheckpoint, ActivationCheckpoints
 from infinity.device.compute import ComputeDevice
 from infinity.errors import StepError
 from infinity.units.layout import Slot, in_slot_order
@@ -53,7 +53,7 @@ class UnitSums:
             return
         if unit.index in self._complete:
             raise StepError.late_gradient(next(iter(gradients)).spec.fqn, unit=unit.name, step=self._step)
-        if not self._device.shares_host_memory:
+        if not self._device.uses_host_memory:
             sums = self._on_device.setdefault(unit.index, {})
             for slot, gradient in gradients.items():
                 ordered = in_slot_order(gradient, slot)
@@ -97,11 +97,11 @@ Key = tuple[int, int]
 class TiedParts:
     """The parts of one step."""
 
-    def __init__(self, boundary: Boundary, tied: Collection[Key]) -> None:
+    def __init__(self, checkpoints: ActivationCheckpoints, tied: Collection[Key]) -> None:
         """``tied``: parameters that two modules have."""
-        self._boundary = boundary
+        self._checkpoints = checkpoints
         self.tied = frozenset(tied)
-        self._waiting: dict[tuple[int, Key], Kept] = {}
+        self._waiting: dict[tuple[int, Key], ActivationCheckpoint] = {}
 
     def join(self, batch: int, key: Key, gradient: torch.Tensor | None, *, is_last: bool) -> torch.Tensor | None:
         """A part has come.
@@ -117,12 +117,12 @@ class TiedParts:
         """
         kept = self._waiting.pop((batch, key), None)
         if kept is not None:
-            before = self._boundary.load(kept)
+            before = self._checkpoints.load(kept)
             gradient = before if gradient is None else before + gradient
-            self._boundary.release(kept)
+            self._checkpoints.release(kept)
         if is_last or gradient is None:
             return gradient
-        self._waiting[batch, key] = self._boundary.keep(gradient)
+        self._waiting[batch, key] = self._checkpoints.keep(gradient)
         return None
 
     def waiting_of(self, batch: int) -> list[Key]:
@@ -130,6 +130,6 @@ class TiedParts:
         return [key for number, key in self._waiting if number == batch]
 
     @property
-    def kept(self) -> Iterator[Kept]:
+    def kept(self) -> Iterator[ActivationCheckpoint]:
         """What waits, in the order in which it came."""
         return iter(list(self._waiting.values()))

@@ -24,10 +24,10 @@ from swapper.backends.file_transfer import FileTransfer
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.backends.workers import Workers
 from swapper.sync.callbacks import fulfil
-from swapper.sync.lifetimes import EXIT_SECONDS, Roll, when_gone
+from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects, call_when_collected
 from swapper.sync.limits import limits_in_words, start_threads
-from swapper.sync.patience import join_all
-from swapper.volumes.volume import Piece, Volume
+from swapper.sync.timeouts import join_all
+from swapper.volumes.volume import FileRange, Volume
 
 _T = TypeVar("_T")
 
@@ -78,10 +78,10 @@ class _Loop:
         """All threads, the loop's own first."""
         return [self._thread, *(thread for executor in self._executors.values() for thread in executor.workers.threads)]
 
-    def submit(self, request: IORequest, pieces: list[Piece]) -> None:
+    def submit(self, request: IORequest, file_ranges: list[FileRange]) -> None:
         """Start a transfer, from any thread."""
         # The coroutine is made on the loop's thread: made here, it would never be awaited if the loop had just ended.
-        self._loop.call_soon_threadsafe(self._start, request, pieces)
+        self._loop.call_soon_threadsafe(self._start, request, file_ranges)
 
     def stop(self) -> None:
         """End the loop and all threads after what was submitted."""
@@ -98,8 +98,8 @@ class _Loop:
         for executor in self._executors.values():
             executor.workers.stop()
 
-    def _start(self, request: IORequest, pieces: list[Piece]) -> None:
-        task = self._loop.create_task(self._serve(request, pieces))
+    def _start(self, request: IORequest, file_ranges: list[FileRange]) -> None:
+        task = self._loop.create_task(self._serve(request, file_ranges))
         self._tasks.add(task)  # the loop itself refers to its tasks only weakly
         task.add_done_callback(self._on_done)
 
@@ -113,15 +113,15 @@ class _Loop:
         if not self._tasks:
             self._loop.stop()
 
-    async def _serve(self, request: IORequest, pieces: list[Piece]) -> None:
+    async def _serve(self, request: IORequest, file_ranges: list[FileRange]) -> None:
         outcome: list[tuple[int, OSError | None]] = []
-        executor = self._executors[pieces[0][0], request.direction]
-        note = partial(_note, outcome)
-        await self._transfer(request, pieces, note, loop=self._loop, executor=executor)
+        executor = self._executors[file_ranges[0][0], request.direction]
+        then = partial(_set_outcome, outcome)
+        await self._transfer(request, file_ranges, then, loop=self._loop, executor=executor)
         request.complete(*outcome[0])
 
 
-def _note(outcome: list[tuple[int, OSError | None]], moved_bytes: int, error: OSError | None) -> None:
+def _set_outcome(outcome: list[tuple[int, OSError | None]], moved_bytes: int, error: OSError | None) -> None:
     outcome.append((moved_bytes, error))
 
 
@@ -134,7 +134,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-_open_backends: Roll[AiofilesBackend] = Roll(at_exit=lambda backend: backend.stop(EXIT_SECONDS))
+_open_backends: LiveObjects[AiofilesBackend] = LiveObjects(at_exit=lambda backend: backend.stop(EXIT_SECONDS))
 
 
 class AiofilesBackend(VolumeBackend):
@@ -152,7 +152,7 @@ class AiofilesBackend(VolumeBackend):
         self._lock = threading.RLock()
         self._is_closed = False
         self._loop = _Loop(self._transfer, len(volume.files), num_threads)
-        self._stop_once = when_gone(self, self._loop.stop)
+        self._stop_once = call_when_collected(self, self._loop.stop)
         _open_backends.add(self)
 
     def describe(self) -> str:
@@ -167,7 +167,7 @@ class AiofilesBackend(VolumeBackend):
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
-                self._loop.submit(request, self.volume.pieces(request.offset, len(request.memory)))
+                self._loop.submit(request, self.volume.file_ranges(request.offset, len(request.memory)))
         if is_closed:
             request.complete(0, ended("the event loop has"))
 

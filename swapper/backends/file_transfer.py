@@ -13,7 +13,7 @@ import numpy.typing as npt
 from swapper.backend import NO_MEMORY, Direction, IORequest, as_os_error
 from swapper.config import ALIGNMENT, round_up
 from swapper.memory.region import AlignedRegion
-from swapper.volumes.volume import Piece, Volume
+from swapper.volumes.volume import FileRange, Volume
 
 
 class FileTransfer:
@@ -43,13 +43,13 @@ class FileTransfer:
         self.num_bounced = 0
 
     def __call__(
-        self, request: IORequest, pieces: Sequence[Piece], then: Callable[[int, OSError | None], object]
+        self, request: IORequest, file_ranges: Sequence[FileRange], then: Callable[[int, OSError | None], object]
     ) -> None:
-        """Carry out the pieces of a request, one after the other.
+        """Carry out the file ranges of a request, one after the other.
 
         Args:
             request: What to do.
-            pieces: Where some of its bytes lie, in their order.
+            file_ranges: Where some of its bytes lie, in their order.
             then: Called in the end, with the place in the request of the first byte that is not moved (the request's end if
                 there is none), and with the error if nothing was moved at all.
         """
@@ -58,7 +58,7 @@ class FileTransfer:
         num_bytes = len(memory)
         done, has_moved, view, failure = 0, False, memory, None
         try:
-            for column, offset, done, high in pieces:
+            for column, offset, done, high in file_ranges:
                 offset -= done
                 fd = self._files[column].fd
                 while done < high:

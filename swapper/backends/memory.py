@@ -14,7 +14,7 @@ from swapper.config import round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
 from swapper.sync.lifetimes import EXIT_SECONDS
-from swapper.sync.patience import join_all
+from swapper.sync.timeouts import join_all
 from swapper.uncopyable import Uncopyable, closed_unless_made
 
 

@@ -10,9 +10,9 @@ from swapper.backend import Batch, IORequest, ended
 from swapper.backends.volume_backend import STOP_SECONDS, VolumeBackend
 from swapper.backends.workers import Workers
 from swapper.config import ALIGNMENT
-from swapper.sync.patience import join_all
+from swapper.sync.timeouts import join_all
 from swapper.uncopyable import closed_unless_made
-from swapper.volumes.volume import Piece, Volume
+from swapper.volumes.volume import FileRange, Volume
 
 _MOST_REQUESTS = 64
 _MOST_BYTES = 64 << 20
@@ -64,11 +64,11 @@ class ThreadsBackend(VolumeBackend):
         """Hand the request, or its parts, to worker threads of its files."""
         num_bytes = len(request.memory)
         offset = request.offset
-        pieces = [(0, offset, 0, num_bytes)] if self._is_one_file else self.volume.pieces(offset, num_bytes)
-        parts: list[Sequence[Piece]] = [pieces]
+        file_ranges = [(0, offset, 0, num_bytes)] if self._is_one_file else self.volume.file_ranges(offset, num_bytes)
+        parts: list[Sequence[FileRange]] = [file_ranges]
         then, batch = partial(request.on_complete, request), None
-        if len(pieces) > 1 or num_bytes > self._request_bytes:
-            parts = self._spread(pieces)
+        if len(file_ranges) > 1 or num_bytes > self._request_bytes:
+            parts = self._spread(file_ranges)
             starts = set[int]()
             for part in parts:
                 starts.add(part[0][2])
@@ -83,14 +83,14 @@ class ThreadsBackend(VolumeBackend):
             else:
                 workers.jobs.put(partial(self._transfer, request, part, then))
 
-    def _spread(self, pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
-        """Deal the pieces to the threads of each file; a piece that is alone on its file is cut."""
-        if len(pieces) == 1:
-            return self._cut(*pieces[0])
-        by_file: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            by_file.setdefault(piece[0], []).append(piece)
-        parts: list[Sequence[Piece]] = []
+    def _spread(self, file_ranges: Sequence[FileRange]) -> list[Sequence[FileRange]]:
+        """Deal the ranges to the threads of each file; a range that is alone on its file is cut."""
+        if len(file_ranges) == 1:
+            return self._cut(*file_ranges[0])
+        by_file: dict[int, list[FileRange]] = {}
+        for file_range in file_ranges:
+            by_file.setdefault(file_range[0], []).append(file_range)
+        parts: list[Sequence[FileRange]] = []
         for mine in by_file.values():
             if len(mine) == 1:
                 parts += self._cut(*mine[0])
@@ -100,7 +100,7 @@ class ThreadsBackend(VolumeBackend):
                     parts.append(mine[start : start + share])
         return parts
 
-    def _cut(self, column: int, offset: int, low: int, high: int) -> list[Sequence[Piece]]:
+    def _cut(self, column: int, offset: int, low: int, high: int) -> list[Sequence[FileRange]]:
         share = -(-(high - low) // self.num_threads)
         share += -share % self._request_bytes
         # Only the two ends of a request may be unaligned.

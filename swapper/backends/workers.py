@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 
 from swapper.sync.callbacks import log_raised
-from swapper.sync.lifetimes import EXIT_SECONDS, Roll, when_gone
+from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects, call_when_collected
 from swapper.sync.limits import start_threads
-from swapper.sync.patience import join_all
+from swapper.sync.timeouts import join_all
 from swapper.uncopyable import Uncopyable
 
 Job = Callable[[], object]
@@ -32,7 +32,7 @@ def _stop(jobs: _Jobs, num_threads: int) -> None:
 
 
 # A thread that is inside native code when the interpreter goes away is ended there, which C++ code answers with abort.
-_open: Roll[Workers] = Roll(at_exit=lambda workers: workers.close(EXIT_SECONDS))
+_open: LiveObjects[Workers] = LiveObjects(at_exit=lambda workers: workers.close(EXIT_SECONDS))
 
 
 class Workers(Uncopyable):
@@ -44,7 +44,7 @@ class Workers(Uncopyable):
             threading.Thread(target=_serve, args=(self.jobs,), name=f"swapper-{name}-{index}", daemon=True)
             for index in range(num_threads)
         ]
-        when_gone(self, _stop, self.jobs, num_threads)
+        call_when_collected(self, _stop, self.jobs, num_threads)
         self.is_closed = False
         start_threads(*self.threads, stop=self.stop)
         _open.add(self)

@@ -28,7 +28,7 @@ class BorrowedVolume(Volume):
     def _restripe(self, stripe_bytes: int) -> None:
         """Lay other stripes over the parts of the files that are used."""
         used = [0 for _ in self.files]
-        for column, file_offset, low, high in self.pieces(0, self.capacity_bytes):
+        for column, file_offset, low, high in self.file_ranges(0, self.capacity_bytes):
             used[column] = max(used[column], file_offset + high - low)
         rooms = [num_bytes // stripe_bytes for num_bytes in used]
         cycle = deal(rooms)  # what lies on each drive follows from its speed

@@ -126,7 +126,7 @@ def _compare(volume: Volume, config: SwapperConfig) -> tuple[bool, str]:
     drives = tuple(os.fstat(file.fd).st_dev for file in volume.files)
     key = (drives, config.request_bytes, config.max_inflight, config.num_threads)
     if key not in _compared:
-        # The same shares as in the volume.
+        # As much from each as in the volume.
         directories = [Directory(file.directory, bytes_per_second=max(1, file.num_bytes)) for file in volume.files]
         try:
             _compared[key] = measure_gain(directories, config)

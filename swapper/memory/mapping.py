@@ -37,16 +37,16 @@ def map_memory(num_bytes: int, flags: int, fd: int = -1, address: int | None = N
     return int(found)
 
 
-class _Lent:
+class _OwnedArray:
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def lend(address: int, num_bytes: int, give_back: Callable[..., object], *args: object) -> npt.NDArray[np.uint8]:
-    """Return memory as an array, 1-D and writable; ``give_back(*args)`` when nobody looks at it any more.
+def owned_array(address: int, num_bytes: int, release: Callable[..., object], *args: object) -> npt.NDArray[np.uint8]:
+    """Return memory as an array, 1-D and writable; ``release(*args)`` when nobody looks at it any more.
 
     Not at the end of the process; in a forked child as well.
     """
-    lent = _Lent(address, num_bytes)
-    weakref.finalize(lent, give_back, *args).atexit = False
-    return np.asarray(lent)
+    owned = _OwnedArray(address, num_bytes)
+    weakref.finalize(owned, release, *args).atexit = False
+    return np.asarray(owned)

@@ -118,7 +118,7 @@ class AlignedRegion(Uncopyable):
         """Who knows its pages and would go on with these: rings of the kernel, a device's driver."""
 
     @staticmethod
-    def take_peak_bytes() -> int:
+    def pop_peak_bytes() -> int:
         """Return the most memory that all regions of this process have had at one time since the last call."""
         global _most_bytes
         with _counting:

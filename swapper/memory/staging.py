@@ -1,4 +1,4 @@
-"""A fixed number of equal pages of host memory, lent out and taken back."""
+"""A fixed number of equal buffers of host memory, leased and returned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from swapper.config import ALIGNMENT, bounded_seconds, whole_number
-from swapper.errors import ArenaExhaustedError, ArgumentError, SwapperClosedError
+from swapper.errors import ArgumentError, StagingExhaustedError, SwapperClosedError
 from swapper.memory.held import tenants
 from swapper.memory.region import AlignedRegion
 from swapper.sync.reentry import refuse_owned
@@ -33,21 +33,21 @@ Pin = Callable[[int, int], Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaStatistics:
-    """A snapshot of an arena.
+class StagingStatistics:
+    """A snapshot of a staging pool.
 
     Attributes:
-        page_bytes: Size of each page.
-        num_pages: Pages of the arena.
-        num_leased: Pages that somebody holds now: their owners, or a transfer after that.
-        most_leased: The most pages that were held at once.
-        num_leases: Pages lent out so far.
+        buffer_bytes: Size of each buffer.
+        num_buffers: Buffers of the staging pool.
+        num_leased: Buffers that somebody holds now: their owners, or a transfer after that.
+        most_leased: The most buffers that were held at once.
+        num_leases: Buffers leased so far.
         wait_seconds: Time that leases have spent waiting, summed over threads.
-        owners: Who holds how many pages now.
+        owners: Who holds how many buffers now.
     """
 
-    page_bytes: int
-    num_pages: int
+    buffer_bytes: int
+    num_buffers: int
     num_leased: int
     most_leased: int
     num_leases: int
@@ -55,19 +55,19 @@ class ArenaStatistics:
     owners: tuple[tuple[str, int], ...]
 
 
-class Page(Uncopyable):
-    """Knows one lease of one page. A context manager that gives it back.
+class StagingBuffer(Uncopyable):
+    """Knows one lease of one buffer. A context manager that gives it back.
 
     Attributes:
-        index: Which page of the arena it is.
+        index: Which buffer of the staging pool it is.
         num_bytes: Its size.
         owner: Who asked for it, in words.
     """
 
-    __slots__ = ("_arena", "_tensor", "index", "num_bytes", "owner")
+    __slots__ = ("_staging_pool", "_tensor", "index", "num_bytes", "owner")
 
-    def __init__(self, arena: StagingArena, index: int, tensor: torch.Tensor, owner: str) -> None:
-        self._arena = arena
+    def __init__(self, staging_pool: StagingPool, index: int, tensor: torch.Tensor, owner: str) -> None:
+        self._staging_pool = staging_pool
         self._tensor: torch.Tensor | None = tensor
         self.index = index
         self.num_bytes = tensor.numel()
@@ -75,9 +75,9 @@ class Page(Uncopyable):
 
     def __repr__(self) -> str:
         state = "released" if self._tensor is None else "leased"
-        return f"Page({self.index}, {self.num_bytes} bytes, {state}, owner={self.owner!r})"
+        return f"StagingBuffer({self.index}, {self.num_bytes} bytes, {state}, owner={self.owner!r})"
 
-    def __enter__(self) -> Page:
+    def __enter__(self) -> StagingBuffer:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -91,78 +91,79 @@ class Page(Uncopyable):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The page's bytes: a 1-D uint8 tensor, a view of the arena. Do not use it after the release."""
+        """The buffer's bytes: a 1-D uint8 tensor, a view of the staging pool. Do not use it after the release."""
         if self._tensor is None:
             raise SwapperClosedError(
-                f"page {self.index} of {self.owner or 'an unnamed owner'} was released; lease another one"
+                f"buffer {self.index} of {self.owner or 'an unnamed owner'} was released; lease another one"
             )
-        self._arena.check_process()
+        self._staging_pool.check_process()
         return self._tensor
 
     def release(self) -> None:
-        """Give the page back. A request that still has memory of it keeps it from being lent again until it lets go.
+        """Give the buffer back. A request that still has memory of it keeps it from being leased again until it has released
+        it.
 
         Raises:
             SwapperClosedError: It was given back already.
         """
-        arena = self._arena
-        with arena._lock:
+        staging_pool = self._staging_pool
+        with staging_pool._lock:
             if self._tensor is None:
                 raise SwapperClosedError(
-                    f"page {self.index} of {self.owner or 'an unnamed owner'} was released twice; the second owner's data "
+                    f"buffer {self.index} of {self.owner or 'an unnamed owner'} was released twice; the second owner's data "
                     "would have been overwritten"
                 )
             self._tensor = None
-            del arena._leased[self.index]
-            if not tenants(arena._address + self.index * arena.page_bytes, arena.page_bytes):
-                arena._free.append(self.index)
-                arena._available.notify()
+            del staging_pool._leased[self.index]
+            if not tenants(staging_pool._address + self.index * staging_pool.buffer_bytes, staging_pool.buffer_bytes):
+                staging_pool._free.append(self.index)
+                staging_pool._available.notify()
 
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
     array: weakref.ref[npt.NDArray[np.uint8]]
-    """Lives as long as anybody has a view of the page."""
+    """Lives as long as anybody has a view of the buffer."""
     owner: str
 
 
-class StagingArena(Closable):
-    """Knows equal pages of one aligned region and who holds them; must not know what is in them. Thread safe.
+class StagingPool(Closable):
+    """Knows equal buffers of one aligned region and who holds them; must not know what is in them. Thread safe.
 
-    A page is lent again when nobody holds it: neither who leased it, nor a read or write that was started with it and that
-    the backend has not let go of, whatever became of whoever waited (see [Note: whose memory it is] in
+    A buffer is leased again when nobody holds it: neither who leased it, nor a read or write that was started with it and that
+    the backend has not released, whatever became of whoever waited (see [Note: whose memory it is] in
     ``swapper.memory.held``). One that nobody can give back any more, because an interrupt came between the
     lease and its use, counts as given back.
 
     Args:
-        page_bytes: Size of a page, a multiple of 4096.
-        num_pages: Number of pages.
+        buffer_bytes: Size of a buffer, a multiple of 4096.
+        num_buffers: Number of buffers.
         pin: Registers the whole region with a device's driver, once.
-        deadline_seconds: How long a lease waits for a page unless told otherwise.
+        deadline_seconds: How long a lease waits for a buffer unless told otherwise.
     """
 
     def __init__(
-        self, page_bytes: int, num_pages: int, pin: Pin | None = None, *, deadline_seconds: float = 120.0
+        self, buffer_bytes: int, num_buffers: int, pin: Pin | None = None, *, deadline_seconds: float = 120.0
     ) -> None:
-        page_bytes, num_pages = whole_number("page_bytes", page_bytes), whole_number("num_pages", num_pages)
-        if page_bytes <= 0 or page_bytes % ALIGNMENT:
-            raise ArgumentError(f"page_bytes must be a positive multiple of {ALIGNMENT}, got {page_bytes}")
-        if num_pages <= 0:
-            raise ArgumentError(f"an arena needs at least one page, got num_pages={num_pages}")
+        buffer_bytes, num_buffers = whole_number("buffer_bytes", buffer_bytes), whole_number("num_buffers", num_buffers)
+        if buffer_bytes <= 0 or buffer_bytes % ALIGNMENT:
+            raise ArgumentError(f"buffer_bytes must be a positive multiple of {ALIGNMENT}, got {buffer_bytes}")
+        if num_buffers <= 0:
+            raise ArgumentError(f"a staging pool needs at least one buffer, got num_buffers={num_buffers}")
         self._pid = os.getpid()
-        self.page_bytes = page_bytes
-        self.num_pages = num_pages
+        self.buffer_bytes = buffer_bytes
+        self.num_buffers = num_buffers
         self._deadline_seconds = bounded_seconds(deadline_seconds, "deadline_seconds")
-        self._region = AlignedRegion(page_bytes * num_pages)
+        self._region = AlignedRegion(buffer_bytes * num_buffers)
         with closed_unless_made(self._region.release):
             self._unpin = pin(self._region.address, self._region.num_bytes) if pin is not None else None
         if self._unpin is not None:
             self._region.registrations.add(self)
         self._address = self._region.address
         self._whole = self._region.array()
-        # The page given back last is lent first: the kernel has backed it already, and it may still be in the cache. What
+        # The buffer given back last is leased first: the kernel has backed it already, and it may still be in the cache. What
         # is neither here nor leased was given back while a transfer had it.
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = list(range(num_buffers - 1, -1, -1))
         self._leased: dict[int, _Lease] = {}
         self._unregister: list[Callable[[], None]] = []
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
@@ -174,14 +175,14 @@ class StagingArena(Closable):
 
     @property
     def num_bytes(self) -> int:
-        """Size of the arena in host memory."""
+        """Size of the staging pool in host memory."""
         return self._region.num_bytes
 
     def check_process(self) -> None:
         """Raise `SwapperClosedError` in a forked child, which does not have the memory."""
         if os.getpid() != self._pid:
             raise SwapperClosedError(
-                f"this staging arena belongs to process {self._pid}; a forked child must make its own"
+                f"this staging pool belongs to process {self._pid}; a forked child must make its own"
             )
 
     @property
@@ -190,123 +191,124 @@ class StagingArena(Closable):
         return self._unpin is not None
 
     def register_with(self, register: Callable[[AlignedRegion], Callable[[], None]]) -> None:
-        """Let somebody know the memory, until the arena is closed; for example `Swapper.register_memory`.
+        """Let somebody know the memory, until the staging pool is closed; for example `Swapper.register_memory`.
 
         Args:
             register: Gets the region and returns what undoes it.
         """
         self._unregister.append(register(self._region))
 
-    def lease(self, timeout_seconds: float | None = None, *, owner: str = "") -> Page:
-        """Return a page as soon as there is one; its content is undefined.
+    def lease(self, timeout_seconds: float | None = None, *, owner: str = "") -> StagingBuffer:
+        """Return a buffer as soon as there is one; its content is undefined.
 
         Args:
-            timeout_seconds: How long to wait at most; the arena's deadline by default.
+            timeout_seconds: How long to wait at most; the staging pool's deadline by default.
             owner: Who asks, for the error message of those who wait in vain.
 
         Raises:
-            ArenaExhaustedError: No page became free in time; names who holds them.
-            SwapperClosedError: The arena has been closed, or belongs to the parent of this process.
+            StagingExhaustedError: No buffer became free in time; names who holds them.
+            SwapperClosedError: The staging pool has been closed, or belongs to the parent of this process.
             ReentryError: A signal handler asks, in the midst of another lease.
         """
         self.check_process()
-        refuse_owned(self._lock, "leasing a page")
+        refuse_owned(self._lock, "leasing a buffer")
         timeout_seconds = self._deadline_seconds if timeout_seconds is None else bounded_seconds(timeout_seconds)
         with self._lock:
-            if not self._has_page():
+            if not self._has_buffer():
                 self._wait(timeout_seconds)
-            return self._lend(owner)
+            return self._lease_free(owner)
 
-    def try_lease(self, *, owner: str = "") -> Page | None:
-        """Return a page if one is free now."""
+    def try_lease(self, *, owner: str = "") -> StagingBuffer | None:
+        """Return a buffer if one is free now."""
         if os.getpid() != self._pid:
             self.check_process()
         if self._lock._is_owned():  # type: ignore[attr-defined]
-            refuse_owned(self._lock, "leasing a page")
+            refuse_owned(self._lock, "leasing a buffer")
         with self._lock:
-            return self._lend(owner) if self._free or self._has_page() else None
+            return self._lease_free(owner) if self._free or self._has_buffer() else None
 
-    def _has_page(self) -> bool:
+    def _has_buffer(self) -> bool:
         """Whether a lease need not wait."""
         if not self._free and not self._is_refusing:
             self._look_again()
         return bool(self._free) or self._is_refusing
 
     def _look_again(self) -> None:
-        """Find pages that have come free without anybody saying so."""
+        """Find buffers that have come free without anybody saying so."""
         for index in [index for index, lease in self._leased.items() if lease.array() is None]:
             del self._leased[index]
-        if len(self._free) + len(self._leased) < self.num_pages:
+        if len(self._free) + len(self._leased) < self.num_buffers:
             known = {*self._free, *self._leased}
-            self._free += [index for index in range(self.num_pages) if index not in known and not self._held(index)]
+            self._free += [index for index in range(self.num_buffers) if index not in known and not self._held(index)]
 
     def _held(self, index: int) -> bool:
-        return bool(tenants(self._address + index * self.page_bytes, self.page_bytes))
+        return bool(tenants(self._address + index * self.buffer_bytes, self.buffer_bytes))
 
     def _wait(self, timeout_seconds: float) -> None:
         started_seconds = time.monotonic()
         left_seconds = timeout_seconds
         most_seconds = max(timeout_seconds / _NUM_PAUSES, _HELD_SECONDS)
-        while not (has_page := self._has_page()) and left_seconds > 0:
-            # Who gives a page back says so. A transfer that lets go of one later does not: it is looked at now and then.
-            pause_seconds = _HELD_SECONDS if len(self._leased) < self.num_pages else _LOOK_UP_SECONDS
+        while not (has_buffer := self._has_buffer()) and left_seconds > 0:
+            # Who gives a buffer back says so. A transfer that releases one later does not: it is looked at now and then.
+            pause_seconds = _HELD_SECONDS if len(self._leased) < self.num_buffers else _LOOK_UP_SECONDS
             pause_seconds = min(left_seconds, pause_seconds, most_seconds)
             paused_seconds = time.monotonic()
             self._available.wait(pause_seconds)
             # A process that was stopped meanwhile (SIGSTOP, a debugger) has lost no more than this pause.
             left_seconds -= min(pause_seconds, time.monotonic() - paused_seconds)
         self._wait_seconds += time.monotonic() - started_seconds
-        if not has_page:
-            raise ArenaExhaustedError(self.num_pages, timeout_seconds, self._owners())
+        if not has_buffer:
+            raise StagingExhaustedError(self.num_buffers, timeout_seconds, self._owners())
 
-    def _lend(self, owner: str) -> Page:
+    def _lease_free(self, owner: str) -> StagingBuffer:
         if self._is_refusing:
-            raise SwapperClosedError("the staging arena has been closed; no page can be leased from it any more")
+            raise SwapperClosedError("the staging pool has been closed; no buffer can be leased from it any more")
         index = self._free[-1]
-        # An array of its own: when that has died, no view of the page is left (see HostFlatBuffer in infinity.device.compute).
-        array = self._whole[index * self.page_bytes : (index + 1) * self.page_bytes]
-        page = Page(self, index, torch.from_numpy(array), owner)
+        # An array of its own: when that has died, no view of the buffer is left (see HostFlatBuffer in
+        # infinity.device.compute).
+        array = self._whole[index * self.buffer_bytes : (index + 1) * self.buffer_bytes]
+        buffer = StagingBuffer(self, index, torch.from_numpy(array), owner)
         self._leased[index] = _Lease(weakref.ref(array), owner)
         self._free.remove(index)  # a finalizer may have given another one back in between
         self._num_leases += 1
-        self._most_leased = max(self._most_leased, self.num_pages - len(self._free))
-        return page
+        self._most_leased = max(self._most_leased, self.num_buffers - len(self._free))
+        return buffer
 
     def _owners(self) -> list[tuple[str, int]]:
         owners = Counter(lease.owner for lease in self._leased.values())
-        num_held = self.num_pages - len(self._free) - len(self._leased)
+        num_held = self.num_buffers - len(self._free) - len(self._leased)
         if num_held:
             owners["transfers that have not ended, although nobody waits for them any more"] = num_held
         return owners.most_common()
 
-    def statistics(self) -> ArenaStatistics:
+    def statistics(self) -> StagingStatistics:
         """Return a snapshot."""
         self.check_process()
         with self._lock:
             self._look_again()
-            return ArenaStatistics(
-                self.page_bytes,
-                self.num_pages,
-                self.num_pages - len(self._free),
+            return StagingStatistics(
+                self.buffer_bytes,
+                self.num_buffers,
+                self.num_buffers - len(self._free),
                 self._most_leased,
                 self._num_leases,
                 self._wait_seconds,
                 tuple(self._owners()),
             )
 
-    def turn_away(self) -> None:
-        """Give out nothing any more: who waits for a page, or asks for one, gets an ``SwapperClosedError``.
+    def stop_leasing(self) -> None:
+        """Give out nothing any more: who waits for a buffer, or asks for one, gets an ``SwapperClosedError``.
 
-        Pages that are held stay as they are; `close` has still to be called.
+        Buffers that are held stay as they are; `close` has still to be called.
         """
         with self._lock:
             self._is_refusing = True
             self._available.notify_all()
 
     def close(self) -> None:
-        """Unpin and release the memory; who waits for a page gets an error. Idempotent.
+        """Unpin and release the memory; who waits for a buffer gets an error. Idempotent.
 
-        Pages that are still held keep the memory mapped until their holders let go, but it is not pinned any more: no
+        Buffers that are still held keep the memory mapped until their holders release them, but it is not pinned any more: no
         copy to or from a device may be running.
         """
         with self._lock:
@@ -314,7 +316,7 @@ class StagingArena(Closable):
                 return
             self._is_refusing = self._is_closed = True
             if self._leased:
-                logger.warning("a staging arena was closed while pages are held by %s", self._owners())
+                logger.warning("a staging pool was closed while buffers are held by %s", self._owners())
             self._whole = self._whole[:0].copy()
             self._available.notify_all()
         for unregister in self._unregister:

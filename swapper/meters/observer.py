@@ -55,11 +55,11 @@ class Observers:
 
         return remove
 
-    def note(self, record: TransferRecord) -> None:
-        """Take a record; `tell` passes it on."""
+    def add_record(self, record: TransferRecord) -> None:
+        """Take a record; `notify` passes it on."""
         self._records.append(record)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Pass on what was noted; on a backend's thread, so what an observer raises goes no further."""
         while self._records:
             try:

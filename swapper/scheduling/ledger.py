@@ -123,7 +123,7 @@ class Ledger:
             if overlap is not None:
                 raise ExtentError.broken(self.extent.name, overlap[0], overlap[1] - overlap[0])
 
-    def settle(self, operation: Operation) -> None:
+    def finish(self, operation: Operation) -> None:
         """Take note how an operation ended."""
         if operation.direction is Direction.WRITE:
             if operation.failure is not None:

@@ -7,9 +7,9 @@ transfer may need by itself, further attempts and an error of its own, is below,
 
 [Note: hung transfers]
 A transfer that misses its deadline ends its operation for everybody who waits (``StallError``), but the kernel may
-still move the bytes later. So a stalled operation stays among the active ones of its extent until the backend lets go
-of it: operations on the same bytes fail at once, the extent's space is not given to anybody else, and neither is its
-memory (see [Note: whose memory it is] in ``swapper.memory.held``).
+still move the bytes later. So a stalled operation stays among the active ones of its extent until the backend releases it:
+operations on the same bytes fail at once, the extent's space is not given to anybody else, and neither is its memory (see
+[Note: whose memory it is] in ``swapper.memory.held``).
 
 [Note: signals]
 A transfer that an interrupt cuts off while it is handed over would be lost: nobody could tell whether the backend has it, so its
@@ -47,10 +47,10 @@ from swapper.scheduling.waiting import TICKS_PER_DEADLINE, PendingErrors, tick_s
 from swapper.sync.bell import Bell
 from swapper.sync.callbacks import call_back
 from swapper.sync.interrupts import uninterrupted
-from swapper.sync.lifetimes import when_gone
+from swapper.sync.lifetimes import call_when_collected
 from swapper.sync.limits import start_threads
-from swapper.sync.patience import wait_in_parts
 from swapper.sync.reentry import refuse_owned
+from swapper.sync.timeouts import wait_in_parts
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
@@ -95,12 +95,12 @@ class IOScheduler(Uncopyable):
         backend: IOBackend,
         config: SwapperConfig,
         busy: BusyTimes | None = None,
-        give_back: Callable[[Extent], None] = lambda extent: None,
+        free: Callable[[Extent], None] = lambda extent: None,
     ) -> None:
-        """``give_back``: called, under the lock, with an extent that is being freed and that nothing is at work on."""
+        """``free``: called, under the lock, with an extent that is being freed and that nothing is at work on."""
         self.pid = os.getpid()
         self._backend = backend
-        self._give_back = give_back
+        self._free_extent = free
         self._config = config
         self._lock: Any = (
             threading.RLock()
@@ -119,7 +119,7 @@ class IOScheduler(Uncopyable):
         self.pending = PendingErrors()
         self._tick_seconds = tick_seconds(config.deadline_seconds)
         self._stop = Bell()
-        when_gone(self, self._stop.ring)
+        call_when_collected(self, self._stop.ring)
         arguments = (weakref.ref(self), self._stop, self._tick_seconds)
         self._watchdog = threading.Thread(target=_watch, args=arguments, name="swapper-watchdog", daemon=True)
         start_threads(self._watchdog)
@@ -171,9 +171,9 @@ class IOScheduler(Uncopyable):
                     self._finish(operation, over)
                 raise
             if queue.num_queued:
-                queue.take(self._tick, taken)
+                queue.pop_ready(self._tick, taken)
         if taken:
-            self._hand_over(taken)
+            self._submit_all(taken)
         if over:
             announce(over)
 
@@ -213,11 +213,11 @@ class IOScheduler(Uncopyable):
         with self._lock:
             yield over
             for queue in self.queues:
-                queue.take(self._tick, taken)
-        self._hand_over(taken)
+                queue.pop_ready(self._tick, taken)
+        self._submit_all(taken)
         announce(over)
 
-    def _hand_over(self, taken: deque[Operation | Transfer]) -> None:
+    def _submit_all(self, taken: deque[Operation | Transfer]) -> None:
         """Give transfers to the backend.
 
         A backend may complete requests inside ``submit``, which comes back here with the next transfers: they are left
@@ -260,15 +260,15 @@ class IOScheduler(Uncopyable):
                 self._finish(operation, over)
             for each in self.queues:
                 if each.num_queued:
-                    each.take(self._tick, taken)
+                    each.pop_ready(self._tick, taken)
             if not queue.inflight:
-                queue.rest()
+                queue.on_idle()
         if taken:
-            self._hand_over(taken)
+            self._submit_all(taken)
         if over and (len(over) > 1 or over[0].waiters or over[0].callbacks):
             announce(over)
         if self.observers.present:
-            self.observers.tell()
+            self.observers.notify()
 
     def _on_trouble(
         self, transfer: Operation | Transfer, queue: TransferQueue, transferred_bytes: int, error: OSError | None
@@ -329,11 +329,11 @@ class IOScheduler(Uncopyable):
         while ending:
             operation, _ = ending.popitem()
             operation.memory, operation.batch = NO_MEMORY, None
-            ledger = self._active.pop(operation)  # before it is seen to be over: its memory is lent again at once
+            ledger = self._active.pop(operation)  # before it is seen to be over: its memory is used again at once
             if not operation.is_finished:
                 operation.is_finished = True
                 if operation.failure is not None or ledger.has_broken:
-                    self._settle(operation, ledger)
+                    self._fix_outcome(operation, ledger)
                 over.append(operation)
             operation.state = _DONE
             ledger.working[operation.direction].pop(operation)
@@ -346,10 +346,10 @@ class IOScheduler(Uncopyable):
                     ending[later] = None
             operation.dependents = ()
 
-    def _settle(self, operation: Operation, ledger: Ledger) -> None:
+    def _fix_outcome(self, operation: Operation, ledger: Ledger) -> None:
         """Fix how an operation ended, if it failed or others have."""
         operation.is_finished = True
-        ledger.settle(operation)
+        ledger.finish(operation)
         if operation.failure is not None and not isinstance(operation.failure, SwapperClosedError):
             self._num_errors += 1
             self.pending.add(operation)
@@ -371,7 +371,7 @@ class IOScheduler(Uncopyable):
         operation = transfer.operation
         queue.withdraw(operation)
         operation.failure = operation.failure or stall_error(operation, transfer, self._backend, detail)
-        self._settle(operation, self._active[operation])
+        self._fix_outcome(operation, self._active[operation])
         operation.state = _STALLED
         over.append(operation)
         self._end_behind(operation, list(operation.dependents), over)
@@ -469,7 +469,7 @@ class IOScheduler(Uncopyable):
     def release(self, extent: Extent) -> None:
         """Take no more requests of an extent, and block until all that there are are over.
 
-        Its space goes back when the backend has let go of all of them, whether somebody waits for that or not.
+        Its space goes back when the backend has released all of them, whether somebody waits for that or not.
         """
         self._refuse_between("freeing an extent")
         with uninterrupted(), self._lock:
@@ -485,7 +485,7 @@ class IOScheduler(Uncopyable):
         """Give the space of an extent back that is being freed, if nothing is at work on it."""
         ledger = self._ledgers.get(extent)
         if ledger is None or not ledger.operations:
-            self._give_back(extent)
+            self._free_extent(extent)
             self._ledgers.pop(extent, None)
             extent.state = ExtentState.FREED
 
@@ -507,17 +507,17 @@ class IOScheduler(Uncopyable):
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def close(self, because: str, patience_seconds: float | None = None) -> None:
+    def close(self, because: str, timeout_seconds: float | None = None) -> None:
         """Take nothing more, drop what is not at the backend yet, wait for the rest, and close the backend.
 
         Args:
             because: What later calls are told.
-            patience_seconds: How long to wait for what is at the backend; the deadline by default.
+            timeout_seconds: How long to wait for what is at the backend; the deadline by default.
         """
         self._refuse_between("closing")
-        if patience_seconds is None:
-            patience_seconds = self._config.deadline_seconds
-        patience_seconds = bounded_seconds(patience_seconds, "patience_seconds")
+        if timeout_seconds is None:
+            timeout_seconds = self._config.deadline_seconds
+        timeout_seconds = bounded_seconds(timeout_seconds, "timeout_seconds")
         with self._change() as over:
             self._closed_because = self._closed_because or because
             delayed = dict(self._delayed)
@@ -534,9 +534,9 @@ class IOScheduler(Uncopyable):
         for timer in delayed.values():
             timer.cancel()
         if not any(queue.inflight for queue in self.queues):  # idle threads end at once, but not in no time
-            patience_seconds = max(patience_seconds, _IDLE_SECONDS)
+            timeout_seconds = max(timeout_seconds, _IDLE_SECONDS)
         try:
-            is_ended = self._backend.close(min(1.0, patience_seconds) if has_hung else patience_seconds)
+            is_ended = self._backend.close(min(1.0, timeout_seconds) if has_hung else timeout_seconds)
         except Exception:
             logger.exception("the backend raised while it was closed")
             is_ended = False
@@ -546,7 +546,7 @@ class IOScheduler(Uncopyable):
         if get_ident() != self._watchdog.ident:
             self._watchdog.join()
         self._end_lost(is_ended)
-        while (error := self.pending.take()) is not None:
+        while (error := self.pending.pop()) is not None:
             logger.error("closed with an error that nobody has seen: %s", error)
 
     def _end_lost(self, is_ended: bool) -> None:
@@ -556,7 +556,7 @@ class IOScheduler(Uncopyable):
                 if is_ended and operation in self._active:
                     self._finish(operation, over)
                 elif not operation.is_finished:
-                    self._settle(operation, ledger)
+                    self._fix_outcome(operation, ledger)
                     over.append(operation)
 
     def statistics(self, capacity_bytes: int, free_bytes: int) -> Statistics:

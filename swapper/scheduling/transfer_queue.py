@@ -135,7 +135,7 @@ class TransferQueue:
             operation.state = _RUNNING
             self.num_queued -= 1
 
-    def take(self, tick: int, taken: deque[Operation | Transfer]) -> None:
+    def pop_ready(self, tick: int, taken: deque[Operation | Transfer]) -> None:
         """Take the next transfers, as many as the backend has room for.
 
         Args:
@@ -170,7 +170,7 @@ class TransferQueue:
             self._is_busy = True
             self.busy.begin(self.direction)
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Nothing is at the backend, for now: the time at work ends."""
         if self._is_busy:
             self._is_busy = False
@@ -187,21 +187,23 @@ class TransferQueue:
         self.num_bytes += num_bytes
         self.num_transfers += 1
         if self._observers.present:
-            self._note(transfer, num_bytes)
+            self._count(transfer, num_bytes)
         return True
 
     def count_part(self, transfer: Operation | Transfer, num_bytes: int, *, is_again: bool) -> None:
         """What a transfer has moved that has not moved all; ``is_again``: it will be tried again."""
         self.num_retries += is_again
         self.num_bytes += num_bytes
-        self._note(transfer, num_bytes)
+        self._count(transfer, num_bytes)
 
-    def _note(self, transfer: Operation | Transfer, num_bytes: int) -> None:
+    def _count(self, transfer: Operation | Transfer, num_bytes: int) -> None:
         if transfer.began_seconds and self._observers.present:
             operation, began = transfer.operation, transfer.began_seconds
             queued = began - operation.ready_seconds if operation.ready_seconds else 0.0
             name = operation.extent.name
-            self._observers.note(TransferRecord(self.direction, name, num_bytes, queued, began, time.perf_counter()))
+            self._observers.add_record(
+                TransferRecord(self.direction, name, num_bytes, queued, began, time.perf_counter())
+            )
 
     def _choose(self) -> Operation | None:
         """Return the operation whose turn it is, and leave it at the head of its queue."""

@@ -34,7 +34,7 @@ class PendingErrors:
         if not operation.is_observed and not operation.num_observers:
             self.operations.append(operation)
 
-    def take(self) -> SwapperError | None:
+    def pop(self) -> SwapperError | None:
         """Return the first error that nobody has seen; from now on it is seen."""
         with contextlib.suppress(IndexError):
             while True:
@@ -45,6 +45,6 @@ class PendingErrors:
 
     def raise_first(self) -> None:
         """Raise the first error that nobody has seen."""
-        error = self.take()
+        error = self.pop()
         if error is not None:
             raise error.with_traceback(None)

@@ -47,16 +47,16 @@ class uninterrupted:
             handler = _signal.getsignal(SIGINT)
             if callable(handler) and not isinstance(getattr(handler, "__self__", None), uninterrupted):
                 self._before = handler
-                _signal.signal(SIGINT, self._note)
+                _signal.signal(SIGINT, self._on_signal)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._came = number, frame
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._before is not None:
-            if _signal.getsignal(SIGINT) == self._note:  # else what was called inside has set another
+            if _signal.getsignal(SIGINT) == self._on_signal:  # else what was called inside has set another
                 _signal.signal(SIGINT, self._before)
             if self._came is not None:
                 self._before(*self._came)

@@ -15,7 +15,7 @@ EXIT_SECONDS = 2.0
 """How long threads may take at the end of the process, which a drive that hangs must not keep."""
 
 
-def when_gone(owner: object, function: Callable[..., object], *args: object) -> weakref.finalize[..., object]:
+def call_when_collected(owner: object, function: Callable[..., object], *args: object) -> weakref.finalize[..., object]:
     """Call a function when nobody refers to ``owner`` any more; not at the end of the process, nor in a forked child."""
     finalizer = weakref.finalize(owner, _call_here, os.getpid(), function, *args)
     finalizer.atexit = False
@@ -27,7 +27,7 @@ def _call_here(pid: int, function: Callable[..., object], *args: object) -> None
         function(*args)
 
 
-class Roll(Generic[_T]):
+class LiveObjects(Generic[_T]):
     """Knows objects as long as they live, without keeping them alive. A forked child forgets them.
 
     Args:
@@ -42,15 +42,15 @@ class Roll(Generic[_T]):
         self.add = self._members.add
         self.discard = self._members.discard
         if at_exit is not None:
-            atexit.register(self._tell, at_exit)
+            atexit.register(self._call_all, at_exit)
         os.register_at_fork(after_in_child=lambda: self._leave(in_child))
 
-    def _tell(self, function: Callable[[_T], object]) -> None:
+    def _call_all(self, function: Callable[[_T], object]) -> None:
         for member in list(self._members):
             with contextlib.suppress(OSError):
                 function(member)
 
     def _leave(self, in_child: Callable[[_T], object] | None) -> None:
         if in_child is not None:
-            self._tell(in_child)
+            self._call_all(in_child)
         self._members.clear()

@@ -18,8 +18,8 @@ _before: float | None = None  # what it was, if we have changed it
 _set: float = 0.0
 
 
-def hold(holder: int) -> None:
-    """Switch fast from now on, until everybody who holds it has called `let_go`. An interval that is shorter stays.
+def acquire(holder: int) -> None:
+    """Switch fast from now on, until everybody who holds it has called `release`. An interval that is shorter stays.
 
     There is no lock, because a finalizer may let go: each step is a single one, and in whatever order two threads come, the
     interval is in the end what somebody has set.
@@ -34,8 +34,8 @@ def hold(holder: int) -> None:
             _set = sys.getswitchinterval()
 
 
-def let_go(holder: int) -> None:
-    """The counterpart of `hold`: the last one restores what was there before, unless somebody else has changed it."""
+def release(holder: int) -> None:
+    """The counterpart of `acquire`: the last one restores what was there before, unless somebody else has changed it."""
     global _before
     _holders.discard(holder)
     if not _holders and _before is not None:
@@ -44,9 +44,9 @@ def let_go(holder: int) -> None:
             sys.setswitchinterval(seconds)
 
 
-def _let_go_in_child() -> None:
+def _reset_in_child() -> None:
     for holder in list(_holders):
-        let_go(holder)
+        release(holder)
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)

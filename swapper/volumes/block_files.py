@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BlockFile:
-    """One open file. It is closed when its owner and all blocks under way have let go of it."""
+    """One open file. It is closed when its owner and all blocks under way have released it."""
 
     def __init__(self, path: Path, num_bytes: int | None = None) -> None:
         """
@@ -44,15 +44,15 @@ class BlockFile:
         self._num_users = 1
         self._fd = _open(path, os.O_RDONLY if num_bytes is None else os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         if num_bytes:
-            with closed_unless_made(self.let_go):
+            with closed_unless_made(self.release):
                 extend(self._fd, num_bytes)
 
     def use(self) -> None:
-        """Keep it open until `let_go`."""
+        """Keep it open until `release`."""
         with self._lock:
             self._num_users += 1
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The counterpart of `use`, and of making it."""
         with self._lock:
             self._num_users -= 1
@@ -100,13 +100,13 @@ class BlockThreads(Closable):
         self._writes: deque[Future[None]] = deque()
 
     def close(self) -> None:
-        """Return when nothing is under way, and let go of the memory."""
+        """Return when nothing is under way, and release the memory."""
         self._pool.close()
         self._free.clear()
         self._regions.clear()  # each goes when nobody looks at it
 
-    def take(self) -> Bytes:
-        """Memory for a block, with whatever was in it; for the caller until he gives it to `write` or `give_back`."""
+    def acquire_block(self) -> Bytes:
+        """Memory for a block, with whatever was in it; for the caller until he gives it to `write` or `release_block`."""
         try:
             return self._free.pop()
         except IndexError:
@@ -114,8 +114,8 @@ class BlockThreads(Closable):
             self._regions.append(region)
             return region.array()
 
-    def give_back(self, block: Bytes) -> None:
-        """The counterpart of `take`."""
+    def release_block(self, block: Bytes) -> None:
+        """The counterpart of `acquire_block`."""
         self._free.append(block)
 
     def write(self, file: BlockFile, block: Bytes, num_bytes: int, offset: int, prepare: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ class BlockThreads(Closable):
                 prepare()
                 file.write(block[:num_bytes], offset)
             finally:
-                file.let_go()
+                file.release()
                 self._free.append(block)
 
         self._writes.append(self._pool.submit(run))
@@ -145,7 +145,7 @@ class BlockThreads(Closable):
 
     def read(self, file: BlockFile, num_bytes: int, offset: int, check: Callable[[Bytes], None]) -> Future[Bytes]:
         """Start to read a block; the result is its memory, of ``block_bytes``, after ``check`` has seen what was read."""
-        block = self.take()
+        block = self.acquire_block()
         file.use()
 
         def run() -> Bytes:
@@ -154,9 +154,9 @@ class BlockThreads(Closable):
                 check(block[:num_bytes])
                 return block
             finally:
-                file.let_go()
+                file.release()
 
-        with closed_unless_made(file.let_go):
+        with closed_unless_made(file.release):
             return self._pool.submit(run)
 
 

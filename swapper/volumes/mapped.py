@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError
-from swapper.memory.mapping import lend, map_memory, unmap
+from swapper.memory.mapping import map_memory, owned_array, unmap
 from swapper.uncopyable import closed_unless_made
 from swapper.volumes.scratch_file import extend, open_nameless, write_all
 
@@ -57,7 +57,7 @@ class MappedFile:
 def _map(fd: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """All bytes of a file; the mapping keeps it."""
     address = map_memory(num_bytes, _PRIVATE, fd)
-    return lend(address, num_bytes, unmap, address, num_bytes)
+    return owned_array(address, num_bytes, unmap, address, num_bytes)
 
 
 def map_file(path: Path) -> npt.NDArray[np.uint8]:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.errors import VolumeError, VolumeTooSmallError, error_words, limit_cure
-from swapper.memory.mapping import lend, map_memory, unmap
+from swapper.memory.mapping import map_memory, owned_array, unmap
 from swapper.sync.limits import start_threads
 from swapper.volumes.scratch_file import CANNOT_RESERVE, FULL, fallocate, open_nameless, write_in_place
 
@@ -88,8 +88,8 @@ class MappedMemory:
             segment = _Segment(self, directory, max(_SEGMENT_BYTES, num_bytes))
             self._open[directory] = weakref.ref(segment)
             _writer.add(segment)
-        offset = segment.take(num_bytes)
-        return lend(segment.address + offset, num_bytes, segment.give_back, offset, num_bytes)
+        offset = segment.allocate(num_bytes)
+        return owned_array(segment.address + offset, num_bytes, segment.free, offset, num_bytes)
 
 
 class _Segment:
@@ -128,7 +128,7 @@ class _Segment:
         """Whether this address lies in it."""
         return self.address <= address < self.address + self._num_bytes
 
-    def take(self, num_bytes: int) -> int:
+    def allocate(self, num_bytes: int) -> int:
         """The offset of a new part, whose space on the drive is reserved: a write to it cannot fail for want of room."""
         offset = self._taken_bytes
         length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -144,7 +144,7 @@ class _Segment:
                     raise
                 self._fill(offset, length)
         except OSError as error:
-            self.give_back(offset, num_bytes)
+            self.free(offset, num_bytes)
             if error.errno in FULL:
                 raise VolumeTooSmallError(self._directory, length, free_bytes, error_words(error)) from error
             problem = f"cannot reserve {length} bytes in {str(self._directory)!r}: {error_words(error)}"
@@ -158,9 +158,9 @@ class _Segment:
         while offset < stop:
             offset += os.pwrite(self._fd, memoryview(zeros)[: stop - offset], offset)
 
-    def give_back(self, offset: int, num_bytes: int) -> None:
+    def free(self, offset: int, num_bytes: int) -> None:
         """Nobody looks at a part any more. Takes no lock: finalizers call this."""
-        if os.getpid() == self._process:  # a forked child has only let go of its own view
+        if os.getpid() == self._process:  # a forked child has only released its own view
             length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
             with contextlib.suppress(OSError):
                 fallocate(self._fd, length, offset, _PUNCH_HOLE | _KEEP_SIZE)

@@ -28,7 +28,7 @@ from swapper.errors import (
     VolumeError,
     error_words,
 )
-from swapper.sync.lifetimes import Roll
+from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable, closed_unless_made
 from swapper.volumes.own_files import open_own, read_own, require_own_directory
 from swapper.volumes.publish import make_directory, replacing, sync_directory
@@ -273,4 +273,4 @@ def _append(lock: int, line: str) -> None:
 
 
 # A forked child that outlives its parent would otherwise hold the lock.
-_open_runs: Roll[RunDirectory] = Roll(in_child=lambda run: run.close())
+_open_runs: LiveObjects[RunDirectory] = LiveObjects(in_child=lambda run: run.close())

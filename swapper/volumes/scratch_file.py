@@ -26,7 +26,7 @@ from swapper.errors import (
     limit_cure,
 )
 from swapper.memory.region import AlignedRegion
-from swapper.sync.lifetimes import Roll
+from swapper.sync.lifetimes import LiveObjects
 from swapper.uncopyable import Uncopyable
 from swapper.volumes.file_system import Drive
 
@@ -221,7 +221,7 @@ def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
 _fallocate = _find_fallocate() if sys.platform == "linux" else None
 
 # A forked child that outlives its parent would otherwise keep the parent's space on the drive occupied.
-_open_files: Roll[ScratchFile] = Roll(in_child=lambda file: file.close())
+_open_files: LiveObjects[ScratchFile] = LiveObjects(in_child=lambda file: file.close())
 
 
 def open_nameless(directory: Path) -> int:

@@ -92,16 +92,16 @@ class Space:
         num_stripes = sum(map(min, in_pools, self._pool_rooms))
         if num_stripes >= self._num_stripes:
             return
-        shares = []
+        capacities = []
         for column, drive in enumerate(self._drives):
             first = self._drives[self._pools.index(self._pools[column])]
             shared = "" if first is drive else f", shared with {str(first.path)!r}"
-            shares.append((drive.path, self.room_bytes(column), self._limits[column] + shared))
-        least = min(range(len(shares)), key=lambda column: shares[column][1])
+            capacities.append((drive.path, self.room_bytes(column), self._limits[column] + shared))
+        least = min(range(len(capacities)), key=lambda column: capacities[column][1])
         raise VolumeTooSmallError(
             self._drives[least].path,
             self._num_stripes * self._stripe_bytes,
             num_stripes * self._stripe_bytes,
             f"in stripes of {self._stripe_bytes}",
-            shares,
+            capacities,
         )

@@ -114,10 +114,10 @@ class StripeMap:
 
     def locate(self, offset: int) -> tuple[int, int]:
         """Return the drive of a byte of the address space, and the offset in that drive's file."""
-        ((column, file_offset, _, _),) = self.pieces(offset, 1)
+        ((column, file_offset, _, _),) = self.file_ranges(offset, 1)
         return column, file_offset
 
-    def pieces(self, offset: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
+    def file_ranges(self, offset: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
         """Return where bytes of the address space lie, stripe by stripe: the drive, the offset in its file, and which of the
         bytes these are, from where to where."""
         zones, stripe_bytes, found = self._zones, self.stripe_bytes, []

@@ -22,7 +22,7 @@ from swapper.volumes.thread_pool import ThreadPool
 logger = logging.getLogger(__name__)
 
 
-Piece = tuple[int, int, int, int]
+FileRange = tuple[int, int, int, int]
 """Which of the files, the offset in it, and which of the bytes that were asked for lie there: from where to where."""
 
 
@@ -73,7 +73,7 @@ class Volume(Uncopyable):
                 name = f"{file_name}-{column}-of-{len(wanted)}"
                 file = NamedFile(drive, name, is_there=is_there) if file_name else ScratchFile(drive)
                 self.files = (*self.files, file)
-            _refuse_twins(self.files)
+            _refuse_duplicates(self.files)
             _warn_of_shared_drives(self.files)
             held_bytes = sum(file.num_bytes for file in self.files) if is_there else 0
             self.capacity_bytes = max(self.capacity_bytes, round_up(held_bytes, self.stripe_bytes or ALIGNMENT))
@@ -103,15 +103,15 @@ class Volume(Uncopyable):
         column, file_offset = self._map.locate(offset)
         return self.files[column], file_offset
 
-    def pieces(self, offset: int, num_bytes: int) -> list[Piece]:
-        """Return where bytes of the address space lie, in their order; one piece at least."""
+    def file_ranges(self, offset: int, num_bytes: int) -> list[FileRange]:
+        """Return where bytes of the address space lie, in their order; one range at least."""
         if self._map is None or not num_bytes:
             return [(0, offset, 0, num_bytes)]
-        return self._map.pieces(offset, num_bytes)
+        return self._map.file_ranges(offset, num_bytes)
 
     def column_of(self, offset: int) -> int:
         """Return which of ``files`` holds a byte of the address space."""
-        return self.pieces(offset, 1)[0][0]
+        return self.file_ranges(offset, 1)[0][0]
 
     def sync(self) -> None:
         """Whatever was written is on the drives when this returns, all of which work at it at once.
@@ -174,7 +174,7 @@ class Volume(Uncopyable):
                     file.reserve(min(num_bytes, file.num_bytes))  # their lengths tell what lies where
             raise
         self._map = stripes
-        self._log_shares(stripes, speeds)
+        self._log_capacities(stripes, speeds)
 
     def _reserve(self, stripes: StripeMap, held_bytes: Sequence[int]) -> None:
         for column, file in enumerate(self.files):
@@ -182,7 +182,7 @@ class Volume(Uncopyable):
                 raise VolumeError(
                     file.directory,
                     f"{file.name} holds {held_bytes[column]} bytes of a run, and only {stripes.file_bytes(column)} of it would "
-                    "be used now: name the same directories, with room for the same shares",
+                    "be used now: name the same directories, with room for as much on each",
                 )
         # First what gives space back, for those that share a file system with it.
         for grows in (False, True):
@@ -194,14 +194,14 @@ class Volume(Uncopyable):
                     except VolumeTooSmallError as error:
                         raise _NoRoomError(column, error) from error
 
-    def _log_shares(self, stripes: StripeMap, speeds: Sequence[float]) -> None:
+    def _log_capacities(self, stripes: StripeMap, speeds: Sequence[float]) -> None:
         cycle = stripes.first_cycle
-        shares = "; ".join(
+        described = "; ".join(
             f"{str(file.directory)!r} on {file.drive.words()}: {cycle.count(column)} of {len(cycle)} stripes"
             f"{f' at {speeds[column] / 1e6:.0f} MB/s' if max(speeds) > 1 else ''}, {file.num_bytes} bytes in all"
             for column, file in enumerate(self.files)
         )
-        logger.info("striped over %d directories: %s", len(self.files), shares)
+        logger.info("striped over %d directories: %s", len(self.files), described)
 
 
 class _NoRoomError(Exception):
@@ -213,7 +213,7 @@ class _NoRoomError(Exception):
         self.cause = cause
 
 
-def _refuse_twins(files: Sequence[ScratchFile]) -> None:
+def _refuse_duplicates(files: Sequence[ScratchFile]) -> None:
     """Refuse a directory that is named twice, also if that is by another path, a link or a bind mount."""
     seen: dict[tuple[int, int], ScratchFile] = {}
     for file in files:
@@ -221,10 +221,10 @@ def _refuse_twins(files: Sequence[ScratchFile]) -> None:
             status = os.stat(file.directory)
         except OSError as error:
             raise VolumeError(file.directory, f"directory {str(file.directory)!r} is gone: {error}") from error
-        twin = seen.setdefault((status.st_dev, status.st_ino), file)
-        if twin is not file:
+        other = seen.setdefault((status.st_dev, status.st_ino), file)
+        if other is not file:
             raise ArgumentError(
-                f"a directory is given twice, as {str(twin.directory)!r} and as {str(file.directory)!r}; "
+                f"a directory is given twice, as {str(other.directory)!r} and as {str(file.directory)!r}; "
                 "name each drive once"
             )
 

@@ -33,7 +33,7 @@ from swapper.backend import CorruptedDataError, Direction, IOBackend, IORequest,
 from swapper.config import ALIGNMENT, round_up
 from swapper.errors import ArgumentError
 from swapper.memory.region import AlignedRegion
-from swapper.sync.patience import wait_in_parts
+from swapper.sync.timeouts import wait_in_parts
 from swapper.wrappers.base import BackendWrapper
 from swapper.wrappers.checksum import PAGE_BYTES, Bytes, ChecksumTable, Segment, crc32c, is_fast
 
@@ -143,7 +143,7 @@ class IntegrityBackend(BackendWrapper):
                     ]
                     if known:
                         job.to_read.append((known[0].start, known[-1].stop))
-            self._go_on(job)
+            self._advance(job)
         except BaseException:  # a KeyboardInterrupt, say: then close must not wait for it
             self._is_prepared(job)
             raise
@@ -158,7 +158,7 @@ class IntegrityBackend(BackendWrapper):
 
     # -- the way of a request ----------------------------------------------------------------------------------------
 
-    def _go_on(self, job: _Job) -> None:
+    def _advance(self, job: _Job) -> None:
         """Read back what is still missing, then carry out the request itself."""
         if job.to_read:
             start, stop = job.to_read.pop()
@@ -182,7 +182,7 @@ class IntegrityBackend(BackendWrapper):
     def _on_read_back(self, job: _Job, request: IORequest, transferred_bytes: int, error: OSError | None) -> None:
         if error is None and transferred_bytes == len(request.memory):
             try:
-                self._go_on(job)
+                self._advance(job)
                 return
             except Exception as found:  # no memory for one more page: whoever waits must hear of it
                 error = as_os_error(found)
@@ -196,7 +196,7 @@ class IntegrityBackend(BackendWrapper):
         )
 
     def _on_transferred(self, job: _Job, inner: IORequest, transferred_bytes: int, error: OSError | None) -> None:
-        inner.let_go()
+        inner.release_memory()
         try:
             if job.request.direction is Direction.WRITE:
                 self._remember(job, transferred_bytes if error is None else 0)

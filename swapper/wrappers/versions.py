@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.backend import Batch, Direction, IOBackend, IORequest
-from swapper.config import ALIGNMENT, pieces
+from swapper.config import ALIGNMENT, split_at
 from swapper.errors import ArgumentError
 from swapper.extents.intervals import IntervalSet
 from swapper.memory.region import AlignedRegion
@@ -174,7 +174,7 @@ class VersionedBackend(BackendWrapper):
         first, last = start // ALIGNMENT, -(-stop // ALIGNMENT)
         with self._lock:
             before = self._slots[first:last].tolist()
-            ranges = self._take(last - first)
+            ranges = self._allocate(last - first)
         if ranges is None:
             message = (
                 "no free slot: more was written since the last commit than there is room for, frozen weights as well, say; "
@@ -241,7 +241,7 @@ class VersionedBackend(BackendWrapper):
         requests = [
             IORequest(direction, offset + low, memory[low:high], address + low, batch.on_complete)
             for offset, memory, address in parts
-            for low, high in pieces(offset, len(memory), self.inner.boundary_bytes)
+            for low, high in split_at(offset, len(memory), self.inner.boundary_bytes)
         ]
         parts.clear()  # it may be over before this thread is: who waits for it must find nobody looking at the memory
         batch.submit(self.inner, requests)
@@ -264,7 +264,7 @@ class VersionedBackend(BackendWrapper):
                     self._free.add(low, high)
         request.complete(0 if error is not None else len(request.memory), error)
 
-    def _take(self, number: int) -> list[tuple[int, int]] | None:
+    def _allocate(self, number: int) -> list[tuple[int, int]] | None:
         """Take so many free slots; None if there are not so many."""
         found: list[tuple[int, int]] = []
         while number:

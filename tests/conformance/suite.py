@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swapper.backend import Direction, IOBackend, IORequest
-from swapper.config import ALIGNMENT, pieces
+from swapper.config import ALIGNMENT, split_at
 from swapper.memory.region import AlignedRegion
 
 _TIMEOUT_SECONDS = 30.0
@@ -79,13 +79,13 @@ def start(backend: IOBackend, direction: Direction, offset: int, array: Bytes, m
 
 def write(backend: IOBackend, offset: int, array: Bytes, may_pad: bool = False) -> None:
     """Write all bytes of an array, in as many requests as the backend's boundaries ask for."""
-    for low, high in pieces(offset, array.size, backend.boundary_bytes):
+    for low, high in split_at(offset, array.size, backend.boundary_bytes):
         start(backend, Direction.WRITE, offset + low, array[low:high], may_pad).require_whole(high - low)
 
 
 def read(backend: IOBackend, offset: int, array: Bytes) -> None:
     """Fill an array, in as many requests as the backend's boundaries ask for."""
-    for low, high in pieces(offset, array.size, backend.boundary_bytes):
+    for low, high in split_at(offset, array.size, backend.boundary_bytes):
         start(backend, Direction.READ, offset + low, array[low:high]).require_whole(high - low)
 
 

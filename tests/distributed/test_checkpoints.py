@@ -66,7 +66,7 @@ def _steps(engine: Any, batches: Any, num: int) -> list[float]:
 def _contents(engine: Any) -> dict[str, Any]:
     """All that is the same on all ranks."""
     found = weights_of(engine) | states_of(engine)
-    found |= {f"{i} main": engine._settled.gather_main_weight(p) for i, p in enumerate(engine.module.parameters())}
+    found |= {f"{i} main": engine._consistent.gather_main_weight(p) for i, p in enumerate(engine.module.parameters())}
     return found | {"lr": torch.tensor(engine.get_lr()), "steps": torch.tensor(engine.global_steps)}
 
 
@@ -295,7 +295,7 @@ def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
             _steps(engine, iter(engine.training_dataloader), 1)
             expected = _contents(engine)
             ranks, meetings = world(), []
-            meet = ranks.meet
+            all_gather_ints = ranks.all_gather_ints
 
             def slow(*args: Any) -> int:
                 before = len(meetings)
@@ -303,7 +303,9 @@ def test_the_others_wait_for_as_long_as_rank_0_writes_what_it_has_whole(
                 return write(*args)
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ranks, "meet", lambda *args: (meet(*args), meetings.append(args))[0])
+                patch.setattr(
+                    ranks, "all_gather_ints", lambda *args: (all_gather_ints(*args), meetings.append(args))[0]
+                )
                 patch.setattr(training_checkpoint, "_write_planned", slow)
                 engine.save_checkpoint(tmp_path / "saved")
             _steps(engine, iter(engine.training_dataloader), 1)

@@ -1,4 +1,4 @@
-"""Stage 3: each rank keeps its share of the weights, and units are put together from all ranks."""
+"""Stage 3: each rank keeps its shard of the weights, and units are put together from all ranks."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def test_what_each_rank_keeps_reads_and_sends(memory: str, tmp_path: Path) -> No
                     moved.clear()
             found: dict[str, Any] = {kind: num_bytes / num_steps for kind, num_bytes in moved.items()}
             found["num_fetches"] = (fetches - before).total() / num_steps
-            trace = engine._parts.pager.residency.training_trace
-            given = storage._sizes, storage._request, storage._placement, trace.order, trace.backward_start
+            schedule = engine._parts.coordinator.parameter_cache.training_schedule
+            given = storage._sizes, storage._request, storage._placement, schedule.order, schedule.backward_start
             found["predicted"] = list(predict(*given).kinds["weights"])
             found["kept"] = storage.resting_bytes()["nvme"]["weights"]
             engine.close()
@@ -260,10 +260,10 @@ def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update
                 if step == 4:
                     found["seen"] = seen.clone()
                     del seen
-            assert engine._parts.pager.residency.holds_all != (rank in lacking)
+            assert engine._parts.coordinator.parameter_cache.holds_all != (rank in lacking)
             if stage == 3:
-                trace = engine._parts.pager.residency.training_trace
-                given = storage._sizes, storage._request, storage._placement, trace.order, trace.backward_start
+                schedule = engine._parts.coordinator.parameter_cache.training_schedule
+                given = storage._sizes, storage._request, storage._placement, schedule.order, schedule.backward_start
                 predicted, _ = predict(*given).kinds["weights"]
                 assert (predicted > 0) == (rank in lacking)
                 assert lacking or moved["READ"] == 0
@@ -278,7 +278,7 @@ def test_what_all_ranks_have_room_for_stays_in_memory(lacking: list[int], update
 @pytest.mark.deep
 @pytest.mark.parametrize("tier", ["none", "cpu"])
 def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Path) -> None:
-    """Each rank's share lies there, and what the budget has room for of the others, but nothing on drives."""
+    """Each rank's shard lies there, and what the budget has room for of the others, but nothing on drives."""
     num_layers, width, num = 12, 512, 3
     model_bytes = 4 * num_layers * width * width
     section: dict[str, Any] = {"host_memory_budget": "24MB"}  # of it, gradients: as many bytes as the model
@@ -309,7 +309,7 @@ def test_weights_in_host_memory_are_divided(tier: str, memory: str, tmp_path: Pa
     tight: dict[str, Any] = {"infinity": {"host_memory_budget": "200KB"}}
     (tmp_path / "tight").mkdir()
     for error in run_ranks(2, lambda rank: _engine(tmp_path, tier=tier, **tight), tmp_path / "tight"):
-        assert re.search(r"for this process's share of the weights, .* for the weights of", error)
+        assert re.search(r"for this process's shard of the weights, .* for the weights of", error)
 
 
 @pytest.mark.deep
@@ -384,7 +384,7 @@ def test_one_rank_alone_reads_what_it_likes(tmp_path: Path, tier: str) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("is_garbage", [False, True])
 def test_a_script_may_end_with_an_export(is_garbage: bool, tmp_path: Path) -> None:
-    """The first rank reads the shares of the others, whose scripts are at their ends long before."""
+    """The first rank reads the shards of the others, whose scripts are at their ends long before."""
 
     def export(rank: int) -> None:
         atexit._clear()  # what belongs to the process that this one was forked from
@@ -412,7 +412,7 @@ def test_a_rank_that_fails_waits_for_nobody_at_its_end(tmp_path: Path) -> None:
         if rank == 0:
             sys.excepthook(ValueError, ValueError("of the script"), None)
             start = time.monotonic()
-            engine._parts.exchange.leave()
+            engine._parts.exchange.wait_for_peers()
             assert time.monotonic() - start < 1
         else:
             time.sleep(2)

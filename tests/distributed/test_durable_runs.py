@@ -138,7 +138,7 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path) -> None:
 @pytest.mark.deep(but=1)
 @pytest.mark.parametrize(("num", "memory"), [(2, "host"), (4, "host"), (2, "device")])
 def test_all_roll_back(num: int, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each keeps and commits its share of the weights alone."""
+    """Each keeps and commits its shard of the weights alone."""
     if memory == "device":
         monkeypatch.setattr(importlib.import_module("infinity.entry"), "device_for", lambda _: LazyDevice())
 
@@ -147,7 +147,7 @@ def test_all_roll_back(num: int, memory: str, tmp_path: Path, monkeypatch: pytes
         with infinity.initialize(model=_Model(), config=config)[0] as engine:
             units = engine._parts.parameter_map.units
             kept = sum(unit.extent.num_bytes for unit in units if unit.extent is not None)
-            spans = [span for unit in units for span in engine._parts.exchange.shares.weight_spans(unit)]
+            spans = [span for unit in units for span in engine._parts.exchange.shards.weight_spans(unit)]
             assert kept == sum(stop - start for start, stop in spans) < sum(unit.num_bytes for unit in units)
             seen: list[list[Any]] = []
             for step in (0, 1, 2, 3, 2, 3):

@@ -295,7 +295,7 @@ def test_an_engine_may_be_closed_after_the_process_group(tmp_path: Path) -> None
 
 
 def _gloo_threads() -> int:
-    """Of those that let go of tensors."""
+    """Of those that release tensors."""
     num = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
@@ -307,7 +307,7 @@ def _gloo_threads() -> int:
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("is_destroyed", [False, True])
 def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path: Path, is_destroyed: bool, stage: int) -> None:
-    """Else it may let go of a tensor while the interpreter ends, which aborts the process."""
+    """Else it may release a tensor while the interpreter ends, which aborts the process."""
 
     def train(rank: int) -> None:
         atexit._clear()  # what belongs to the process that this one was forked from

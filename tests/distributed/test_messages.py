@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infinity.distributed.agreement import together
+from infinity.distributed.agreement import gather_results
 from infinity.distributed.world import world
 from infinity.errors import CheckpointError, RankError
 from swapper import StallError, VolumeTooSmallError
@@ -33,7 +33,7 @@ class _Own(Exception):
 
 _ERRORS: dict[str, Callable[[], Exception]] = {
     "CheckpointError": lambda: CheckpointError(Path("/a"), "is none", cure="Give one"),
-    "VolumeTooSmallError": lambda: VolumeTooSmallError(Path("/a"), 20, 10, shares=[(Path("/a"), 10, "free")]),
+    "VolumeTooSmallError": lambda: VolumeTooSmallError(Path("/a"), 20, 10, shards=[(Path("/a"), 10, "free")]),
     "StallError": lambda: StallError("read", "a", "a drive", 0, 4096, None, "no answer"),
     "FileNotFoundError": lambda: FileNotFoundError(2, "No such file", "/a"),
     "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
@@ -53,7 +53,7 @@ def test_an_error_of_one_rank_is_raised_on_all(name: str, tmp_path: Path) -> Non
             return 1
 
         with pytest.raises(type(expected)) as caught:
-            together(world(), "a test", function)
+            gather_results(world(), "a test", function)
         assert type(caught.value) is type(expected)
         assert str(caught.value) == str(expected)
         assert vars(caught.value).keys() >= vars(expected).keys()
@@ -71,7 +71,7 @@ def test_what_is_no_data_is_told_in_words(kind: str, tmp_path: Path) -> None:
 
         expected = _Own if rank == 1 and kind == "class of a script" else (RankError, TypeError)
         with pytest.raises(expected, match=r"it failed|which is no plain data"):
-            together(world(), "a test", function)
+            gather_results(world(), "a test", function)
 
     require_ranks(2, fail, tmp_path)
 
@@ -83,7 +83,7 @@ def test_a_pickle_from_another_rank_is_not_run(tmp_path: Path) -> None:
             world().gather("a test", data)
         else:
             with pytest.raises(RankError, match="rank 1 sent what no rank of this version sends"):
-                together(world(), "a test", lambda: 1)
+                gather_results(world(), "a test", lambda: 1)
 
     require_ranks(2, attack, tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -93,6 +93,6 @@ def test_values_arrive_as_they_were(tmp_path: Path) -> None:
     value = {"a": (1, [2.5, None]), (1, "b"): {3}, "path": Path("/a"), "bytes": b"x" * 100_000}
 
     def exchange(rank: int) -> None:
-        assert together(world(), "a test", lambda: value) == [value, value]
+        assert gather_results(world(), "a test", lambda: value) == [value, value]
 
     require_ranks(2, exchange, tmp_path)

@@ -39,7 +39,7 @@ def _config(stage: int, directory: Path | None = None, **changes: Any) -> dict[s
     memory: dict[str, Any] = {"progress_bars": False}
     if directory is not None:
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(directory / "drive")}
-        memory |= {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False}
+        memory |= {"host_memory_budget": "64MiB", "staging_buffer_bytes": 49152, "keep_in_memory": False}
     params = {"lr": _LR, "betas": _BETAS, "weight_decay": _DECAY, "freeze_step": _FREEZE, "cuda_aware": False}
     optimizer = {"type": "OneBitAdam", "params": params | {"comm_backend_name": "gloo"}}
     base = {"optimizer": optimizer, "zero_optimization": zero, "gradient_clipping": 0.0, "infinity": memory}

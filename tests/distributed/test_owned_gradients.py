@@ -16,7 +16,7 @@ from tests.distributed.common import LITTLE, Deep, deep_config, input_of, requir
 from tests.internals import world
 from tests.ranks import require_ranks, run_ranks
 
-_PATIENCE_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
 def _loss(engine: Any, rank: int, number: int, **kwargs: Any) -> torch.Tensor:
@@ -29,7 +29,7 @@ def _sent() -> int:
 
 
 def _require_sent(more_than: int) -> None:
-    until = time.monotonic() + _PATIENCE_SECONDS
+    until = time.monotonic() + _TIMEOUT_SECONDS
     while _sent() <= more_than:
         assert time.monotonic() < until, "nothing was sent"
         time.sleep(0.01)
@@ -86,7 +86,9 @@ def test_of_what_is_spilled_each_rank_writes_its_share(tmp_path: Path) -> None:
                     engine.flush()
                 written[name] = engine._parts.storage.counters().write_bytes - before
                 units = [
-                    grads.unit.layout.trainable_numel for grads in engine._stepper.gradients._grads if not grads.stays
+                    grads.unit.layout.trainable_numel
+                    for grads in engine._stepper.gradients._grads
+                    if not grads.stays_in_ram
                 ]
         assert written["spilled"] - written["kept"] == pytest.approx(4 * sum(units) / 2, rel=0.1)
 
@@ -196,7 +198,7 @@ def test_two_engines_exchange_at_a_time(tmp_path: Path) -> None:
             for engine in engines:
                 engine.close()
         require_all_same(found)
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + _TIMEOUT_SECONDS
         while world().services["numbers"]:  # process groups that the next engine can take over
             assert time.monotonic() < until
             time.sleep(0.01)

@@ -74,7 +74,7 @@ def _train(engine: Any, rank: int, num_steps: int = 3) -> dict[str, torch.Tensor
 
 
 _DIVIDED = {"infinity": {"host_memory_budget": "800KiB", "keep_in_memory": False}}
-"""Gradients are spilled as well, and units make room for each other: in stage 3 each rank keeps its share of them alone."""
+"""Gradients are spilled as well, and units make room for each other: in stage 3 each rank keeps its shard of them alone."""
 
 
 @pytest.mark.deep
@@ -137,7 +137,7 @@ def test_what_each_rank_keeps_moves_and_sends(tmp_path: Path) -> None:
             assert found["gradients"] == pytest.approx(4 * numel * others, rel=0.02), num
             assert found["weights"] == pytest.approx(2 * numel * others, rel=0.02), num
         total = sum(found["norms"] for found in of_ranks) / num
-        assert total <= 4 * numel * others / num  # parts of parameters that lie in several shares
+        assert total <= 4 * numel * others / num  # parts of parameters that lie in several shards
         assert num == 1 or total > 0
 
 

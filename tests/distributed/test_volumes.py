@@ -66,11 +66,11 @@ def test_a_step_sends_what_the_paper_says(num: int, tmp_path: Path) -> None:
                     engine.backward(engine(x.bfloat16()).float().square().mean())
                     engine.step()
                     engine.flush()
-            share = _NUMEL * (num - 1) / num
+            shard = _NUMEL * (num - 1) / num
             found = recorded.num_bytes
-            assert found["all_to_all_single"] == pytest.approx(4 * share, rel=0.01)
-            assert found["all_gather_into_tensor"] == pytest.approx((2 if stage else 4) * share, rel=0.01)
-            assert found["norms"] <= 4 * share / num * 1.01
+            assert found["all_to_all_single"] == pytest.approx(4 * shard, rel=0.01)
+            assert found["all_gather_into_tensor"] == pytest.approx((2 if stage else 4) * shard, rel=0.01)
+            assert found["norms"] <= 4 * shard / num * 1.01
             of_ranks: list[Any] = [None] * num
             torch.distributed.all_gather_object(of_ranks, dict(recorded.order))
             assert all(each == of_ranks[0] for each in of_ranks), stage

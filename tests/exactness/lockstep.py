@@ -39,7 +39,7 @@ def everything_on_nvme(directory: Path, changes: Mapping[str, Any] | None = None
         "gradient_clipping": 0.0,
         "optimizer": CONFIG_SECTION,
         "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-        "infinity": {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False},
+        "infinity": {"host_memory_budget": "64MiB", "staging_buffer_bytes": 49152, "keep_in_memory": False},
     }
     return _merged(config, changes or {})
 

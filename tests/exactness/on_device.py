@@ -75,7 +75,7 @@ class OnTheDevice(PlainTorch):
         return norm
 
 
-_UPLOAD_PAGE_BYTES = 8192
+_UPLOAD_BUFFER_BYTES = 8192
 """Small enough to cut the units of small models."""
 
 
@@ -96,7 +96,7 @@ def give_least_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return best(units, request, order, backward_start)
 
     monkeypatch.setattr(cost_model, "best_placement", place)
-    monkeypatch.setattr(placement, "_UPLOAD_PAGE_BYTES", _UPLOAD_PAGE_BYTES)
+    monkeypatch.setattr(placement, "_UPLOAD_BUFFER_BYTES", _UPLOAD_BUFFER_BYTES)
 
 
 def _without_norms(record: Record) -> Record:

@@ -37,8 +37,8 @@ def config_of(row: Row, directory: Path, *, budget_bytes: int) -> dict[str, Any]
         "state_dtype": row.state_dtype,
         "update_workers": row.workers,
     }
-    if (page_bytes := _PAGE_BYTES[row.page]) is not None:
-        own["page_bytes"] = page_bytes
+    if (staging_buffer_bytes := _PAGE_BYTES[row.page]) is not None:
+        own["staging_buffer_bytes"] = staging_buffer_bytes
     if row.loop == "plain" and row.budget in ("tight", "half") and row.update == "auto":
         # The smallest budget for updates in backward has no room for gradients that wait for optimizer.step().
         own["update"] = "deferred"

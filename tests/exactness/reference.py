@@ -6,7 +6,7 @@
 - A parameter without a gradient in all micro-batches of a step is left alone.
 - The norm is taken over whole main gradients in the order of ``model.parameters()``, and clips by torch's own rule.
 - The optimizer updates the main weights, and their cast goes back into the model. It is torch's, or, where main weights are
-  kept in two halves, rounds to the nearest with halves away from zero.
+  split (bf16 weight and 16-bit remainder), rounds to the nearest with halves away from zero.
 - With a scaler, torch's own, losses are scaled, main gradients unscaled, and steps whose gradients are not finite skipped.
 - If asked, the main gradient is rounded to bf16 after each addition.
 - If asked, the states of the parameters that were updated are rounded after each step: see ``rounding``.

@@ -117,7 +117,7 @@ def train(
         more: changes to the config.
     """
     changes = {**MODES[mode], **(more or {})}
-    own = {"page_bytes": "auto", **changes.get("infinity", {})}
+    own = {"staging_buffer_bytes": "auto", **changes.get("infinity", {})}
     config = everything_on_nvme(directory, {**changes, "infinity": own})
     if "resident" not in mode:
         own = {**own, "host_memory_budget": smallest(case, config)}

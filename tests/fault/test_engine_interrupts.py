@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
 from infinity.checkpoint.training_checkpoint import Saving
-from infinity.loop.pager import Pager
-from infinity.paging.residency import Residency
+from infinity.loop.parameter_coordinator import ParameterCoordinator
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.units.unit import Unit
 from infinity.updates.stepper import Stepper
 from infinity.updates.stream import UpdateStream
@@ -56,12 +56,12 @@ def _top_hooks() -> Any:
 
 
 _BEFORE_STEP: dict[str, tuple[type, str, int]] = {
-    "fetch": (Residency, "make_resident", 3),
+    "fetch": (ParameterCache, "make_resident", 3),
     "bind": (Unit, "bind", 4),
     "unbind": (Unit, "_unbind", 4),
-    "pack": (Pager, "_token", 5),
-    "unpack": (Pager, "_save_in_backward", 3),
-    "evict": (Residency, "evict", 2),
+    "pack": (ParameterCoordinator, "_packed", 5),
+    "unpack": (ParameterCoordinator, "_save_in_backward", 3),
+    "evict": (ParameterCache, "evict", 2),
     "gradients": (Stepper, "deliver", 1),
     "request": (IOScheduler, "submit", 3),
     "wait": (Handle, "wait", 1),
@@ -181,7 +181,7 @@ def _open_files(directory: Path) -> list[str]:
     return [*os.listdir(directory), *(path for path in found if path.startswith(str(directory)))]
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Residency, "__init__"), (UpdateStream, "__init__"), (Unit, "adopt")])
+@pytest.mark.parametrize(("owner", "name"), [(ParameterCache, "__init__"), (UpdateStream, "__init__"), (Unit, "adopt")])
 def test_an_initialize_that_was_interrupted_leaves_the_model_as_it_was(owner: type, name: str, tmp_path: Path) -> None:
     config = everything_on_nvme(tmp_path, {"bf16": {"enabled": True}, "infinity": {"keep_in_memory": True}})
     num_threads, model = threading.active_count(), PLAIN.make("none")

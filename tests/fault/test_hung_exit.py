@@ -18,12 +18,12 @@ import pytest
 
 import infinity
 from tests.exactness.lockstep import PLAIN, everything_on_nvme, make_batch
-from tests.internals import settle
+from tests.internals import wait_for_collected
 from tests.waiting import wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DEADLINE_SECONDS = 10_000
-_PATIENCE_SECONDS = 400.0  # far below that, and far above what a busy machine needs
+_TIMEOUT_SECONDS = 400.0  # far below that, and far above what a busy machine needs
 _CHANGES = {
     "infinity": {"update": "in_backward", "io_deadline_seconds": _DEADLINE_SECONDS, "io_backend": "threads"},
 }
@@ -55,7 +55,7 @@ def _hanging_engine(directory: Path, hung: tuple[threading.Event, threading.Even
     loss = engine(**make_batch(2))
     hangs.set()
     engine.backward(loss)  # its updates go on in the background
-    assert has_hung.wait(_PATIENCE_SECONDS)
+    assert has_hung.wait(_TIMEOUT_SECONDS)
     return engine
 
 
@@ -78,7 +78,7 @@ def test_a_dropped_engine_does_not_wait_for_a_hung_drive(
 
         def is_closed() -> bool:
             gc.collect()  # again and again: for a moment another thread may hold what belongs to the engine
-            settle()
+            wait_for_collected()
             return "closed while transfers hang" in caplog.text
 
         wait_until(is_closed)
@@ -97,7 +97,8 @@ _CODE = """
             "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
             "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
-            "infinity": {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False, "io_backend": "threads",
+            "infinity": {"host_memory_budget": "64MiB", "staging_buffer_bytes": 49152, "keep_in_memory": False, "io_backend":
+            "threads",
                          "update": "in_backward", "io_deadline_seconds": DEADLINE,
                          "timeline": sys.argv[1] + "/timeline.json"},
         },
@@ -126,7 +127,7 @@ def test_a_hung_drive_does_not_keep_the_process(tmp_path: Path) -> None:
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=_PATIENCE_SECONDS,
+        timeout=_TIMEOUT_SECONDS,
         check=False,
     )
     assert answer.returncode == 7, answer.stderr

@@ -18,8 +18,8 @@ import torch
 import infinity
 import swapper
 from infinity.errors import EngineBusyError, InfinityError
-from infinity.loop.pager import Pager
-from infinity.paging.residency import Residency
+from infinity.loop.parameter_coordinator import ParameterCoordinator
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.unit import Unit
 from infinity.updates import stream as update_module
@@ -66,12 +66,12 @@ def _look_at_everything(both: Lockstep, directory: Path) -> list[Exception]:
 
 
 _MOMENTS: dict[str, tuple[type, str]] = {
-    "forward": (Pager, "enter"),
+    "forward": (ParameterCoordinator, "enter"),
     "fetch": (WeightStore, "fetch"),
-    "place": (Residency, "place"),
-    "land": (Unit, "land"),
+    "place": (ParameterCache, "place"),
+    "land": (Unit, "on_arrival"),
     "bind": (Unit, "bind"),
-    "backward": (Pager, "_save_in_backward"),
+    "backward": (ParameterCoordinator, "_save_in_backward"),
     "gradients": (Stepper, "deliver"),
     "step": (Stepper, "_submit"),
     "request": (TransferQueue, "begin"),
@@ -203,7 +203,7 @@ def test_an_engine_dropped_while_it_works_is_collected_on_any_thread(
     wait_until(lambda: gc.collect() >= 0 and set(threading.enumerate()) <= before)
 
 
-def test_a_swapper_a_handle_and_an_arena_that_are_dropped_leave_nothing(tmp_path: Path) -> None:
+def test_a_swapper_a_handle_and_a_staging_pool_that_are_dropped_leave_nothing(tmp_path: Path) -> None:
     gc.collect()
     before = set(threading.enumerate())
     opened = Swapper.open([tmp_path], 1 << 20, SwapperConfig(backend="threads"))
@@ -211,7 +211,7 @@ def test_a_swapper_a_handle_and_an_arena_that_are_dropped_leave_nothing(tmp_path
     data = np.ones(1 << 20, dtype=np.uint8)
     opened.write(extent, data)  # the handle is dropped
     opened.read(extent, data).wait()
-    arena = swapper.StagingArena(4096, 2)
-    page = arena.lease()
-    del arena, page, opened, extent
+    staging_pool = swapper.StagingPool(4096, 2)
+    staging_buffer = staging_pool.lease()
+    del staging_pool, staging_buffer, opened, extent
     wait_until(lambda: gc.collect() >= 0 and set(threading.enumerate()) <= before)

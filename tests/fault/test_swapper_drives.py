@@ -31,7 +31,7 @@ from tests.internals import Cgroup
 
 _MIB = 1 << 20
 _REQUEST = 128 << 10
-_PATIENCE_SECONDS = 20.0
+_TIMEOUT_SECONDS = 20.0
 _FS_IOC_SHUTDOWN = 0x8004587D
 
 
@@ -70,7 +70,7 @@ def test_a_hung_drive_leaves_the_threads_of_the_others_alone(
 
         def hanging(fd: int, memory: tuple[memoryview], offset: int) -> int:
             if fd == hung_fd:
-                may_go.wait(_PATIENCE_SECONDS)
+                may_go.wait(_TIMEOUT_SECONDS)
             return real(fd, memory, offset)
 
         monkeypatch.setattr(os, "preadv", hanging)
@@ -81,7 +81,7 @@ def test_a_hung_drive_leaves_the_threads_of_the_others_alone(
         ]
         for offset in _offsets_on(swapper, extent, 0):
             memory[:] = 0
-            swapper.read(extent, memory, offset=offset).wait(_PATIENCE_SECONDS)
+            swapper.read(extent, memory, offset=offset).wait(_TIMEOUT_SECONDS)
             assert (memory == 1).all()
         assert not any(handle.done() for handle in hung)
         may_go.set()
@@ -156,7 +156,7 @@ def test_a_drive_that_fails_is_named(loop_drive: Callable[[int], Path], name: st
         for offset in _offsets_on(swapper, extent, 0):
             swapper.read(extent, memory, offset=offset, num_bytes=_REQUEST).wait()
     swapper.close()
-    assert time.monotonic() - started < _PATIENCE_SECONDS
+    assert time.monotonic() - started < _TIMEOUT_SECONDS
 
 
 @pytest.mark.root

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from swapper import ALIGNMENT, StagingArena, Swapper, SwapperClosedError, SwapperConfig
+from swapper import ALIGNMENT, StagingPool, Swapper, SwapperClosedError, SwapperConfig
 from tests.forked import require_in_child
 from tests.uring import needs_uring
 
@@ -50,10 +50,10 @@ def test_any_other_end_leaves_nothing_and_is_quiet(tmp_path: Path, ending: str, 
     returncode, _, err = _run(
         f"""
         import os, sys, numpy
-        from swapper import StagingArena, Swapper, SwapperConfig
+        from swapper import StagingPool, Swapper, SwapperConfig
         swapper = Swapper.open([sys.argv[1]], 8 << 20, SwapperConfig(backend={backend!r}))
-        arena = StagingArena(1 << 20, 2)
-        page = arena.lease()
+        staging_pool = StagingPool(1 << 20, 2)
+        staging_buffer = staging_pool.lease()
         extent = swapper.allocate(8 << 20, "x")
         handle = swapper.write(extent, numpy.ones(8 << 20, dtype=numpy.uint8))
         {ending}
@@ -93,12 +93,12 @@ def test_work_that_is_asked_for_while_the_process_ends_is_refused_at_once(tmp_pa
 
 def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> None:
     swapper = Swapper.open([tmp_path], 1 << 20, _CONFIG)
-    arena = StagingArena(ALIGNMENT, 4)
-    with swapper, arena:
+    staging_pool = StagingPool(ALIGNMENT, 4)
+    with swapper, staging_pool:
         extent = swapper.allocate(ALIGNMENT, "x")
-        page = arena.lease()
-        page.tensor.fill_(5)
-        handle = swapper.write(extent, page.tensor)
+        staging_buffer = staging_pool.lease()
+        staging_buffer.tensor.fill_(5)
+        handle = swapper.write(extent, staging_buffer.tensor)
         fd = swapper.backend.volume.files[0].fd  # type: ignore[attr-defined]
 
         def child() -> bool:
@@ -108,10 +108,10 @@ def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> 
                 swapper.flush,
                 lambda: swapper.free(extent),
                 swapper.statistics,
-                arena.lease,
-                arena.try_lease,
-                arena.statistics,
-                lambda: page.tensor,
+                staging_pool.lease,
+                staging_pool.try_lease,
+                staging_pool.statistics,
+                lambda: staging_buffer.tensor,
             ):
                 try:
                     use()
@@ -136,8 +136,8 @@ def test_a_forked_child_is_refused_in_words_and_harms_nobody(tmp_path: Path) -> 
         handle.wait()
         copy = torch.zeros(ALIGNMENT, dtype=torch.uint8)
         swapper.read(extent, copy).wait()
-        assert (copy == 5).all() and (page.tensor == 5).all()
-        page.release()
+        assert (copy == 5).all() and (staging_buffer.tensor == 5).all()
+        staging_buffer.release()
 
 
 def test_a_forked_child_waits_for_no_request_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def _setting(draw: random.Random, *, groups_frozen: bool) -> Setting:
     optimizer, arguments = draw.choice(_OPTIMIZERS)
     own: dict[str, Any] = {"update": draw.choice(updates), "prefetch": draw.random() < 0.8}
     if draw.random() < 0.4 and optimizer != "Lamb":  # which wants a page for a whole unit
-        own["page_bytes"] = 49152
+        own["staging_buffer_bytes"] = 49152
     if draw.random() < 0.2:
         own["keep_in_memory"] = True
     return Setting(

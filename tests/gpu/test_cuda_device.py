@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swapper import StagingArena, Swapper
+from swapper import StagingPool, Swapper
 from tests.gpu.libraries import load_libraries
 from tests.internals import (
     ComputeDevice,
@@ -35,77 +35,79 @@ def device() -> CudaDevice:
 
 
 @pytest.fixture
-def arena(device: CudaDevice) -> Iterator[StagingArena]:
-    with StagingArena(_PAGE, 4, device.pin) as opened:
+def staging_pool(device: CudaDevice) -> Iterator[StagingPool]:
+    with StagingPool(_PAGE, 4, device.pin) as opened:
         yield opened
 
 
 def test_the_device_of_a_gpu_is_a_cuda_device(device: CudaDevice) -> None:
     assert isinstance(device_for(device.torch_device), CudaDevice)
-    assert not device.shares_host_memory
+    assert not device.uses_host_memory
     assert type(device_for(torch.device("cpu"))) is ComputeDevice
 
 
 def test_pages_are_pinned_and_unpinned_again(device: CudaDevice) -> None:
-    arena = StagingArena(_PAGE, 2, device.pin)
-    assert arena.is_pinned
-    with arena.lease() as page:
-        assert page.tensor.is_pinned()
-    arena.close()
-    again = StagingArena(_PAGE, 2, device.pin)  # the driver refuses to register memory twice
+    staging_pool = StagingPool(_PAGE, 2, device.pin)
+    assert staging_pool.is_pinned
+    with staging_pool.lease() as staging_buffer:
+        assert staging_buffer.tensor.is_pinned()
+    staging_pool.close()
+    again = StagingPool(_PAGE, 2, device.pin)  # the driver refuses to register memory twice
     again.close()
 
 
-def test_an_upload_runs_beside_the_computation(device: CudaDevice, arena: StagingArena) -> None:
+def test_an_upload_runs_beside_the_computation(device: CudaDevice, staging_pool: StagingPool) -> None:
     target = torch.zeros(_PAGE, dtype=torch.uint8, device=device.torch_device)
     torch.cuda.synchronize()
-    with arena.lease() as page:
-        page.tensor.fill_(7)
+    with staging_pool.lease() as staging_buffer:
+        staging_buffer.tensor.fill_(7)
         torch.cuda._sleep(_LONG_CYCLES)
         computed = device.mark()
-        fence = device.upload(target, page.tensor, None)
+        fence = device.upload(target, staging_buffer.tensor, None)
         device.synchronize(fence)
         assert not device.is_done(computed), "the copy waited for the computation"
-        assert torch.equal(target.cpu(), page.tensor)
+        assert torch.equal(target.cpu(), staging_buffer.tensor)
 
 
-def test_a_download_runs_beside_the_computation(device: CudaDevice, arena: StagingArena) -> None:
+def test_a_download_runs_beside_the_computation(device: CudaDevice, staging_pool: StagingPool) -> None:
     source = torch.full((_PAGE,), 9, dtype=torch.uint8, device=device.torch_device)
     after = device.mark()
     torch.cuda.synchronize()
-    with arena.lease() as page:
-        page.tensor.zero_()
+    with staging_pool.lease() as staging_buffer:
+        staging_buffer.tensor.zero_()
         torch.cuda._sleep(_LONG_CYCLES)
         computed = device.mark()
-        device.synchronize(device.download(page.tensor, source, after))
+        device.synchronize(device.download(staging_buffer.tensor, source, after))
         assert not device.is_done(computed), "the copy waited for the computation"
-        assert bool((page.tensor == 9).all())
+        assert bool((staging_buffer.tensor == 9).all())
 
 
-def test_a_copy_waits_for_what_it_has_to_follow(device: CudaDevice, arena: StagingArena) -> None:
+def test_a_copy_waits_for_what_it_has_to_follow(device: CudaDevice, staging_pool: StagingPool) -> None:
     """The memory is still read by an earlier kernel; the new weights must not come before it has ended."""
     memory = torch.full((_PAGE,), 1, dtype=torch.uint8, device=device.torch_device)
     torch.cuda.synchronize()
-    with arena.lease() as page:
-        page.tensor.fill_(2)
+    with staging_pool.lease() as staging_buffer:
+        staging_buffer.tensor.fill_(2)
         torch.cuda._sleep(_LONG_CYCLES)
         before = memory.clone()
-        fence = device.upload(memory, page.tensor, device.mark())
+        fence = device.upload(memory, staging_buffer.tensor, device.mark())
         assert not device.is_done(fence)
         device.synchronize(fence)
         assert bool((before == 1).all())
         assert bool((memory == 2).all())
 
 
-def test_the_computation_waits_for_an_upload_and_the_host_does_not(device: CudaDevice, arena: StagingArena) -> None:
+def test_the_computation_waits_for_an_upload_and_the_host_does_not(
+    device: CudaDevice, staging_pool: StagingPool
+) -> None:
     target = torch.zeros(_PAGE, dtype=torch.uint8, device=device.torch_device)
     torch.cuda.synchronize()
     other = torch.cuda.Stream()
-    with arena.lease() as page, torch.cuda.stream(other):
-        page.tensor.fill_(3)
+    with staging_pool.lease() as staging_buffer, torch.cuda.stream(other):
+        staging_buffer.tensor.fill_(3)
         torch.cuda._sleep(_LONG_CYCLES)
         late = device.mark()
-        fence = device.upload(target, page.tensor, late)
+        fence = device.upload(target, staging_buffer.tensor, late)
         with torch.cuda.stream(torch.cuda.default_stream()):
             device.compute_waits_for(fence)
             total = target.sum()
@@ -158,10 +160,10 @@ def test_flat_buffers_count_their_views_and_keep_their_memory_for_them(device: C
     assert torch.cuda.memory_allocated() < before + 4 * _PAGE
 
 
-@pytest.mark.parametrize("num_pages", [2, 4])
-def test_units_arrive_whole_through_few_pinned_pages(device: CudaDevice, num_pages: int) -> None:
-    with Swapper.in_memory(32 * _PAGE) as swapper, StagingArena(_PAGE, num_pages, device.pin) as arena:
-        store = WeightStore(swapper, device, arena)
+@pytest.mark.parametrize("num_staging_buffers", [2, 4])
+def test_units_arrive_whole_through_few_pinned_pages(device: CudaDevice, num_staging_buffers: int) -> None:
+    with Swapper.in_memory(32 * _PAGE) as swapper, StagingPool(_PAGE, num_staging_buffers, device.pin) as staging_pool:
+        store = WeightStore(swapper, device, staging_pool)
         units, values = [], []
         for index, size in enumerate((5, 1, 3)):
             numel = size * _PAGE // 4

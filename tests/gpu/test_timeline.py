@@ -50,14 +50,14 @@ def test_copies_are_told_once_with_their_times(device: CudaDevice) -> None:
     device.synchronize(device.upload(target, source, None))
     device.synchronize(device.download(source, target, None))
     end = time.perf_counter()
-    taken = device.take_copies()
+    taken = device.pop_copies()
     assert [copy.name for copy, _, _ in taken] == ["upload", "download"]
     for copy, began, ended in taken:
         assert copy.num_bytes == 1 << 24
         assert begin - _SLACK_SECONDS <= began < ended <= end + _SLACK_SECONDS
-    assert device.take_copies() == []
+    assert device.pop_copies() == []
     device.synchronize(device.upload(target, target.clone(), None))
-    assert device.take_copies() == [], "inside the GPU"
+    assert device.pop_copies() == [], "inside the GPU"
 
 
 def test_the_trace_has_copies_and_the_gpus_own_time(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from swapper import StagingArena
+from swapper import StagingPool
 from tests.exactness.families import FAMILIES
 from tests.exactness.grid import Row
 from tests.exactness.on_device import require_exact_training_on
@@ -128,20 +128,20 @@ def test_uploads_and_computation_overlap_in_training(tmp_path: Path) -> None:
 
 
 def test_pages_of_an_engine_are_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arenas: list[StagingArena] = []
-    made = StagingArena.__init__
+    staging_pools: list[StagingPool] = []
+    made = StagingPool.__init__
 
-    def noted(self: StagingArena, *args: Any, **kwargs: Any) -> None:
+    def noted(self: StagingPool, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        arenas.append(self)
+        staging_pools.append(self)
 
-    monkeypatch.setattr(StagingArena, "__init__", noted)
+    monkeypatch.setattr(StagingPool, "__init__", noted)
     config = _config(tmp_path, device_memory_budget=4 * _UNIT_BYTES, keep_in_memory=False)
     engine, *_ = infinity.initialize(model=_Stack(), config=config)
-    assert len(arenas) >= 2, "one for weights on their way up, one for optimizer state"
-    assert all(arena.is_pinned for arena in arenas)
+    assert len(staging_pools) >= 2, "one for weights on their way up, one for optimizer state"
+    assert all(staging_pool.is_pinned for staging_pool in staging_pools)
     engine.close()
-    assert not any(arena.is_pinned for arena in arenas)
+    assert not any(staging_pool.is_pinned for staging_pool in staging_pools)
 
 
 def test_the_optimizers_state_is_on_the_gpu_where_nothing_offloads_it(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_what_is_larger_than_memory_is_not_read(saved: Path, monkeypatch: pytest
     _changed(seal)(saved)
     monkeypatch.setattr(manifests, "free_bytes", lambda: 1 << 30)
     with pytest.raises(CheckpointError, match=r"training\.json': it has .*1.0 TiB.*, and of memory .*1.0 GiB.* free"):
-        Checkpoint.open(saved.parent, "one").rest()
+        Checkpoint.open(saved.parent, "one").training_state()
 
 
 @pytest.mark.deep
@@ -357,7 +357,7 @@ def test_a_directory_that_lets_nobody_look_is_in_nobodys_way() -> None:
                 os.seteuid(_NOBODY)
             for tag in ("one", "two"):
                 with writing(directory, tag, [], is_latest=True, keep_last=1) as files:
-                    files.write_rest({"counters": {}, "client_state": {}})
+                    files.write_training_state({"counters": {}, "client_state": {}})
             return tags(directory) == ["two"]
 
         require_in_child(saves)

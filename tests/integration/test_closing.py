@@ -57,7 +57,7 @@ def test_an_engine_that_only_evaluates_makes_way_for_one_that_trains(tmp_path: P
         assert torch.equal(evaluating(inputs), output)
     with pytest.raises(StepError, match="eval_on_start=True"):
         evaluating.backward(evaluating(inputs).sum())
-    evaluating.hand_over()
+    evaluating.close_for_next()
     assert evaluating.is_closed
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert not model[0].weight.untyped_storage().resizable(), "it is the memory of a file"

@@ -250,7 +250,7 @@ def test_the_last_step_is_committed_when_the_next_one_updates(tmp_path: Path) ->
 _OTHER_TRAININGS: dict[str, tuple[dict[str, Any], int, str]] = {
     "wider": ({}, 64, r"'first.weight' has shape \[96, 8\], not \[64, 8\]"),
     "optimizer": ({"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}}, 96, "has states .*exp_avg.*not.*sum"),
-    "page": ({"infinity": {"page_bytes": 65536}}, 96, "infinity.page_bytes to 32768"),
+    "page": ({"infinity": {"staging_buffer_bytes": 65536}}, 96, "infinity.staging_buffer_bytes to 32768"),
 }
 
 

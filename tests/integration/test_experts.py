@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # of PEFT
 
 _MOMENTUM = {"lr": 1e-2, "momentum": 0.9}
-_BY_EXPERT: dict[str, Any] = {"infinity": {"experts": "by_expert", "page_bytes": None}}
+_BY_EXPERT: dict[str, Any] = {"infinity": {"experts": "by_expert", "staging_buffer_bytes": None}}
 
 
 def _merged(*changes: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_trains_to_the_bits_of_plain_torch(family: str, use: str, tmp_path: Path
     if use == "adapters":
         pytest.importorskip("peft")
     wrap = mixtures.with_adapters if use == "adapters" else lambda model: model
-    changes = _merged(_BY_EXPERT if use == "full" else {"infinity": {"page_bytes": None}}, _ACCUMULATED)
+    changes = _merged(_BY_EXPERT if use == "full" else {"infinity": {"staging_buffer_bytes": None}}, _ACCUMULATED)
     with Lockstep.start(tmp_path, case=mixtures.case(family, wrap=wrap), changes=changes) as run:
         assert any("_by_expert" in name for name, _ in run.model.named_parameters())
         _train(run, trains_experts=use == "full")
@@ -65,7 +65,9 @@ def test_trains_to_the_bits_of_plain_torch(family: str, use: str, tmp_path: Path
 def test_experts_with_adapters_of_their_own_stay_whole(family: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     case = mixtures.case(family, wrap=mixtures.with_adapters_on_experts)
-    with Lockstep.start(tmp_path, case=case, changes=_merged({"infinity": {"page_bytes": None}}, _ACCUMULATED)) as run:
+    with Lockstep.start(
+        tmp_path, case=case, changes=_merged({"infinity": {"staging_buffer_bytes": None}}, _ACCUMULATED)
+    ) as run:
         assert not any("_by_expert" in name for name, _ in run.model.named_parameters())
         _train(run, trains_experts=False)
 
@@ -75,7 +77,7 @@ def test_adapters_on_packed_experts(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     case = mixtures.case("qwen3_moe", wrap=mixtures.with_adapters_on_experts)
     plain = quantize(case.make("none"))
-    changes = {"frozen_dtype": "nf4", "page_bytes": None}
+    changes = {"frozen_dtype": "nf4", "staging_buffer_bytes": None}
     with Twins(tmp_path, case.make("none"), plain=plain, infinity=changes) as both:
         assert any(unit.layout.slots[-1].spec.packed for unit in both.engine._parts.parameter_map.units)
         for step in range(2):
@@ -128,7 +130,7 @@ def test_only_touched_experts_are_updated(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(singles, lr=1e-2, weight_decay=0.1, fused=True)
     routed = _watch(reference)
     section = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-    changes = {"optimizer": section, "infinity": {"experts": "touched_only", "page_bytes": None}}
+    changes = {"optimizer": section, "infinity": {"experts": "touched_only", "staging_buffer_bytes": None}}
     with infinity.initialize(model=case.make("none"), config=everything_on_nvme(tmp_path, changes))[0] as engine:
         for step in range(3):
             batch = {key: value[:, :2] for key, value in case.batch(_draw(step)).items()}
@@ -185,7 +187,7 @@ def _draw(step: int) -> Any:
 def test_only_routed_experts_are_read(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     case = mixtures.case("qwen3_moe", wrap=mixtures.with_adapters)
-    config = everything_on_nvme(tmp_path, {"infinity": {"page_bytes": None}})
+    config = everything_on_nvme(tmp_path, {"infinity": {"staging_buffer_bytes": None}})
     with infinity.initialize(model=case.make("none"), config=config)[0] as engine:
         units = {unit.name: unit for unit in engine._parts.parameter_map.units}
         fetched: list[str] = []
@@ -218,7 +220,7 @@ def test_checkpoints_and_exports_have_the_names_of_transformers(family: str, fro
         model: Any = case.make("none")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not (frozen and ".experts." in name))
-        changes = {"infinity": {"experts": choice, "page_bytes": None}}
+        changes = {"infinity": {"experts": choice, "staging_buffer_bytes": None}}
         return infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))[0]
 
     def train(one: Any, start: int) -> None:
@@ -255,7 +257,7 @@ def test_checkpoints_and_exports_have_the_names_of_transformers(family: str, fro
 def test_experts_that_are_updated_alone_resume_with_their_own_states(optimizer: dict[str, Any], tmp_path: Path) -> None:
     def engine(choice: str) -> Any:
         config = everything_on_nvme(
-            tmp_path / "drive", {"infinity": {"experts": choice, "page_bytes": None}, "optimizer": optimizer}
+            tmp_path / "drive", {"infinity": {"experts": choice, "staging_buffer_bytes": None}, "optimizer": optimizer}
         )
         return infinity.initialize(model=mixtures.make("qwen3_moe"), config=config)[0]
 
@@ -288,7 +290,9 @@ def test_experts_that_are_updated_alone_resume_with_their_own_states(optimizer: 
 def test_checkpoints_of_packed_experts_have_their_names(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     case = mixtures.case("qwen3_moe", wrap=mixtures.with_adapters)
-    config = everything_on_nvme(tmp_path / "drive", {"infinity": {"frozen_dtype": "int8", "page_bytes": None}})
+    config = everything_on_nvme(
+        tmp_path / "drive", {"infinity": {"frozen_dtype": "int8", "staging_buffer_bytes": None}}
+    )
     for _ in range(2):
         with infinity.initialize(model=case.make("none"), config=config)[0] as engine:
             if (tmp_path / "saved").exists():
@@ -321,6 +325,6 @@ def test_refusals_name_the_cure(tmp_path: Path) -> None:
 def test_experts_with_adapters_of_their_own_cannot_be_paged_one_by_one(choice: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model = mixtures.with_adapters_on_experts(mixtures.make("qwen3_moe"))
-    config = everything_on_nvme(tmp_path, {"infinity": {"experts": choice, "page_bytes": None}})
+    config = everything_on_nvme(tmp_path, {"infinity": {"experts": choice, "staging_buffer_bytes": None}})
     with pytest.raises(ConfigError, match=r"mlp\.experts.*target_parameters"):
         infinity.initialize(model=model, config=config)

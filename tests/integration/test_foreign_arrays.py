@@ -40,7 +40,7 @@ def _written(directory: Path, tensors: dict[str, torch.Tensor]) -> Path:
     with writing(directory, "one", list(specs.values()), is_latest=True) as files:
         for name, spec in specs.items():
             files.open_array(spec).write(tensors[name].reshape(-1))
-        files.write_rest({"counters": {}, "client_state": {}})
+        files.write_training_state({"counters": {}, "client_state": {}})
     return directory / "one"
 
 

@@ -105,7 +105,7 @@ def test_a_token_reads_each_weight_once_and_ahead_of_need(tmp_path: Path, monkey
     monkeypatch.setattr(WeightStore, "fetch", watched)
     with _engine(_made(_llama), tmp_path) as engine:
         engine.eval()
-        num_units = len(engine._pager.residency.units)
+        num_units = len(engine._coordinator.parameter_cache.units)
         fetched.clear()
         engine.generate(**_prompt(), max_new_tokens=_NUM_TOKENS, min_new_tokens=_NUM_TOKENS, do_sample=False)
         assert _NUM_TOKENS * num_units <= len(fetched) < (_NUM_TOKENS + 1) * num_units

@@ -90,7 +90,7 @@ def _loss(apart: bool, step: int) -> Callable[[Any], Tensor]:
 @pytest.mark.parametrize("run", [_plainly, _reentrantly, _anew], ids=lambda run: run.__name__.strip("_"))
 def test_it_trains_to_the_same_bits(tmp_path: Path, run: _Run, first_apart: int) -> None:
     torch.manual_seed(0)
-    with Twins(tmp_path, _Model(run), infinity={"host_memory_budget": "1MB", "page_bytes": None}) as twins:
+    with Twins(tmp_path, _Model(run), infinity={"host_memory_budget": "1MB", "staging_buffer_bytes": None}) as twins:
         for step in range(4):
             twins.step(_loss(step >= first_apart, step))
         twins.require_equal()
@@ -233,7 +233,7 @@ def test_weights_kept_by_a_function_are_told_with_a_minimum_that_suffices(tmp_pa
     for attempt in range(3):
         torch.manual_seed(0)
         model = nn.Sequential(*[_Linear() for _ in range(12)])
-        changes = {"infinity": {"host_memory_budget": budget, "page_bytes": None}}
+        changes = {"infinity": {"host_memory_budget": budget, "staging_buffer_bytes": None}}
         try:
             config = everything_on_nvme(tmp_path / str(attempt), changes)
             with infinity.initialize(model=model, config=config)[0] as engine:

@@ -168,7 +168,7 @@ _PLACEMENTS: dict[str, dict[str, Any]] = {
 def _lockstep(
     directory: Path, make: Callable[[Named], torch.optim.Optimizer], shape: str, changes: Mapping[str, Any]
 ) -> Lockstep:
-    own = {"page_bytes": None, **changes.get("infinity", {})}
+    own = {"staging_buffer_bytes": None, **changes.get("infinity", {})}
     return Lockstep.start(
         directory,
         case=SHAPES_BY_NAME[shape],
@@ -207,7 +207,7 @@ def test_parameters_of_all_forms(shape: str, tmp_path: Path) -> None:
 
 def test_it_is_the_configs_muon(tmp_path: Path) -> None:
     section = {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3, "weight_decay": 0.1, "ns_method": "gram"}}
-    changes = {"optimizer": section, "infinity": {"page_bytes": None}}
+    changes = {"optimizer": section, "infinity": {"staging_buffer_bytes": None}}
 
     def make(named: Named) -> torch.optim.Optimizer:
         return BY_NAME["muon"](_matrices_apart(named, "use_muon"), lr=0.01, adam_lr=1e-3, weight_decay=0.1)
@@ -228,7 +228,7 @@ def test_torchs_muon(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
     make = lambda each: muon(each.parameters(), lr=0.02)  # noqa: E731
-    with Twins(tmp_path, model, make, infinity={"page_bytes": None}) as twins:
+    with Twins(tmp_path, model, make, infinity={"staging_buffer_bytes": None}) as twins:
         for number in range(3):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
             twins.step(lambda model, x=x: model(x).square().mean())
@@ -238,7 +238,11 @@ def test_torchs_muon(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("own", "error", "message"),
     [
-        ({"page_bytes": 49152}, ConfigError, r"page must hold the largest unit .*at least .* or leave it out"),
+        (
+            {"staging_buffer_bytes": 49152},
+            ConfigError,
+            r"staging buffer must hold the largest unit .*at least .* or leave it out",
+        ),
         ({"state_dtype": "bf16"}, ConfigError, r"Lamb updates whole parameters.*\"fp32\""),
         ({"tile_above": 1024}, OptimizerNotPageableError, r"makes several of one\. Remove infinity\.tile_above"),
         ({"host_memory_budget": "20KiB"}, BudgetTooSmallError, r"to update the largest unit at once"),
@@ -348,7 +352,7 @@ def _counting_loss(number: int) -> Callable[[Any], torch.Tensor]:
 
 
 def _twins(make: Callable[[nn.Module], Optimizer], drive: Path, **settings: Any) -> Twins:
-    own = {"page_bytes": None, **settings}
+    own = {"staging_buffer_bytes": None, **settings}
     twins = Twins(drive, Net(), make, gradient_accumulation_steps=2, infinity=own)
     if isinstance(twins.expected, ScheduleFree):
         twins.change(lambda _, optimizer: optimizer.train())

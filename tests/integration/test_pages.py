@@ -296,14 +296,14 @@ def test_errors_that_are_named_exist() -> None:
 @pytest.mark.parametrize("package", ["infinity", "swapper"])
 def test_rooms_are_all_there_and_import_only_what_stands_below(package: str) -> None:
     page = _ROOT / package / "README.md"
-    section = re.split(r"^## The (?:rooms|folders)$", page.read_text(), flags=re.MULTILINE)[1].split("\n## ")[0]
+    section = re.split(r"^## The (?:packages|folders)$", page.read_text(), flags=re.MULTILINE)[1].split("\n## ")[0]
     named = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-    rooms = [os.path.normpath(f"{package}/{name}") for name in named]
+    packages = [os.path.normpath(f"{package}/{name}") for name in named]
     graph = folder_graph(load_modules())
     folders = {path for path in graph if path.startswith(f"{package}/") and not path.endswith(".py")}
-    assert folders <= set(rooms)
-    for place, room in enumerate(rooms):
-        assert graph.get(room, set()) & set(rooms[:place]) == set(), room
+    assert folders <= set(packages)
+    for place, package in enumerate(packages):
+        assert graph.get(package, set()) & set(packages[:place]) == set(), package
 
 
 def test_the_tree_of_errors_is_that_of_the_code() -> None:
@@ -421,7 +421,7 @@ def test_the_site_can_be_built(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
     subprocess.run(command, cwd=_ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, timeout=560, check=True)
     assert "Tiles" in (tmp_path / "site" / "guides" / "larger-than-ram" / "index.html").read_text()
-    assert "The rooms" in (tmp_path / "site" / "how-it-works" / "code" / "index.html").read_text()
+    assert "The packages" in (tmp_path / "site" / "how-it-works" / "code" / "index.html").read_text()
 
 
 def test_the_page_of_public_names_is_what_its_tool_prints() -> None:

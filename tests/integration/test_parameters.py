@@ -250,4 +250,4 @@ def test_parameters_cannot_be_swapped(engine: infinity.Engine) -> None:
     with infinity.GatheredParameters(parameter), pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(parameter, other)
     with pytest.raises(ModelError, match=r"\(8, 8\) is no parameter of the engine's model"):
-        engine._settled.has_state(other)
+        engine._consistent.has_state(other)

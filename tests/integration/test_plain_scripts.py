@@ -253,7 +253,7 @@ def config_for(precision: str, directory: Path) -> dict[str, Any]:
     nvme = {"device": "nvme", "nvme_path": str(directory)}
     config: dict[str, Any] = {"train_batch_size": 4, "gradient_clipping": 0.0}  # the script clips
     config["zero_optimization"] = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
-    config["infinity"] = {"host_memory_budget": "64MiB", "page_bytes": 49152, "keep_in_memory": False}
+    config["infinity"] = {"host_memory_budget": "64MiB", "staging_buffer_bytes": 49152, "keep_in_memory": False}
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
         config["infinity"]["main_weights"] = "fp32"

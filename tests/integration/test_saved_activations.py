@@ -92,7 +92,7 @@ def test_more_than_the_budget_has_for_it_is_an_error_that_says_how_much(tmp_path
 
 def _left(engine: Any) -> int:
     gc.collect()
-    saved = engine._pager._activations
+    saved = engine._coordinator._activations
     saved._sweep()
     return len(saved._all)
 

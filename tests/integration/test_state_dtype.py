@@ -67,7 +67,7 @@ def test_every_optimizer(
 @pytest.mark.parametrize(
     "own",
     [
-        {"page_bytes": None},
+        {"staging_buffer_bytes": None},
         {"keep_in_memory": True, "host_memory_budget": "600KB"},
         {"update": "deferred", "host_memory_budget": "500KB"},
         {"units": ["Linear"], "prefetch": False},
@@ -112,7 +112,7 @@ def test_the_users_random_numbers_are_left_alone(state_dtype: str, tmp_path: Pat
 def test_the_plan_counts_the_bytes_that_are_stored(tmp_path: Path) -> None:
     states, moved = {}, {}
     for state_dtype in ("fp32", "bf16", "int8"):
-        changes = {**BF16, "infinity": {"state_dtype": state_dtype, "page_bytes": 1 << 20}}
+        changes = {**BF16, "infinity": {"state_dtype": state_dtype, "staging_buffer_bytes": 1 << 20}}
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 512, bias=False) for _ in range(2)))
         engine, *_ = infinity.initialize(model=model, config=everything_on_nvme(tmp_path, changes))
         with engine:

@@ -99,7 +99,10 @@ def test_frozen_and_tiled_layers_give_the_very_bits(tmp_path: Path) -> None:
 
 
 def _least(changes: dict[str, Any]) -> tuple[int, str]:
-    tight = {**changes, "infinity": {**changes.get("infinity", {}), "host_memory_budget": 1, "page_bytes": None}}
+    tight = {
+        **changes,
+        "infinity": {**changes.get("infinity", {}), "host_memory_budget": 1, "staging_buffer_bytes": None},
+    }
     with pytest.raises(BudgetTooSmallError) as refused:
         _engine(Path("/tmp"), tight)
     return refused.value.minimum_bytes, str(refused.value)
@@ -108,7 +111,7 @@ def _least(changes: dict[str, Any]) -> tuple[int, str]:
 def test_a_layer_larger_than_the_budget_trains(tmp_path: Path) -> None:
     whole, message = _least({})
     assert "infinity.tile_above" in message and "embed.weight" in message
-    tiles = {"tile_above": "16KiB", "page_bytes": None}
+    tiles = {"tile_above": "16KiB", "staging_buffer_bytes": None}
     least, _ = _least({"infinity": tiles})
     assert least < whole // 2
     with _engine(tmp_path, {"infinity": {**tiles, "host_memory_budget": least}}) as engine:

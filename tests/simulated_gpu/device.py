@@ -137,8 +137,8 @@ class SimulatedFlatBuffer(HostFlatBuffer):
     def tensor(self) -> torch.Tensor:
         return backend.on_device(super().tensor())
 
-    def lend(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
-        values, reference = super().lend(known)
+    def tracked_tensor(self, known: weakref.ref[Any] | None) -> tuple[torch.Tensor, weakref.ref[Any]]:
+        values, reference = super().tracked_tensor(known)
         return backend.on_device(values), reference
 
     def discard_front(self, num_bytes: int) -> int:

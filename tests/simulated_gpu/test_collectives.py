@@ -69,7 +69,7 @@ def test_what_is_on_a_device_stays_there(tmp_path: Path, monkeypatch: pytest.Mon
             found = own.clone()
             ranks.collect("a test", found, parts, to)
             assert torch.equal(found.cpu(), mean) or rank != to
-        ranks.gather_in_memory("a test", own, parts, kind="weights")
+        ranks.all_gather_in_memory("a test", own, parts, kind="weights")
         assert torch.equal(own.cpu(), mean)
         own = backend.on_device(values[rank].clone())
         ranks.average("a test", own)

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from swapper import StagingArena, Swapper
-from tests.internals import DividedWeights, Shares
+from swapper import StagingPool, Swapper
+from tests.internals import DividedWeights, Shards
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit
@@ -65,13 +65,13 @@ class _Pulls:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("num_pages", [1, 2])
-def test_each_unit_has_the_shares_of_all(num_pages: int, seed: int) -> None:
+@pytest.mark.parametrize("num_staging_buffers", [1, 2])
+def test_each_unit_has_the_shares_of_all(num_staging_buffers: int, seed: int) -> None:
     device, pulls = SimulatedGpu(seed), _Pulls(seed)
     units = [trainable_unit(index, [(40 + 8 * index, 100)]) for index in range(_NUM_UNITS)]
-    arena = StagingArena(-(-max(unit.num_bytes for unit in units) // 4096) * 4096, num_pages)
+    staging_pool = StagingPool(-(-max(unit.num_bytes for unit in units) // 4096) * 4096, num_staging_buffers)
     swapper = Swapper.in_memory(1 << 20)
-    store = DividedWeights(None, swapper, device, Shares(1, _NUM_RANKS), cast(Any, pulls), arena)
+    store = DividedWeights(None, swapper, device, Shards(1, _NUM_RANKS), cast(Any, pulls), staging_pool)
     for unit in units:
         store.allocate(unit, in_host_memory=True)
         unit.adopt(device.allocate_flat(unit.num_bytes))
@@ -91,8 +91,8 @@ def test_each_unit_has_the_shares_of_all(num_pages: int, seed: int) -> None:
             device.synchronize(device.download(found, doubled, device.mark()))
             assert bool((found == 2 * _value(unit.index, number)).all())
     store.close()
-    assert arena.statistics().num_leased == 0
-    arena.close()
+    assert staging_pool.statistics().num_leased == 0
+    staging_pool.close()
     swapper.close()
     device.end()
     assert not device.order.races

@@ -72,7 +72,7 @@ class _Store:
         scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
         if (handle := source.prepare(chunk, scratch)) is not None:
             handle.wait()
-        pieces = [piece for piece in chunk.pieces if piece.slot in source.slots()]
+        pieces = [piece for piece in chunk.slices if piece.slot in source.slots()]
         values = source.of_chunk(chunk, pieces, scratch)
         for piece in pieces:
             part = values[piece.offset : piece.offset + piece.numel]
@@ -132,7 +132,7 @@ def test_nobody_waits_while_there_is_room(swapper: Swapper) -> None:
         store.add(unit, store.draw(unit))
         assert store.grads.has_any
         assert store.grads.slots_with_gradient(unit) == list(unit.layout.slots)
-        assert not store.grads.is_at_hand(unit)
+        assert not store.grads.is_available(unit)
     assert not store.device.synchronisations
     assert len(store.arrivals.coming) == 3
     store.grads.norms_of(store.units[0])[store.units[0].layout.slots[0].index]
@@ -153,9 +153,9 @@ def test_what_goes_into_an_update_in_backward_waits_for_nothing(swapper: Swapper
         pass
     assert not store.device.synchronisations
     norms: dict[tuple[int, int], torch.Tensor] = {}
-    source = store.grads.hand_over(unit, {}, norms)
+    source = store.grads.add_for_update(unit, {}, norms)
     (chunk,) = unit.layout.chunks(CHUNK_GRANULE * 64)
-    for piece in chunk.pieces:
+    for piece in chunk.slices:
         expected = 2 * gradients[piece.slot]
         assert torch.equal(norms[0, piece.slot.index].cpu(), gradient_norm(expected))
         values = source.of_chunk(chunk, [piece], torch.empty(chunk.numel))
@@ -170,7 +170,7 @@ def test_a_norm_is_taken_again_where_somebody_has_looked(swapper: Swapper) -> No
     slot = unit.layout.slots[0]
     store.add(unit, store.draw(unit))
     store.grads.show(unit).view(slot).mul_(3)
-    store.grads.note_change(unit)
+    store.grads.on_change(unit)
     changed = store.grads.show(unit).view(slot).clone()
     assert torch.equal(store.grads.norms_of(unit)[slot.index].cpu(), gradient_norm(changed))
     store.close()
@@ -181,9 +181,9 @@ def test_an_update_fetches_gradients_behind_what_made_them(swapper: Swapper) -> 
     unit = store.units[0]
     gradients = {slot: each.to(backend.NAME) * 2 for slot, each in store.draw(unit).items()}
     expected = {slot: each.cpu() for slot, each in gradients.items()}
-    source = store.grads.hand_over(unit, gradients, {})
+    source = store.grads.add_for_update(unit, gradients, {})
     (chunk,) = unit.layout.chunks(CHUNK_GRANULE * 64)
-    for piece in chunk.pieces:
+    for piece in chunk.slices:
         values = source.of_chunk(chunk, [piece], torch.empty(chunk.numel))
         assert torch.equal(values[piece.offset : piece.offset + piece.numel], expected[piece.slot].flatten())
     source.release()

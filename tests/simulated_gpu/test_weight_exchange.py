@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.internals import Shares, WeightExchange
+from tests.internals import Shards, WeightExchange
 from tests.simulated_gpu import backend
 from tests.simulated_gpu.device import SimulatedGpu
 from tests.unit.stage import trainable_unit
@@ -24,15 +24,15 @@ _LOST = float("nan")
 
 
 class _Ranks:
-    """Exchanges blocks as `Ranks.gather_parts` does, whose memory is used again as soon as a call has returned."""
+    """Exchanges blocks as `Ranks.all_gather_parts` does, whose memory is used again as soon as a call has returned."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.given: list[torch.Tensor] = []
 
-    def meet(self, what: str, values: Sequence[int] = ()) -> None: ...
+    def all_gather_ints(self, what: str, values: Sequence[int] = ()) -> None: ...
 
-    def gather_parts(
+    def all_gather_parts(
         self,
         what: str,
         parts: Sequence[tuple[int, int]],
@@ -57,12 +57,12 @@ class _Ranks:
 @pytest.mark.parametrize("shape", [(100, 100), (40, 40)], ids=["divided", "whole"])
 def test_what_is_given_and_kept_is_what_it_is_after_the_updates(shape: tuple[int, ...], index: int, seed: int) -> None:
     device, ranks, unit = SimulatedGpu(seed), _Ranks(index), trainable_unit(0, [shape])
-    unit.stays_resident = True
+    unit.is_persistent = True
     flat = device.allocate_flat(unit.num_bytes)
     unit.adopt(flat)
     weights = unit.trainable_view(flat.tensor())
     weights.fill_(_BEFORE)
-    shares = Shares(index, 3)
+    shares = Shards(index, 3)
     exchange = WeightExchange(ranks, shares, None, device)
     weights.fill_(_AFTER)  # an update, of which nobody on the host has seen the end
     exchange.gather([unit])

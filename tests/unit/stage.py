@@ -13,14 +13,14 @@ from infinity.device.compute import ComputeDevice
 from infinity.device.flat_pool import FlatPool
 from infinity.loop.backward import Backwards
 from infinity.loop.module_hooks import ModuleHooks
-from infinity.loop.pager import Pager
+from infinity.loop.parameter_coordinator import ParameterCoordinator
 from infinity.loop.parameter_handler import ParameterHandler
 from infinity.loop.phase import PhaseGuard
 from infinity.loop.style import LoopStyle
 from infinity.metrics.clock import StepClock
 from infinity.paging.assigned import AssignedData
+from infinity.paging.parameter_cache import ParameterCache, WeightWriter
 from infinity.paging.parameter_map import ParameterMap
-from infinity.paging.residency import Residency, WeightWriter
 from infinity.threads.engine_lock import EngineLock
 from infinity.tiers.user_copies import UserCopies
 from infinity.units.layout import ParameterSpec, Slot, UnitLayout
@@ -55,7 +55,7 @@ class TensorSource:
         return Arrived()
 
 
-def make_pager(
+def make_parameter_cache(
     units: Sequence[Unit],
     source: TensorSource | None,
     capacity_bytes: int,
@@ -63,9 +63,9 @@ def make_pager(
     prefetches: bool,
     guess: Sequence[int] | None = None,
     writer: WeightWriter | None = None,
-) -> Pager:
-    """A pager over host memory. It guesses that units are needed in order, unless told otherwise."""
-    residency = Residency(
+) -> ParameterCoordinator:
+    """A coordinator over host memory. It guesses that units are needed in order, unless told otherwise."""
+    parameter_cache = ParameterCache(
         units,
         FlatPool(ComputeDevice(), capacity_bytes),
         source,
@@ -76,12 +76,12 @@ def make_pager(
         writer=writer,
     )
     nothing: Any = SimpleNamespace(
-        updated=set(), num_micro_batches=1, global_steps=0, begin_forward=lambda: None, check_settled=lambda: None
+        updated=set(), num_micro_batches=1, global_steps=0, begin_forward=lambda: None, check_consistent=lambda: None
     )
     parameter_map: Any = SimpleNamespace(units=units, num_owners=dict)
     lock, guard = EngineLock(), PhaseGuard(nothing, nothing)
-    backwards = Backwards(parameter_map, residency, lock, nothing, guard, nothing, LoopStyle(nothing), nothing)
-    return Pager(residency, lock, backwards, nothing, UserCopies())
+    backwards = Backwards(parameter_map, parameter_cache, lock, nothing, guard, nothing, LoopStyle(nothing), nothing)
+    return ParameterCoordinator(parameter_cache, lock, backwards, nothing, UserCopies())
 
 
 class PlainHandler(ParameterHandler):
@@ -94,11 +94,13 @@ class PlainHandler(ParameterHandler):
         set_plain_grad(parameter, gradient)
 
 
-def make_handler(parameter_map: ParameterMap, pager: Pager) -> tuple[ModuleHooks, ParameterHandler]:
+def make_handler(
+    parameter_map: ParameterMap, coordinator: ParameterCoordinator
+) -> tuple[ModuleHooks, ParameterHandler]:
     """Hooks and handler of a model that no engine has."""
-    hooks = ModuleHooks(parameter_map, pager)
+    hooks = ModuleHooks(parameter_map, coordinator)
     nobody: Any = None
-    return hooks, PlainHandler(parameter_map, hooks, pager, nobody, nobody, nobody, AssignedData())
+    return hooks, PlainHandler(parameter_map, hooks, coordinator, nobody, nobody, nobody, AssignedData())
 
 
 def frozen_unit(index: int, num_pages: int) -> Unit:
@@ -124,7 +126,7 @@ class TensorWriter:
         return False
 
     def is_urgent(self, unit: Unit) -> bool:
-        return unit.stays_resident
+        return unit.is_persistent
 
     def store_written(self, unit: Unit) -> None:
         assert unit.flat is not None
@@ -133,7 +135,7 @@ class TensorWriter:
 
 
 class Held:
-    """A model under a pager: everything about parameters is as in an engine, nothing about training is.
+    """A model under a coordinator: everything about parameters is as in an engine, nothing about training is.
 
     Attributes:
         values: what each parameter really is.
@@ -161,24 +163,24 @@ class Held:
             for index, members in enumerate(partition(model, dtype.itemsize))
         ]
         for unit in self.units:
-            unit.stays_resident = not is_paged
+            unit.is_persistent = not is_paged
         self.source = TensorSource()
         capacity = room or sum(unit.num_bytes for unit in self.units)
         writer = TensorWriter(self.source) if stores_writes else None
         source = self.source if is_paged else None
-        self.pager = make_pager(self.units, source, capacity, prefetches=False, writer=writer)
+        self.coordinator = make_parameter_cache(self.units, source, capacity, prefetches=False, writer=writer)
         self.parameter_map = ParameterMap(model, self.units)
-        self.module_hooks, self.parameter_handler = make_handler(self.parameter_map, self.pager)
+        self.module_hooks, self.parameter_handler = make_handler(self.parameter_map, self.coordinator)
         for unit in self.units:
             base = torch.zeros(unit.num_bytes, dtype=torch.uint8)
             for slot in unit.layout.slots:
                 unit.view(base, slot).copy_(self.values[slot.spec.fqn])
             self.source.stored[unit.index] = base
             if not is_paged:
-                flat = self.pager.residency.pool.allocate(unit.num_bytes)
+                flat = self.coordinator.parameter_cache.pool.allocate(unit.num_bytes)
                 assert flat is not None
                 flat.tensor().copy_(base)
-                self.pager.residency.place(unit, flat)
+                self.coordinator.parameter_cache.place(unit, flat)
             for parameter in unit.parameters:
                 hold(parameter, self.parameter_handler, dtype, torch.device("cpu"))
 
@@ -189,8 +191,8 @@ class Held:
     def stored(self, fqn: str) -> torch.Tensor:
         """A parameter as it rests."""
         unit, slot = self.parameter_map.locate(self.model.get_parameter(fqn))
-        self.pager.residency.collect_all()
-        if self.pager.residency._source is None:
+        self.coordinator.parameter_cache.collect_all()
+        if self.coordinator.parameter_cache._source is None:
             assert unit.flat is not None
             return unit.view(unit.flat.tensor(), slot).clone()
         return unit.view(self.source.stored[unit.index], slot).clone()

@@ -16,7 +16,7 @@ _PACKAGES = ("infinity", "swapper")
 """A longer file is worth a look; it may be as long as its one noun needs."""
 _MANY_FILES = 16
 """In one folder."""
-_MOST_FLOORS = 15
+_MOST_LAYERS = 15
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ _OF_OTHERS = {
 }
 """Attributes that torch and others want to be assigned."""
 _ASSIGNED = {
-    "unit.stays_resident",  # the plan's word, once it is made
+    "unit.is_persistent",  # the plan's word, once it is made
     # What `initialize` makes on top of the engine; a user may put others there.
     *("engine.lr_scheduler", "engine.training_dataloader"),
 }
@@ -383,7 +383,10 @@ _RULES: dict[Rule, tuple[str, str]] = {
     names_dtype_and_device: ("infinity/engine/engine.py", "import torch\nx = torch.zeros(3, dtype=torch.int8)\n"),
     torch_privates_in_their_room: ("infinity/engine/engine.py", "import torch\nx = torch._C._is_tracing()\n"),
     no_assert: ("swapper/swapper.py", "assert handle is None\n"),
-    nothing_hung_onto_others: ("infinity/engine/engine.py", "def f(pager):\n    pager.on_forward = print\n"),
+    nothing_hung_onto_others: (
+        "infinity/engine/engine.py",
+        "def f(coordinator):\n    coordinator.on_forward = print\n",
+    ),
 }
 _MODULES = load_modules()
 
@@ -450,17 +453,17 @@ def folder_graph(modules: dict[str, Module]) -> dict[str, set[str]]:
     return graph
 
 
-def floors(graph: dict[str, set[str]]) -> dict[str, int]:
-    """The floor of each node of a graph without a circle: one above the highest that it imports."""
+def layers(graph: dict[str, set[str]]) -> dict[str, int]:
+    """The layer of each node of a graph without a circle: one above the highest that it imports."""
     found: dict[str, int] = {}
 
-    def floor(node: str) -> int:
+    def layer(node: str) -> int:
         if node not in found:
-            found[node] = 1 + max((floor(below) for below in graph[node]), default=0)
+            found[node] = 1 + max((layer(below) for below in graph[node]), default=0)
         return found[node]
 
     for node in graph:
-        floor(node)
+        layer(node)
     return found
 
 
@@ -476,7 +479,7 @@ def test_few_floors() -> None:
     graph: dict[str, set[str]] = {}
     for path, below in folder_graph(_MODULES).items():
         graph.setdefault(house(path), set()).update({house(other) for other in below} - {house(path)})
-    assert max(floors(graph).values()) <= _MOST_FLOORS
+    assert max(layers(graph).values()) <= _MOST_LAYERS
 
 
 @pytest.mark.deep(but=39)

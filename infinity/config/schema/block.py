@@ -45,7 +45,7 @@ class Findings:
     ineffective: dict[str, list[str]] = field(default_factory=dict)
     """For each reason the keys that have no effect because of it."""
 
-    def note(self, key: str, reason: str) -> None:
+    def record(self, key: str, reason: str) -> None:
         """Record that `key` is accepted without effect."""
         keys = self.ineffective.setdefault(reason, [])
         if key not in keys:
@@ -66,7 +66,7 @@ class NoEffect:
     def apply(self, key: str, value: object, findings: Findings) -> None:
         """Record it for a given key of a block that is switched on."""
         if value not in self.silent and not is_switched_off(value):
-            findings.note(key, self.reason)
+            findings.record(key, self.reason)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class InfinityBlock(Block):
     """`infinity`: what DeepSpeed has no key for."""
 
     host_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """Hard ceiling of the engine's host memory: staging pages, states kept in RAM, main gradients and, on the CPU, the
+    """Hard ceiling of the engine's host memory: staging buffers, states kept in RAM, main gradients and, on the CPU, the
     weights in use. Not in it: Python and its libraries (about 0.4 GB with transformers), activations, and what autograd
     holds in plain torch as well.
     `"auto"`: what the machine or the process's memory cgroup has free, less a reserve of 25 % (10 % where a GPU holds
@@ -85,8 +85,8 @@ class InfinityBlock(Block):
     device_memory_budget: Annotated[int | None, BeforeValidator(parse_bytes)] = None
     """On a GPU, a ceiling on the device memory of weights that are there. `"auto"`: 65 %
     of what gradients and states leave of its free memory; the rest is for activations."""
-    page_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
-    """Size of a page of the staging arena, a multiple of 4096: the largest single transfer of optimizer state. `"auto"`:
+    staging_buffer_bytes: Annotated[int | None, BeforeValidator(parse_bytes)] = None
+    """Size of a buffer of the staging pool, a multiple of 4096: the largest single transfer of optimizer state. `"auto"`:
     from the model and the budget."""
     prefetch: Flag = True
     """Read ahead in the order of the last step; `false` reads on demand."""

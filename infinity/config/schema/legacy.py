@@ -50,7 +50,7 @@ def _undotted(raw: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
             target[block] = dict(inner) if isinstance(inner, Mapping) else {}
             target = target[block]
         target[name] = value
-        findings.note(key, "taken as the key of that block, in place of the value there")
+        findings.record(key, "taken as the key of that block, in place of the value there")
     return config
 
 
@@ -58,7 +58,7 @@ def _modernise_zero(zero: dict[str, Any], findings: Findings) -> dict[str, Any]:
     if "cpu_offload_use_pin_memory" in zero:
         del zero["cpu_offload_use_pin_memory"]
         key = "zero_optimization.cpu_offload_use_pin_memory"
-        findings.note(key, "no effect: host memory is pinned when there is a GPU to pin it for")
+        findings.record(key, "no effect: host memory is pinned when there is a GPU to pin it for")
     for old, new in _OFFLOAD.items():
         value = zero.pop(old, None)
         if value is None or is_auto(value) or not _flag(f"zero_optimization.{old}", value):
@@ -75,7 +75,7 @@ def _modernise_zero(zero: dict[str, Any], findings: Findings) -> dict[str, Any]:
                 f"zero_optimization.{old}", value, problem, cure=f"Remove {old}, which is deprecated"
             )
         zero[new] = {**present, "device": "cpu"}
-        findings.note(f"zero_optimization.{old}", f'old form of "{new}": {{"device": "cpu"}}, taken as that')
+        findings.record(f"zero_optimization.{old}", f'old form of "{new}": {{"device": "cpu"}}, taken as that')
     return zero
 
 

@@ -12,6 +12,9 @@ from pydantic.fields import FieldInfo
 from infinity.config.schema.block import Block, Keys, Untyped
 from infinity.config.schema.blocks import RootBlock
 
+_FORMER = {"page_bytes": "staging_buffer_bytes"}
+"""Keys that had another name: whoever still writes it is told the present one."""
+
 
 def child_block(field: FieldInfo | None) -> type[Block] | None:
     """The block that a field holds, or None when it holds a value, or is not there."""
@@ -38,6 +41,8 @@ def suggest(path: str, name: str, known_here: Iterable[str]) -> str | None:
     block first.
     """
     everywhere = known_keys()
+    if name in _FORMER:
+        return path + _FORMER[name]
     if name in everywhere:
         return _place(everywhere[name])
     if (near := nearest(name, known_here)) is not None:

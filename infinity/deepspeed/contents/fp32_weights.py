@@ -182,7 +182,7 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
     It is gone when the process ends. ``checkpoint_dir``, and what is raised, as in `get_optim_files`.
     """
-    return _written("model", Checkpoint(Path(checkpoint_dir)).rest()["client_state"] or {})
+    return _written("model", Checkpoint(Path(checkpoint_dir)).training_state()["client_state"] or {})
 
 
 _SCRIPT = '''#!/usr/bin/env python

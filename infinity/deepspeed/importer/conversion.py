@@ -72,7 +72,7 @@ def convert(
         for path in files.all:
             check(path, note)
     try:
-        model, tensors, rest, left_out = _contents(files, skips_unknown=skips_unknown)
+        model, tensors, training_state, left_out = _contents(files, skips_unknown=skips_unknown)
     except InfinityError:
         raise
     except _OTHER_CONTENTS as error:
@@ -96,7 +96,7 @@ def convert(
                     part = piece[start : start + _PART_NUMEL].to(each.spec.dtype).contiguous()
                     writer.write(part)
                     note(part.nbytes)
-        saved.write_rest(rest)
+        saved.write_training_state(training_state)
     return Converted(files.folder, target / name, len(specs), num_bytes, model.version, model.num_steps, left_out)
 
 
@@ -110,15 +110,15 @@ def _contents(files: Files, *, skips_unknown: bool) -> tuple[ModelStates, list[F
         states = OptimizerStates(files.optimizer, model, skips_unknown=skips_unknown)
     trained, scalars = states.tensors()
     client_state, left_out = model.client_state()
-    rest = {
+    training_state = {
         "client_state": client_state,
         "counters": {**model.counters(), "loss_scale": loss_scale_of(states.scaler)},
         TIED: model.tied,
         **_of_optimizer(states.groups(), scalars),
     }
     if model.lr_scheduler is not None:
-        rest["lr_scheduler"] = dict(model.lr_scheduler)
-    return model, [*trained, *model.fixed_tensors()], rest, left_out
+        training_state["lr_scheduler"] = dict(model.lr_scheduler)
+    return model, [*trained, *model.fixed_tensors()], training_state, left_out
 
 
 def _of_optimizer(groups: Sequence[Mapping[str, Any]], scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class OptimizerStates:
                 cure=OF_ONE_SAVE,
             )
         for index, (flat, key) in enumerate(zip(flats, ids, strict=True)):
-            state = _settled(base["param_groups"], key, base["state"].get(key, {}))
+            state = _with_step(base["param_groups"], key, base["state"].get(key, {}))
             if not flat.numel():
                 raise CheckpointError(
                     path,
@@ -285,9 +285,9 @@ def loss_scale_of(scaler: Any) -> dict[str, float]:
         return {"dynamic": False, "scale": 1.0, "patience": 1, "num_finite": 0}
     facts = scaler.state
     num_finite = int(facts.get("cur_iter", 0)) - int(facts.get("last_overflow_iter", -1)) - 1
-    patience = int(facts.get("cur_hysteresis", 1))
+    hysteresis_left = int(facts.get("cur_hysteresis", 1))
     scale, is_dynamic = float(facts["cur_scale"]), bool(facts.get("dynamic", True))
-    return {"dynamic": is_dynamic, "scale": scale, "patience": patience, "num_finite": num_finite}
+    return {"dynamic": is_dynamic, "scale": scale, "patience": hysteresis_left, "num_finite": num_finite}
 
 
 def stage_of(path: Path, states: Mapping[str, Any], ds_config: Mapping[str, Any]) -> int:
@@ -323,7 +323,7 @@ def _one_bit(path: Path, name: str) -> CheckpointError:
     )
 
 
-def _settled(groups: Sequence[Mapping[str, Any]], key: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_step(groups: Sequence[Mapping[str, Any]], key: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """States, with the step that fused optimizers keep in the group."""
     group = next(each for each in groups if key in each["params"])
     state = {name: each for name, each in state.items() if each is not None}  # SGD's, before there is a momentum

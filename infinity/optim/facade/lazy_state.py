@@ -65,7 +65,7 @@ class LazyEntry(dict[str, Any]):
         """Whether somebody has looked."""
         return self._read_at is not None
 
-    def look(self) -> None:
+    def fetch(self) -> None:
         """Read it, unless that has been done since the last step, or the caller has changed what is its own."""
         now = self._clock()
         if self._read_at == now or (self._store is None and self.is_read and self._is_changed()):
@@ -101,7 +101,7 @@ class LazyEntry(dict[str, Any]):
             self._replace(given)
             return
         if given:  # else nothing has to be read
-            self.look()
+            self.fetch()
         present = self.held()
         if not given or present.keys() != given.keys() or any(present[key] is not given[key] for key in given):
             self._store(given)
@@ -131,7 +131,7 @@ def _version(value: Any) -> int:
 def _looks(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: LazyEntry, *args: Any, **kwargs: Any) -> Any:
-        self.look()
+        self.fetch()
         return method(self, *args, **kwargs)
 
     return call
@@ -140,7 +140,7 @@ def _looks(method: Callable[..., Any]) -> Callable[..., Any]:
 def _changes(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: LazyEntry, *args: Any, **kwargs: Any) -> Any:
-        self.look()
+        self.fetch()
         values = self.held()
         result = method(values, *args, **kwargs)
         self.assign(values)

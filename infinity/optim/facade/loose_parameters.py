@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infinity.optim.executor import OptimizerExecutor, copy_scalar
 from infinity.optim.groups import Groups
-from infinity.optim.template import Template
-from infinity.optim.worker import Worker, copy_scalar
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 
 
 class LooseParameters:
@@ -20,18 +20,18 @@ class LooseParameters:
     They are in no budget and not stored on any drive.
 
     Args:
-        template: its groups say which they are.
+        wrapped_optimizer: its groups say which they are.
     """
 
-    def __init__(self, template: Template) -> None:
-        self._template = template
-        self._worker: Worker | None = None
+    def __init__(self, wrapped_optimizer: WrappedOptimizer) -> None:
+        self._wrapped_optimizer = wrapped_optimizer
+        self._executor: OptimizerExecutor | None = None
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         """What the optimizer keeps for each: live, as in torch."""
 
     def present(self) -> Sequence[Tensor]:
         """Those that are in a group now."""
-        return self._template.members().loose
+        return self._wrapped_optimizer.members().loose
 
     def update(self, groups: Groups, coefficient: Tensor | None) -> None:
         """One step for each that has a gradient.
@@ -47,9 +47,9 @@ class LooseParameters:
                 continue
             if coefficient is not None:
                 gradient = gradient.detach() * coefficient.to(gradient.device)
-            self._worker = self._worker or Worker(self._template.optimizer)
+            self._executor = self._executor or OptimizerExecutor(self._wrapped_optimizer.optimizer)
             with torch.no_grad():
-                (state,) = self._worker.run(
+                (state,) = self._executor.run(
                     copy_scalar(values), [param.detach()], [gradient], [self.state.get(param, {})]
                 )
             torch.autograd.graph.increment_version(param)  # a module may know by it what it has kept

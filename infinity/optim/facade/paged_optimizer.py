@@ -23,19 +23,19 @@ from infinity.optim.facade.lazy_state import (
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.state_loader import StateLoader, check_entry
 from infinity.optim.main_weights import PENDING, with_main_weight, without_main_weight
-from infinity.optim.piece import PieceUpdater, attribute_names, is_of_the_class
-from infinity.optim.template import Template
+from infinity.optim.slice_updater import SliceUpdater, attribute_names, is_of_the_class
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 
 
 class PagedOptimizer(Optimizer):
     """A `torch.optim.Optimizer` in front of the engine.
 
-    It knows groups and the layout of state dicts; it must not know pages or tiers. `param_groups` is the template's
-    list, so learning rate schedulers of any kind work on either. `state_dict()` costs nothing: its entries read a
+    It knows groups and the layout of state dicts; it must not know staging buffers or tiers. `param_groups` is the wrapped
+    optimizer's list, so learning rate schedulers of any kind work on either. `state_dict()` costs nothing: its entries read a
     parameter's state at the first look, or while they are pickled, and then give what it is at that time.
 
     Args:
-        template: class, hyperparameters and groups.
+        wrapped_optimizer: class, hyperparameters and groups.
         updater: knows which state there is.
         backend: the engine, which has weights and gradients, and runs the updates (`optimizer_step`, ``optimizer_...``).
         keeper: has the states (`has_place`, `has_state`, `gather_state`, `load_state`, and ``num_loads``, how often they were
@@ -47,43 +47,45 @@ class PagedOptimizer(Optimizer):
 
     def __init__(
         self,
-        template: Template,
-        updater: PieceUpdater,
+        wrapped_optimizer: WrappedOptimizer,
+        updater: SliceUpdater,
         backend: Any,
         keeper: Any,
         loose: LooseParameters | None = None,
         mains: Any = None,
     ) -> None:
-        # Not Optimizer.__init__: it would make groups of its own. The template last: from then on, names that the user's
-        # class has, and that are not here, are those of its optimizer.
+        # Not Optimizer.__init__: it would make groups of its own. The wrapped optimizer last: from then on, names that the
+        # user's class has, and that are not here, are those of its optimizer.
         self._updater = updater
         self._backend = backend
         self._keeper = keeper
-        self._loose = loose or LooseParameters(template)
+        self._loose = loose or LooseParameters(wrapped_optimizer)
         self._mains = mains
-        source = template.optimizer
+        source = wrapped_optimizer.optimizer
         self._assigned = AssignedTensors()
         self._last_entry: tuple[Tensor, LazyEntry] | None = None
         """That of the parameter which was looked at last: whoever looks at several of its states reads once."""
         self._num_changes = 0
-        self._state = LazyState(template.params, self.has_state, self._entry, self._loose.state, template.known)
+        self._state = LazyState(
+            wrapped_optimizer.params, self.has_state, self._entry, self._loose.state, wrapped_optimizer.known
+        )
         super().__setstate__(
             {"defaults": source.defaults}
             # The very dictionaries: hooks registered before `initialize` run, and their handles still remove them.
             | {name: hooks for name, hooks in vars(source).items() if name.endswith("_hooks")}
         )
         self._passed: Optimizer | None = None
-        self._template = template
+        self._wrapped_optimizer = wrapped_optimizer
 
-    def note_passed(self, passed: Optimizer) -> None:
+    def adopt_optimizer(self, passed: Optimizer) -> None:
         """The script's own instance is this optimizer from now on: see `infinity.optim.facade.passed_optimizer`."""
         self._passed = passed
 
     def __getattr__(self, name: str) -> Any:
         """What else the user's class has: attributes, and methods, which then work on these groups and states."""
-        template = vars(self).get("_template")
-        if template is not None and not name.startswith("__"):
-            source = template.optimizer
+        wrapped_optimizer = vars(self).get("_wrapped_optimizer")
+        if wrapped_optimizer is not None and not name.startswith("__"):
+            source = wrapped_optimizer.optimizer
             if name in attribute_names(source):
                 return vars(source)[name]
             if is_of_the_class(source, name):
@@ -94,22 +96,22 @@ class PagedOptimizer(Optimizer):
         raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        template = vars(self).get("_template")
+        wrapped_optimizer = vars(self).get("_wrapped_optimizer")
         is_own = name in vars(self) or name in dir(type(self))
-        source = None if is_own or template is None else template.optimizer
+        source = None if is_own or wrapped_optimizer is None else wrapped_optimizer.optimizer
         if source is not None and (name in attribute_names(source) or is_of_the_class(source, name)):
-            setattr(source, name, value)  # `PieceUpdater.check_attributes` sees it
+            setattr(source, name, value)  # `SliceUpdater.check_attributes` sees it
         else:
             super().__setattr__(name, value)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups: whatever is changed in them, or assigned, is what the next step goes by."""
-        return self._template.param_groups
+        return self._wrapped_optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._template.optimizer.param_groups = groups  # the user's own instance has them, too
+        self._wrapped_optimizer.optimizer.param_groups = groups  # the user's own instance has them, too
 
     @property
     def state(self) -> Any:
@@ -144,7 +146,8 @@ class PagedOptimizer(Optimizer):
             self._backend.optimizer_step()
             if not self._backend.was_step_skipped():
                 self.expire_states()
-        for each in (self, self._template.optimizer):  # where a scheduler looks for whether a step came before its own
+        # where a scheduler looks for whether a step came before its own
+        for each in (self, self._wrapped_optimizer.optimizer):
             vars(each)["_opt_called"] = True
         return loss
 
@@ -181,7 +184,7 @@ class PagedOptimizer(Optimizer):
     @property
     def optimizer(self) -> Optimizer:
         """Where DeepSpeed has the optimizer that it wraps: this one, with the same groups and states."""
-        name = type(self._template.optimizer).__name__  # loggers show it
+        name = type(self._wrapped_optimizer.optimizer).__name__  # loggers show it
         unwrapped: Optimizer = type(name, (_Unwrapped,), {})(self)
         return unwrapped
 
@@ -207,7 +210,7 @@ class PagedOptimizer(Optimizer):
             StepError: weights are in use: in forward, backward, or gathered.
             ModelError: the run is durable, and has no room for states that come later.
         """
-        self._template.add_group(param_group)
+        self._wrapped_optimizer.add_group(param_group)
         with self._backend.optimizer_lock("optimizer.add_param_group()"):
             self._backend.make_room()
 
@@ -222,7 +225,8 @@ class PagedOptimizer(Optimizer):
             for pre_hook in self._optimizer_state_dict_pre_hooks.values():
                 pre_hook(self)
             groups = [
-                {**group, "params": self._template.tiled.without_tiles(group["params"])} for group in self.param_groups
+                {**group, "params": self._wrapped_optimizer.tiled.without_tiles(group["params"])}
+                for group in self.param_groups
             ]
             keys = {param: key for key, param in enumerate(chain.from_iterable(group["params"] for group in groups))}
             state, pending = self._lazy_entries(keys)
@@ -238,8 +242,8 @@ class PagedOptimizer(Optimizer):
         state: dict[Any, Any] = {}
         pending: dict[int, LazyEntry] = {}
         for param, key in keys.items():
-            parts = self._template.tiled.all_of(param)
-            if parts[0] not in self._template:
+            parts = self._wrapped_optimizer.tiled.all_of(param)
+            if parts[0] not in self._wrapped_optimizer:
                 continue
             has_main = self._mains is not None and all(map(self.has_place, parts))
             num_with_state = sum(map(self.has_state, parts))
@@ -253,8 +257,8 @@ class PagedOptimizer(Optimizer):
         return state, pending
 
     def _fqn(self, param: Tensor) -> str:
-        tiled = self._template.tiled.of(param)
-        return self._template.fqn(param) if tiled is None else tiled.fqn
+        tiled = self._wrapped_optimizer.tiled.of(param)
+        return self._wrapped_optimizer.fqn(param) if tiled is None else tiled.fqn
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what the `state_dict()` of this optimizer, or of the plain torch one it stands for, returned.
@@ -273,14 +277,14 @@ class PagedOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        loader = StateLoader(self._template, self._updater, state_dict)
+        loader = StateLoader(self._wrapped_optimizer, self._updater, state_dict)
         with self._backend.optimizer_lock("optimizer.load_state_dict()"):
             loader.load_into(self, self._mains)
             self.expire_states()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def update_by(self, updater: PieceUpdater, keeper: Any, mains: Any) -> None:
+    def update_by(self, updater: SliceUpdater, keeper: Any, mains: Any) -> None:
         """The backend has laid everything out anew."""
         self._updater, self._keeper, self._mains = updater, keeper, mains
         self.expire_states()
@@ -304,7 +308,7 @@ class PagedOptimizer(Optimizer):
     def _read_whole(self, param: Tensor, *, has_main: bool) -> dict[str, Any]:
         """What a state dict has of a parameter."""
         with self.reading_states():
-            parts, tiled = self._template.tiled.all_of(param), self._template.tiled.of(param)
+            parts, tiled = self._wrapped_optimizer.tiled.all_of(param), self._wrapped_optimizer.tiled.of(param)
             entries = [self._read(part) for part in parts]
             if has_main:
                 mains = [self._mains.gather_main_weight(part) for part in parts]
@@ -318,7 +322,7 @@ class PagedOptimizer(Optimizer):
                 key: unprotected(value) if isinstance(value, ReadOnlyTensor) else value for key, value in values.items()
             }
             self.load_state(param, plain)
-            self._assigned.add(self._template.fqn(param), values)
+            self._assigned.add(self._wrapped_optimizer.fqn(param), values)
 
     def reading_states(self) -> AbstractContextManager[None]:
         """States that are read or written inside the ``with`` block are those of one step."""
@@ -327,28 +331,28 @@ class PagedOptimizer(Optimizer):
 
     def has_state(self, param: Tensor) -> bool:
         """Whether a parameter has state."""
-        if param not in self._template:
+        if param not in self._wrapped_optimizer:
             return bool(self._loose.state.get(param))
-        return param in self._template.started or self._keeper.has_state(param)
+        return param in self._wrapped_optimizer.started or self._keeper.has_state(param)
 
     def has_place(self, param: Tensor) -> bool:
         """Whether a parameter can have state."""
-        return param not in self._template or self._keeper.has_place(param)
+        return param not in self._wrapped_optimizer or self._keeper.has_place(param)
 
     def gather_state(self, param: Tensor) -> dict[str, Any]:
         """Copies of a parameter's state after all updates asked for; before the first step, what the constructor made."""
-        return self._keeper.gather_state(param) or self._template.started_state(param)
+        return self._keeper.gather_state(param) or self._wrapped_optimizer.started_state(param)
 
     def check_scalars(self, param: Tensor, scalars: Mapping[str, Any]) -> None:
         """Check those of a state that was saved after an update. Raises ValueError where the next step could not go on."""
-        values = self._template.read().of(param)
+        values = self._wrapped_optimizer.read().of(param)
         if values is None:
             return
         schema = self._updater.schema_under(values)
         for name in schema.scalars:
             if name not in scalars or isinstance(scalars[name], Tensor) != (name in schema.tensors):
                 there = f"{scalars[name]!r:.40} as" if name in scalars else "no"
-                raise ValueError(f"the state of '{self._template.fqn(param)}' has {there} '{name}'")
+                raise ValueError(f"the state of '{self._wrapped_optimizer.fqn(param)}' has {there} '{name}'")
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Replace a parameter's state; with an empty one it starts anew. Tensors belong to the caller, and are copied.
@@ -356,31 +360,31 @@ class PagedOptimizer(Optimizer):
         Raises:
             ValueError: it does not fit, or lacks what the optimizer needs; nothing has been changed.
         """
-        if param not in self._template:
+        if param not in self._wrapped_optimizer:
             self._loose.load_state(param, state)
             return
         state, main = without_main_weight(state)
-        values = self._template.read().of(param)
+        values = self._wrapped_optimizer.read().of(param)
         if state and values is not None:
-            check_entry(self._template.fqn(param), state, self._updater.schema_under(values))
+            check_entry(self._wrapped_optimizer.fqn(param), state, self._updater.schema_under(values))
         self._keeper.load_state(param, state)
-        self._template.started.pop(param, None)
+        self._wrapped_optimizer.started.pop(param, None)
         if main is not None and self._mains is not None:
             self._mains.load_main_weight(param, main)
 
     def _entry(self, param: Tensor) -> LazyEntry | None:
-        tiled = self._template.tiled.of(param)
+        tiled = self._wrapped_optimizer.tiled.of(param)
         if tiled is not None:
-            raise tiled.refusal("optimizer.state")
-        if param not in self._template:
+            raise tiled.access_error("optimizer.state")
+        if param not in self._wrapped_optimizer:
             return None
         if self._last_entry is None or self._last_entry[0] is not param:
             read, store = partial(self._read, param), partial(self._store, param)
-            self._last_entry = param, LazyEntry(read, self._clock, self._template.fqn(param), store)
+            self._last_entry = param, LazyEntry(read, self._clock, self._wrapped_optimizer.fqn(param), store)
         return self._last_entry[1]
 
     def __repr__(self) -> str:
-        return f"Paged{self._template.optimizer!r}"
+        return f"Paged{self._wrapped_optimizer.optimizer!r}"
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -404,7 +408,7 @@ class _Unwrapped(PagedOptimizer):
 
     @property
     def _counterpart(self) -> Optimizer:
-        return self._passed or self._template.optimizer
+        return self._passed or self._wrapped_optimizer.optimizer
 
     @property
     def optimizer(self) -> Optimizer:

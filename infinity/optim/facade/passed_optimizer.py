@@ -49,14 +49,14 @@ class PassedOptimizer:
             step: Any = functools.partial(PagedOptimizer.step, self.optimizer)  # it is one now
             step._wrapped_by_lr_sched = True
             vars(paged)["step"] = step
-        paged.note_passed(passed)
+        paged.adopt_optimizer(passed)
 
     @property
     def optimizer(self) -> Any:
-        """The script's, which is a `PagedOptimizer` until `give_back`."""
+        """The script's, which is a `PagedOptimizer` until `restore`."""
         return self._passed
 
-    def give_back(self, *, had_states: bool) -> None:
+    def restore(self, *, had_states: bool) -> None:
         """The script's optimizer is what it was, but for what was changed in its groups. May be called again.
 
         Args:

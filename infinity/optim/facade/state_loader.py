@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from infinity.errors import OptimizerNotPageableError
+from infinity.optim.executor import OptimizerExecutor, hyperparameters, one_element
 from infinity.optim.facade.lazy_state import LazyEntry
 from infinity.optim.main_weights import PENDING, without_main_weight
-from infinity.optim.piece import PieceUpdater
 from infinity.optim.probe import StateSchema
-from infinity.optim.template import Template
-from infinity.optim.worker import Worker, hyperparameters, one_element
+from infinity.optim.slice_updater import SliceUpdater
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 
 
 def check_entry(fqn: str, entry: Mapping[str, Any], schema: StateSchema) -> None:
@@ -39,13 +39,13 @@ def check_entry(fqn: str, entry: Mapping[str, Any], schema: StateSchema) -> None
 
 
 class StateLoader:
-    """Checks a state dict against a template, then hands it over parameter by parameter.
+    """Checks a state dict against a wrapped optimizer, then hands it over parameter by parameter.
 
     All but the element-wise tensors goes through the optimizer class's own `load_state_dict`, on one-element stand-ins.
     That does what torch does for the class: old layouts, dtypes and devices of step counts, missing group keys.
 
     Args:
-        template: groups to load into.
+        wrapped_optimizer: groups to load into.
         updater: knows which state there is.
         state_dict: torch's layout. Its state may be lazy.
 
@@ -53,13 +53,15 @@ class StateLoader:
         ValueError: it does not fit; nothing has been changed.
     """
 
-    def __init__(self, template: Template, updater: PieceUpdater, state_dict: Mapping[str, Any]) -> None:
-        self._template = template
+    def __init__(
+        self, wrapped_optimizer: WrappedOptimizer, updater: SliceUpdater, state_dict: Mapping[str, Any]
+    ) -> None:
+        self._wrapped_optimizer = wrapped_optimizer
         self._updater = updater
-        self._tiled = template.tiled
-        self._worker = Worker(template.optimizer)
+        self._tiled = wrapped_optimizer.tiled
+        self._executor = OptimizerExecutor(wrapped_optimizer.optimizer)
         self._index_of = {
-            id(param): index for index, group in enumerate(template.param_groups) for param in group["params"]
+            id(param): index for index, group in enumerate(wrapped_optimizer.param_groups) for param in group["params"]
         }
         saved_groups: list[dict[str, Any]] = state_dict["param_groups"]
         self._groups = self._load_groups(saved_groups)
@@ -68,7 +70,7 @@ class StateLoader:
         saved_ids = chain.from_iterable(group["params"] for group in saved_groups)
         states, pending = state_dict["state"], state_dict.get(PENDING, {})
         self._entries: list[tuple[Tensor, Mapping[str, Any], Mapping[str, Any]]] = []
-        for param, saved_id in zip(self._tiled.without_tiles([*template.params()]), saved_ids, strict=True):
+        for param, saved_id in zip(self._tiled.without_tiles([*wrapped_optimizer.params()]), saved_ids, strict=True):
             found, parts = (states.get(saved_id, {}), pending.get(saved_id, {})), self._tiled.of(param)
             if parts is None:
                 self._entries.append((param, *found))
@@ -81,12 +83,13 @@ class StateLoader:
                 self._state(param, entry)
                 if main is not None and tuple(main.shape) != tuple(param.shape):
                     raise ValueError(
-                        f"loaded state dict has a main weight of parameter '{self._template.fqn(param)}' with shape "
+                        f"loaded state dict has a main weight of parameter '{self._wrapped_optimizer.fqn(param)}' with shape "
                         f"{tuple(main.shape)}, but the parameter has shape {tuple(param.shape)}"
                     )
 
     def load_into(self, keeper: Any, mains: Any) -> None:
-        """Write all state and, for who keeps them, main weights; then set the hyperparameters in the template's own dicts.
+        """Write all state and, for who keeps them, main weights; then set the hyperparameters in the wrapped optimizer's own
+        dicts.
 
         Raises:
             ValueError: a parameter has a state in the dict, and no place for it here; nothing has been changed.
@@ -95,7 +98,8 @@ class StateLoader:
         for param, entry, _ in self._entries:
             if not keeper.has_place(param) and entry and without_main_weight(_plain(entry))[0]:
                 raise ValueError(
-                    f"loaded state dict has a state of parameter '{self._template.fqn(param)}', which is frozen and has no place "
+                    f"loaded state dict has a state of parameter '{self._wrapped_optimizer.fqn(param)}', which is "
+                    "frozen and has no place "
                     "for it here: it would be lost. Call requires_grad_(True) on it before infinity.initialize"
                 )
         for param, lazy, pending in placed:
@@ -107,22 +111,22 @@ class StateLoader:
             state = self._state(param, entry)
             if state or keeper.has_state(param):
                 keeper.load_state(param, state)
-        for group, loaded in zip(self._template.param_groups, self._groups, strict=True):
+        for group, loaded in zip(self._wrapped_optimizer.param_groups, self._groups, strict=True):
             params = group["params"]
             group.clear()
             group.update({**loaded, "params": params})
 
     def _load_groups(self, saved_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups as the class would load them, with stand-ins for parameters. Raises torch's errors."""
-        device = self._template.device
+        device = self._wrapped_optimizer.device
         own = [
             {
                 **group,
                 "params": [torch.nn.Parameter(one_element(device)) for _ in self._tiled.without_tiles(group["params"])],
             }
-            for group in self._template.param_groups
+            for group in self._wrapped_optimizer.param_groups
         ]
-        optimizer = self._worker.optimizer
+        optimizer = self._executor.optimizer
         optimizer.param_groups = own
         optimizer.load_state_dict({"state": {}, "param_groups": saved_groups})
         return optimizer.param_groups
@@ -137,17 +141,17 @@ class StateLoader:
     def _scalars(self, param: Tensor, small: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         index = self._index_of[id(param)]
         values = {key: value for key, value in self._groups[index].items() if key != "params"}
-        like = one_element(self._template.device) if param in self._template else param.detach()
+        like = one_element(self._wrapped_optimizer.device) if param in self._wrapped_optimizer else param.detach()
         try:
-            loaded = self._worker.load(values, small, like)
-            needed = self._updater.schema_under(hyperparameters(self._template.param_groups[index])).scalars
+            loaded = self._executor.load(values, small, like)
+            needed = self._updater.schema_under(hyperparameters(self._wrapped_optimizer.param_groups[index])).scalars
             missing = [name for name in needed if name not in loaded] if param.requires_grad else []
             int(loaded.get("step", 0))
         except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             missing = [repr(error)]
         if missing:
             raise ValueError(
-                f"loaded state dict has no usable scalars for parameter '{self._template.fqn(param)}': "
+                f"loaded state dict has no usable scalars for parameter '{self._wrapped_optimizer.fqn(param)}': "
                 f"{', '.join(missing)}. Was it saved by another kind of optimizer?"
             )
         return {name: value for name, value in loaded.items() if name not in names}
@@ -157,7 +161,7 @@ class StateLoader:
 
         They are float32, as main weights are; those of an ordinary parameter, which was added later, as in torch.
         """
-        fqn = self._template.fqn(param)
+        fqn = self._wrapped_optimizer.fqn(param)
         names = self._updater.state_names(self._index_of[id(param)])
         given = {name: value for name, value in entry.items() if value is not None}
         if not given:
@@ -179,9 +183,9 @@ class StateLoader:
             elif isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(
                     f"loaded state dict has state '{name}' of parameter '{fqn}' with shape {tuple(value.shape)}, "
-                    f"which {self._template.name} does not keep here. It keeps {', '.join(names) or 'none'}"
+                    f"which {self._wrapped_optimizer.name} does not keep here. It keeps {', '.join(names) or 'none'}"
                 )
-        if param in self._template:
+        if param in self._wrapped_optimizer:
             return {name: given[name].detach().to(torch.float32) for name in names}
         return {name: given[name].detach().to(param.device, param.dtype) for name in names}
 
@@ -191,12 +195,12 @@ class StateLoader:
             needed = self._updater.names_under(hyperparameters(group))
         except OptimizerNotPageableError as error:
             raise ValueError(
-                f"{self._template.name} cannot run with the hyperparameters in the loaded state dict's group {index}: "
+                f"{self._wrapped_optimizer.name} cannot run with the hyperparameters in the loaded state dict's group {index}: "
                 "was it saved by another kind of optimizer?"
             ) from error
         if set(needed) != set(reserved):
             raise ValueError(
-                f"the hyperparameters in the loaded state dict's group {index} make {self._template.name} keep "
+                f"the hyperparameters in the loaded state dict's group {index} make {self._wrapped_optimizer.name} keep "
                 f"{list(needed)} per element, but storage was laid out for {list(reserved)}. "
                 "Make the optimizer with the hyperparameters of the saved one"
             )

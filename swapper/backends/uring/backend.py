@@ -16,8 +16,8 @@ from swapper.backends.workers import Workers
 from swapper.config import ALIGNMENT
 from swapper.errors import ArgumentError, error_words
 from swapper.memory.region import AlignedRegion
-from swapper.sync.lifetimes import when_gone
-from swapper.sync.patience import join_all
+from swapper.sync.lifetimes import call_when_collected
+from swapper.sync.timeouts import join_all
 from swapper.volumes.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class UringBackend(VolumeBackend):
         self._bouncing: Workers | None = None
         self._has_complained = False
         self._loop = RingLoop([file.fd for file in volume.files], queue_depth)
-        when_gone(self, self._loop.stop)
+        call_when_collected(self, self._loop.stop)
 
     @property
     def num_fixed(self) -> int:
@@ -59,15 +59,15 @@ class UringBackend(VolumeBackend):
 
     def submit(self, request: IORequest) -> None:
         """Hand the request to the ring; see [Note: bounced transfers] in `FileTransfer` for what it does not take."""
-        pieces = self.volume.pieces(request.offset, len(request.memory))
+        file_ranges = self.volume.file_ranges(request.offset, len(request.memory))
         if self.block_bytes > 1 and (request.offset | request.address | len(request.memory)) % ALIGNMENT:
             with self._lock:
                 if self._bouncing is None:  # few need it
                     self._bouncing = Workers("bounce", _NUM_BOUNCE_THREADS)
-            if not self._bouncing.submit(partial(self._transfer, request, pieces, request.complete)):
+            if not self._bouncing.submit(partial(self._transfer, request, file_ranges, request.complete)):
                 request.complete(0, ended("the worker threads have"))
         else:
-            self._loop.submit(request, *pieces[0][:2])
+            self._loop.submit(request, *file_ranges[0][:2])
 
     def register_memory(self, region: AlignedRegion) -> Callable[[], None]:
         """Have the kernel pin memory once, instead of for each transfer of bytes inside it.
@@ -88,14 +88,14 @@ class UringBackend(VolumeBackend):
             self._complain(region.num_bytes, error)
             slots = []
 
-        def give_back() -> None:
+        def unregister() -> None:
             if slots:
                 given, slots[:] = list(slots), []
                 with contextlib.suppress(OSError):
                     self._loop.call(lambda memory: memory.remove(given))
                     region.registrations.discard(registration)
 
-        return give_back
+        return unregister
 
     def _complain(self, num_bytes: int, error: OSError) -> None:
         if self._has_complained:

@@ -18,7 +18,7 @@ _MAX_SLOT_BYTES = 1 << 30  # the kernel's limit
 class MemorySlots:
     """Knows which memory is registered; belongs to the ring's thread, except :meth:`find`.
 
-    Registered memory stays mapped until it is removed from here, whoever lets go of it: a new mapping at the same address
+    Registered memory stays mapped until it is removed from here, whoever releases it: a new mapping at the same address
     would have other pages than the ones the ring remembers.
 
     Args:
@@ -73,7 +73,7 @@ class MemorySlots:
         return slot
 
     def remove(self, slots: list[int]) -> None:
-        """Let go of what these slots hold; transfers that use it now still end well."""
+        """Release what these slots hold; transfers that use it now still end well."""
         for slot in slots:
             self._ranges = [held for held in self._ranges if held[2] != slot]
             self._ring.fill_slot(slot, 0, 0)
@@ -81,6 +81,6 @@ class MemorySlots:
             del self._arrays[slot]
 
     def clear(self) -> None:
-        """Let go of all memory, once the ring is gone."""
+        """Release all memory, once the ring is gone."""
         self._ranges = []
         self._arrays.clear()

@@ -254,7 +254,7 @@ class Ring:
             slot: The number.
             address: Where it starts. It must stay mapped, and must not be given back with MADV_DONTNEED: the ring would
                 go on using the old pages.
-            num_bytes: At most 1 GiB; 0 lets go of what the slot holds.
+            num_bytes: At most 1 GiB; 0 releases what the slot holds.
 
         Raises:
             OSError: ``ENOMEM``: more than the limit on locked memory.

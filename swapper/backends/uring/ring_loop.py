@@ -7,7 +7,7 @@ it and then looks whether the thread sleeps. So one of both always notices. Each
 has written to the eventfd notes for which: others need not write again. Nobody but the thread itself says that it is
 awake: whoever said so and were delayed, or cut off by a signal, before he writes, would have the next one not wake it.
 
-In a busy stretch nobody has to wake anybody: the next requests come from the completions of earlier ones, on this very
+In a busy period nobody has to wake anybody: the next requests come from the completions of earlier ones, on this very
 thread, and one call to the kernel submits all of them and waits for the next completion.
 """
 
@@ -31,9 +31,9 @@ from swapper.backends.uring.memory_slots import MemorySlots
 from swapper.backends.uring.ring import Ring
 from swapper.errors import BackendUnavailableError, error_words
 from swapper.sync.callbacks import fulfil
-from swapper.sync.lifetimes import EXIT_SECONDS, Roll
+from swapper.sync.lifetimes import EXIT_SECONDS, LiveObjects
 from swapper.sync.limits import start_threads
-from swapper.sync.patience import join_all
+from swapper.sync.timeouts import join_all
 from swapper.uncopyable import Uncopyable
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,9 @@ _LATER = frozenset({errno.EAGAIN, errno.EBUSY})
 _Result = TypeVar("_Result")
 
 # As for worker threads: nothing may be inside native code when the interpreter goes away.
-_open_loops: Roll[RingLoop] = Roll(at_exit=lambda loop: loop.close(EXIT_SECONDS), in_child=lambda loop: loop.disown())
+_open_loops: LiveObjects[RingLoop] = LiveObjects(
+    at_exit=lambda loop: loop.close(EXIT_SECONDS), in_child=lambda loop: loop.disown()
+)
 _abandoned: list[RingLoop] = []  # the kernel may still write into the memory of their requests
 
 

@@ -35,7 +35,7 @@ def find_fault(backend: UringBackend) -> str:
     region = AlignedRegion(2 * TEST_BYTES)
     memory = region.array()
     for is_registered in (False, True):
-        give_back = backend.register_memory(region) if is_registered else None
+        unregister = backend.register_memory(region) if is_registered else None
         try:
             for offset, num_bytes in _places(backend.volume):
                 fault = _try_place(backend, offset, memory[:num_bytes], memory[TEST_BYTES : TEST_BYTES + num_bytes])
@@ -43,8 +43,8 @@ def find_fault(backend: UringBackend) -> str:
                     path = "registered" if is_registered else "ordinary"
                     return f"its self-test with {path} memory failed: {fault}"
         finally:
-            if give_back is not None:
-                give_back()
+            if unregister is not None:
+                unregister()
     return ""
 
 

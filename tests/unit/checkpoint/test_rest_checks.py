@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.checkpoint.rest_checks import check_states
+from infinity.checkpoint.training_state_checks import check_states
 
 _STEP = {"step": torch.tensor(2.0)}
 

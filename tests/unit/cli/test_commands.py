@@ -39,7 +39,7 @@ def saved(tmp_path: Path) -> Path:
         with writing(tmp_path / "saved", tag, specs, is_latest=True) as files:
             for spec in specs:
                 files.open_array(spec).write(torch.arange(2100, dtype=torch.float32))
-            files.write_rest(rest)
+            files.write_training_state(rest)
     return tmp_path / "saved"
 
 

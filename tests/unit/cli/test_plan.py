@@ -296,9 +296,9 @@ def test_a_config_of_several_processes_is_planned_for_one(tmp_path: Path, capsys
     [
         ({"host_memory_budget": "3MB"}, 10**6, {"infinity.host_memory_budget": None}),
         ({"keep_in_memory": False}, 10**6, {"infinity.keep_in_memory": True}),
-        ({"page_bytes": 4096}, 10**12, {"infinity.page_bytes": None}),
+        ({"staging_buffer_bytes": 4096}, 10**12, {"infinity.staging_buffer_bytes": None}),
     ],
-    ids=["budget", "keep_in_memory", "page_bytes"],
+    ids=["budget", "keep_in_memory", "staging_buffer_bytes"],
 )
 def test_a_key_of_memory_is_a_change_that_helps(
     ours: dict[str, Any], drive_bytes: int, change: dict[str, Any], tmp_path: Path

@@ -94,7 +94,7 @@ def test_gradients_of_fp32_weights_are_not_rounded() -> None:
 
 
 def test_our_block() -> None:
-    ours: dict[str, Any] = {"host_memory_budget": "2GiB", "device_memory_budget": 10**9, "page_bytes": "8MiB"}
+    ours: dict[str, Any] = {"host_memory_budget": "2GiB", "device_memory_budget": 10**9, "staging_buffer_bytes": "8MiB"}
     ours |= {"drive_tbw": "600", "prefetch": False, "keep_in_memory": False, "schedule": "vertical"}
     ours |= {"units": ["LlamaDecoderLayer", "model.layers.*"], "update": "in_backward"}
     ours |= {"io_deadline_seconds": 5, "direct_io": "false"}
@@ -185,7 +185,7 @@ def test_old_form_of_zero() -> None:
         ({"aio": {"thread_count": 1.5}}, "aio.intra_op_parallelism", "whole number"),
         ({"aio": {"thread_count": 4, "num_threads": 8}}, "aio.num_threads", "contradicts aio.thread_count = 4"),
         ({"infinity": {"host_memory_budget": "2 apples"}}, "infinity.host_memory_budget", '"2GB"'),
-        ({"infinity": {"page_bytes": 5000}}, "infinity.page_bytes", "multiple of 4096.*Take 8192"),
+        ({"infinity": {"staging_buffer_bytes": 5000}}, "infinity.staging_buffer_bytes", "multiple of 4096.*Take 8192"),
         ({"infinity": {"units": 3}}, "infinity.units", "a text or a list of texts"),
         ({"infinity": {"timeline": ""}}, "infinity.timeline", "must be the path of a file"),
         ({"infinity": {"update": "in_backwards"}}, "infinity.update", 'Did you mean "in_backward"'),
@@ -202,8 +202,8 @@ def test_wrong_values(config: dict[str, Any], key: str, words: str) -> None:
 
 
 def test_all_wrong_values_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"'aio.queue_depth' = 0.*also wrong: 'infinity.page_bytes'"):
-        load_config(BASE | {"aio": {"queue_depth": 0}, "infinity": {"page_bytes": "?"}})
+    with pytest.raises(ConfigError, match=r"'aio.queue_depth' = 0.*also wrong: 'infinity.staging_buffer_bytes'"):
+        load_config(BASE | {"aio": {"queue_depth": 0}, "infinity": {"staging_buffer_bytes": "?"}})
 
 
 @pytest.mark.parametrize("source", [3, None, ["a"]])

@@ -112,7 +112,7 @@ def test_the_universal_form_gives_the_same(written: tuple[Path, Case], tmp_path:
     tensors, others = _tensors(first), _tensors(second)
     assert tensors.keys() == others.keys()
     assert all(torch.equal(tensors[key], others[key]) for key in tensors)
-    assert first.rest() == second.rest()
+    assert first.training_state() == second.training_state()
 
 
 @pytest.mark.deep(but=1)

@@ -52,11 +52,11 @@ def test_memory_in_use_and_kept_never_exceeds_the_capacity(room: int, actions: l
                 assert flat.address not in {buffer.address for buffer in used}
                 used.append(flat)
         elif used:
-            pool.give_back(used.pop(number % len(used)))
+            pool.release(used.pop(number % len(used)))
         assert pool.used_bytes == sum(buffer.num_bytes for buffer in used)
         assert device.live_bytes == pool.used_bytes + pool.free_bytes <= room * _PAGE
     for buffer in used:
-        pool.give_back(buffer)
+        pool.release(buffer)
     pool.close()
     assert device.live_bytes == 0
 
@@ -102,16 +102,16 @@ def test_the_front_of_a_buffer_makes_room_and_takes_no_memory() -> None:
     flat = pool.allocate(4 * huge)
     assert flat is not None
     flat.tensor().fill_(7)
-    assert not pool.give_back_front(flat, huge - 1), "memory goes in whole huge pages"
-    assert pool.give_back_front(flat, 2 * huge + 5)
-    assert not pool.give_back_front(flat, 2 * huge + 5)
+    assert not pool.release_front(flat, huge - 1), "memory goes in whole huge pages"
+    assert pool.release_front(flat, 2 * huge + 5)
+    assert not pool.release_front(flat, 2 * huge + 5)
     assert pool.used_bytes == 2 * huge
     assert bool((flat.tensor()[2 * huge :] == 7).all())
     other = pool.allocate(2 * huge)
     assert other is not None
     assert pool.allocate(1) is None
-    pool.give_back(flat)
+    pool.release(flat)
     assert (pool.used_bytes, pool.free_bytes) == (2 * huge, 0)
-    pool.give_back(other)
+    pool.release(other)
     assert pool.used_bytes == 0
     pool.close()

@@ -20,10 +20,10 @@ from infinity.updates.stream import UpdateStream
 from swapper import (
     ALIGNMENT,
     AlignedRegion,
-    ArenaExhaustedError,
     Direction,
-    Page,
-    StagingArena,
+    StagingBuffer,
+    StagingExhaustedError,
+    StagingPool,
     StallError,
     Swapper,
     SwapperConfig,
@@ -40,7 +40,7 @@ _BLOCK = ALIGNMENT
 _CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=1000.0)
 
 
-# ----------------------------------------------------------------------------------------------- memory that is lent
+# ----------------------------------------------------------------------------------------------- memory that is leased
 
 
 def _swapper() -> tuple[Swapper, ManualBackend, Any]:
@@ -56,51 +56,51 @@ def _swapper() -> tuple[Swapper, ManualBackend, Any]:
 @pytest.mark.parametrize("direction", Direction)
 def test_a_page_is_lent_again_when_the_backend_has_let_go_of_it(direction: Direction) -> None:
     swapper, backend, extent = _swapper()
-    with StagingArena(_BLOCK, 1) as arena, swapper:
-        with arena.lease() as page:
-            handle = getattr(swapper, direction.name.lower())(extent, page.tensor)
+    with StagingPool(_BLOCK, 1) as staging_pool, swapper:
+        with staging_pool.lease() as staging_buffer:
+            handle = getattr(swapper, direction.name.lower())(extent, staging_buffer.tensor)
             with pytest.raises(StallError):
                 handle.wait(0.0)
-        assert page.is_released
-        assert arena.try_lease() is None
-        with pytest.raises(ArenaExhaustedError, match="transfers that have not ended"):
-            arena.lease(0.0)
-        assert arena.statistics().num_leased == 1
+        assert staging_buffer.is_released
+        assert staging_pool.try_lease() is None
+        with pytest.raises(StagingExhaustedError, match="transfers that have not ended"):
+            staging_pool.lease(0.0)
+        assert staging_pool.statistics().num_leased == 1
         stall(swapper._scheduler)
-        assert handle.done() and arena.try_lease() is None
+        assert handle.done() and staging_pool.try_lease() is None
         backend.complete_all()
-        assert arena.statistics().num_leased == 0
-        arena.lease(0.0).release()
+        assert staging_pool.statistics().num_leased == 0
+        staging_pool.lease(0.0).release()
 
 
 def test_the_same_holds_where_no_handle_was_ever_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupt in the midst of a submission: some of its transfers are under way."""
-    real = IOScheduler._hand_over
+    real = IOScheduler._submit_all
 
     def interrupted(self: Any, taken: Any) -> None:
         real(self, taken)
         raise KeyboardInterrupt
 
     backend = ManualBackend(64 * _BLOCK)
-    with StagingArena(4 * _BLOCK, 1) as arena, Swapper(backend, _CONFIG) as swapper:
+    with StagingPool(4 * _BLOCK, 1) as staging_pool, Swapper(backend, _CONFIG) as swapper:
         extent = swapper.allocate(16 * _BLOCK, "x")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), arena.lease() as page:
-            patch.setattr(IOScheduler, "_hand_over", interrupted)
-            swapper.write(extent, page.tensor)
-        assert arena.try_lease() is None
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), staging_pool.lease() as staging_buffer:
+            patch.setattr(IOScheduler, "_submit_all", interrupted)
+            swapper.write(extent, staging_buffer.tensor)
+        assert staging_pool.try_lease() is None
         await_hand_over(swapper._scheduler)
         backend.complete_all()
-        assert arena.try_lease() is not None
+        assert staging_pool.try_lease() is not None
 
 
 def test_a_page_that_nobody_can_give_back_any_more_comes_back() -> None:
-    with StagingArena(_BLOCK, 2) as arena:
-        pages = [arena.lease(), arena.lease()]
-        view = pages[0].tensor[:10].view(torch.int16)
-        pages.clear()
-        assert arena.statistics().num_leased == 1, "somebody has a view"
+    with StagingPool(_BLOCK, 2) as staging_pool:
+        staging_buffers = [staging_pool.lease(), staging_pool.lease()]
+        view = staging_buffers[0].tensor[:10].view(torch.int16)
+        staging_buffers.clear()
+        assert staging_pool.statistics().num_leased == 1, "somebody has a view"
         del view
-        arena.lease(0.0)
+        staging_pool.lease(0.0)
 
 
 @pytest.mark.off_main_thread
@@ -113,8 +113,8 @@ def test_a_flat_buffer_is_handed_out_again_when_the_backend_has_let_go_of_it(dir
         assert flat is not None
         handle = getattr(swapper, direction.name.lower())(extent, flat.tensor())
         address = flat.address
-        pool.give_back(flat)
-        pool.give_back(flat)
+        pool.release(flat)
+        pool.release(flat)
         assert pool.used_bytes == _BLOCK, "it counts as used"
         assert pool.allocate(2 * _BLOCK) is None
         other = pool.allocate(_BLOCK)
@@ -156,19 +156,19 @@ def test_memory_is_not_discarded_under_a_request_nor_where_it_is_registered() ->
 @pytest.mark.off_main_thread
 @pytest.mark.parametrize("seed", range(4))
 def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
-    """Whoever holds a page or a buffer finds in it what he has put there, whatever ends meanwhile."""
+    """Whoever holds a staging buffer or a buffer finds in it what he has put there, whatever ends meanwhile."""
     dice = random.Random(seed)
     swapper, backend, extent = _swapper()
-    arena = StagingArena(2 * _BLOCK, 4, deadline_seconds=0.0)
+    staging_pool = StagingPool(2 * _BLOCK, 4, deadline_seconds=0.0)
     pool = FlatPool(ComputeDevice(), 6 * _BLOCK)
     held: list[tuple[Any, torch.Tensor, int]] = []
     num_late = 0
 
-    def lend() -> None:
-        memory: Any = arena.try_lease() if dice.random() < 0.5 else pool.allocate(dice.choice((1, 2)) * _BLOCK)
+    def tracked_tensor() -> None:
+        memory: Any = staging_pool.try_lease() if dice.random() < 0.5 else pool.allocate(dice.choice((1, 2)) * _BLOCK)
         if memory is None:
             return
-        tensor = memory.tensor if isinstance(memory, Page) else memory.tensor()
+        tensor = memory.tensor if isinstance(memory, StagingBuffer) else memory.tensor()
         value = dice.randrange(100, 256)
         tensor.fill_(value)
         if dice.random() < 0.7:  # whoever starts a request here goes away before it has ended
@@ -182,15 +182,15 @@ def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
             held.append((memory, tensor, value))
 
     def give_back(memory: Any) -> None:
-        if isinstance(memory, Page):
+        if isinstance(memory, StagingBuffer):
             memory.release()
         else:
-            pool.give_back(memory)
+            pool.release(memory)
 
     for _ in range(600):
         action = dice.random()
         if action < 0.5:
-            lend()
+            tracked_tensor()
         elif action < 0.6 and held:
             give_back(held.pop(dice.randrange(len(held)))[0])
         elif action < 0.63:
@@ -202,15 +202,15 @@ def test_hundreds_of_late_answers_change_nothing_of_others(seed: int) -> None:
                 assert bool((tensor == value).all())
     assert num_late > 100
     backend.complete_all()
-    while swapper._scheduler.pending.take() is not None:
+    while swapper._scheduler.pending.pop() is not None:
         pass
     for memory, _, _ in held:
         give_back(memory)
     held.clear()
     pool.reclaim()
-    assert arena.statistics().num_leased == 0 and pool.used_bytes == 0, "and all of it comes back"
+    assert staging_pool.statistics().num_leased == 0 and pool.used_bytes == 0, "and all of it comes back"
     swapper.close()
-    arena.close()
+    staging_pool.close()
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -306,7 +306,7 @@ def test_a_wait_that_is_cut_off_anywhere_leaves_nothing_to_others(
         with waits(on_wait), pytest.MonkeyPatch.context() as patch:
             for owner, name in (
                 (FlatPool, "awaits_requests"),
-                (GradientStore, "_await_loan"),
+                (GradientStore, "_await_memory_use"),
                 (UpdateJob, "wait"),
                 (UpdateStream, "drain"),
             ):

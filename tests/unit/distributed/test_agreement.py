@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.distributed.agreement import on_first
+from infinity.distributed.agreement import on_rank_0
 from infinity.distributed.world import world
 from infinity.errors import RankError
 from tests.ranks import run_ranks
@@ -18,19 +18,19 @@ def test_the_others_wait_for_as_long_as_rank_0_writes(tmp_path: Path, monkeypatc
 
     def train(rank: int) -> None:
         ranks, pulses = world(), []
-        meet = ranks.meet
+        all_gather_ints = ranks.all_gather_ints
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ranks, "meet", lambda *args: (pulses.append(args), meet(*args))[1])
+            patch.setattr(ranks, "all_gather_ints", lambda *args: (pulses.append(args), all_gather_ints(*args))[1])
 
             def work() -> None:
                 while len(pulses) < 50:
                     pass
 
-            on_first(ranks, "a test", work)
+            on_rank_0(ranks, "a test", work)
             assert len(pulses) >= 50
         if rank == 1:
             return
         with pytest.raises(RankError, match="another rank has ended"):
-            on_first(ranks, "a test", lambda: None)
+            on_rank_0(ranks, "a test", lambda: None)
 
     assert run_ranks(2, train, tmp_path) == ["", ""]

@@ -22,7 +22,7 @@ _SILENT_SECONDS = 4.0
 
 
 @pytest.fixture(autouse=True)
-def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "_BLOCK_NUMEL", 12)
     monkeypatch.setattr(collectives, "_STEP_NUMEL", 2)
     monkeypatch.setattr(causes, "_SILENT_SECONDS", _SILENT_SECONDS)
@@ -57,7 +57,7 @@ def test_sums_are_made_in_the_order_of_ranks(num: int, tmp_path: Path) -> None:
             ranks.reduce("a test", own, parts, wire)
             assert torch.equal(own[start:stop], mean[start:stop])
             assert torch.equal(own[:start], values[rank][:start]) and torch.equal(own[stop:], values[rank][stop:])
-        ranks.gather_in_memory("a test", own, parts, kind="states")
+        ranks.all_gather_in_memory("a test", own, parts, kind="states")
         assert torch.equal(own, mean)
         for to in range(num):
             own = torch.where((torch.arange(101) >= start) & (torch.arange(101) < stop), mean, torch.zeros(101))
@@ -65,14 +65,18 @@ def test_sums_are_made_in_the_order_of_ranks(num: int, tmp_path: Path) -> None:
             ranks.collect("a test", own, parts, to)
             assert torch.equal(own, mean if rank == to else before)
         rows = torch.arange(num * 3).view(num, 3) + 100 * rank
-        assert ranks.swap("a test", rows, kind="momenta").tolist() == [
+        assert ranks.all_to_all("a test", rows, kind="momenta").tolist() == [
             [3 * rank + i + 100 * other for i in range(3)] for other in range(num)
         ]
-        assert ranks.share("a test", rows[0], kind="momenta")[:, 0].tolist() == [100 * other for other in range(num)]
+        assert ranks.all_gather("a test", rows[0], kind="momenta")[:, 0].tolist() == [
+            100 * other for other in range(num)
+        ]
         assert ranks.gather("a test", b"x" * rank) == [b"x" * other for other in range(num)]
-        assert ranks.meet("a test", range(rank, rank + 40)) == [[*range(other, other + 40)] for other in range(num)]
+        assert ranks.all_gather_ints("a test", range(rank, rank + 40)) == [
+            [*range(other, other + 40)] for other in range(num)
+        ]
         sent = torch.arange(6, dtype=torch.bfloat16).view(2, 3).t() * rank
-        ranks.take_from("a test", 1, sent)
+        ranks.broadcast_from("a test", 1, sent)
         assert torch.equal(sent, torch.arange(6, dtype=torch.bfloat16).view(2, 3).t())
 
     require_ranks(num, exchange, tmp_path)
@@ -83,12 +87,12 @@ def test_two_units_in_another_order_are_named_before_anything_is_added_up(tmp_pa
         ranks, values = world(), torch.full((8,), float(rank))
         with pytest.raises(RankError, match=r"rank \d came with 'unit [ab]', its meeting \d+ \(here, \d+\)") as error:
             for name in "ab" if rank else "ba":
-                ranks.meet(f"unit {name}")
+                ranks.all_gather_ints(f"unit {name}")
                 ranks.average(f"unit {name}", values)
         assert f"rank {rank}, unit {'ab'[1 - rank]}: rank {1 - rank} came with 'unit {'ab'[rank]}'" in str(error.value)
         assert values.tolist() == [float(rank)] * 8
         with pytest.raises(RankError, match=f"came with {2 - rank} values"):
-            ranks.meet("unit c", [7] * (1 + rank))
+            ranks.all_gather_ints("unit c", [7] * (1 + rank))
 
     require_ranks(2, exchange, tmp_path)
 
@@ -110,7 +114,7 @@ def test_a_rank_that_ends_or_stops_ends_all_with_its_name(
 ) -> None:
     def exchange(rank: int) -> None:
         ranks = world()
-        ranks.meet("first")
+        ranks.all_gather_ints("first")
         (tmp_path / f"pid{rank}").write_text(str(os.getpid()))
         if rank == 1:
             end(1)
@@ -118,7 +122,7 @@ def test_a_rank_that_ends_or_stops_ends_all_with_its_name(
         began = time.monotonic()
         try:
             with pytest.raises(RankError, match=message):
-                ranks.meet("second")
+                ranks.all_gather_ints("second")
             assert time.monotonic() - began < 60
         finally:
             (tmp_path / f"over{rank}").touch()  # one that ends sooner would be missed by the other one
@@ -135,7 +139,7 @@ def test_a_rank_that_is_cut_off_is_named_after_a_while(tmp_path: Path) -> None:
 
     def exchange(rank: int) -> None:
         ranks = world()
-        ranks.meet("first")
+        ranks.all_gather_ints("first")
         assert ranks.causes is not None
         ranks.causes._processes = ["1 elsewhere 1"] * 2
         if rank == 1:
@@ -144,7 +148,7 @@ def test_a_rank_that_is_cut_off_is_named_after_a_while(tmp_path: Path) -> None:
             return
         try:
             with pytest.raises(RankError, match=r"nothing has been heard of rank 1 for 4 s, whose last exchange was '"):
-                ranks.meet("second")
+                ranks.all_gather_ints("second")
         finally:
             (tmp_path / "over").touch()
 
@@ -160,15 +164,15 @@ def test_a_slow_rank_is_waited_for_and_something_is_done_meanwhile(tmp_path: Pat
             num_calls += 1
 
         ranks = world()
-        ranks.meet("first")
+        ranks.all_gather_ints("first")
         until = time.monotonic() + 1.5 * _SILENT_SECONDS
         while rank == 1 and time.monotonic() < until:
             torch.ones(100).sum()
-        ranks.meet("second", meanwhile=meanwhile if rank == 0 else None)
+        ranks.all_gather_ints("second", meanwhile=meanwhile if rank == 0 else None)
         until = time.monotonic() + 1.5 * _SILENT_SECONDS
         while rank == 1 and time.monotonic() < until:
             torch.ones(100).sum()
-        ranks.meet("third")
+        ranks.all_gather_ints("third")
         assert rank or num_calls > 100
 
     require_ranks(2, exchange, tmp_path)
@@ -177,9 +181,9 @@ def test_a_slow_rank_is_waited_for_and_something_is_done_meanwhile(tmp_path: Pat
 def test_labels_of_any_length_and_script_are_told(tmp_path: Path) -> None:
     def exchange(rank: int) -> None:
         label = "blöcke." * 40
-        world().meet(label)
+        world().all_gather_ints(label)
         with pytest.raises(RankError, match=re.escape("came with 'one'" if rank == 0 else "came with 'blöcke.")):
-            world().meet("one" if rank else label)
-        world().meet(label)
+            world().all_gather_ints("one" if rank else label)
+        world().all_gather_ints(label)
 
     require_ranks(2, exchange, tmp_path)

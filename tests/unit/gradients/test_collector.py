@@ -61,7 +61,7 @@ class _Bench:
                 own = {id(parameter) for parameter in module.parameters(recurse=False)}
                 unit = self.units[index]
                 slots = [s for s, p in zip(unit.layout.slots, unit.parameters, strict=True) if id(p) in own]
-                self.collector.note_call(unit, slots)
+                self.collector.on_module_call(unit, slots)
 
         return before
 

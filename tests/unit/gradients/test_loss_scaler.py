@@ -26,7 +26,7 @@ def _follow(scaler: LossScaler, steps: str) -> list[float]:
     """The scale after each step: "." is a finite one, "x" is not."""
     found = []
     for number, step in enumerate(steps):
-        scaler.note(is_finite=step == ".", step=number)
+        scaler.update(is_finite=step == ".", step=number)
         found.append(scaler.scale)
     return found
 
@@ -69,7 +69,7 @@ def test_the_smallest_scale() -> None:
     scaler = LossScaler(_rules(minimum=300.0))
     assert _follow(scaler, "xx") == [512, 300]
     with pytest.raises(StepError, match=r"gradients of step 2 .*300\.0"):
-        scaler.note(is_finite=False, step=2)
+        scaler.update(is_finite=False, step=2)
     assert _follow(scaler, "....") == [300, 300, 300, 600]
 
 
@@ -86,6 +86,6 @@ def test_static_or_none() -> None:
     assert _follow(none, "xx..") == [1] * 4
     assert not none.is_active
     loss = torch.tensor(3.0, dtype=torch.bfloat16)
-    assert torch.equal(none.share_of(loss, 2), loss / 2)
-    share = LossScaler(_rules(initial=2.0**40)).share_of(torch.tensor(60000.0, dtype=torch.float16), 4)
-    assert torch.equal(share, torch.tensor(60000.0 / 4 * 2.0**40))
+    assert torch.equal(none.scale_loss(loss, 2), loss / 2)
+    scaled = LossScaler(_rules(initial=2.0**40)).scale_loss(torch.tensor(60000.0, dtype=torch.float16), 4)
+    assert torch.equal(scaled, torch.tensor(60000.0 / 4 * 2.0**40))

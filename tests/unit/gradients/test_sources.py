@@ -45,11 +45,11 @@ def _ones(unit: Unit) -> dict[Slot, torch.Tensor]:
 @pytest.mark.parametrize("ended", [0, 1])
 def test_room_comes_from_the_loan_that_ends_first(swapper: Swapper, ended: int) -> None:
     store, units, pool = _make(swapper, room_for=2)
-    sources = [store.hand_over(unit, _ones(unit), {}) for unit in units[:2]]
+    sources = [store.add_for_update(unit, _ones(unit), {}) for unit in units[:2]]
     assert pool.used_bytes == pool.capacity_bytes
     timer = threading.Timer(0.05, sources[ended].release)
     timer.start()
-    third = store.hand_over(units[2], _ones(units[2]), {})
+    third = store.add_for_update(units[2], _ones(units[2]), {})
     timer.join()
     sources[1 - ended].release()
     third.release()
@@ -69,21 +69,21 @@ def _large(swapper: Swapper, room_bytes: int) -> tuple[GradientStore, list[Unit]
 
 def test_memory_that_an_update_has_used_up_makes_room_before_it_ends(swapper: Swapper) -> None:
     store, units, pool = _large(swapper, 10 * _HUGE_PAGE)
-    first, second = (store.hand_over(unit, _ones(unit), {}) for unit in units[:2])
+    first, second = (store.add_for_update(unit, _ones(unit), {}) for unit in units[:2])
     chunks = units[0].layout.chunks(1 << 19)
     assert len(chunks) == 4
 
     def use_up() -> None:
         for chunk in chunks[:3]:
-            first.note_used(chunk)
-        second.note_used(chunks[0])
+            first.on_used(chunk)
+        second.on_used(chunks[0])
 
     timer = threading.Timer(0.05, use_up)
     timer.start()
-    third = store.hand_over(units[2], _ones(units[2]), {})
+    third = store.add_for_update(units[2], _ones(units[2]), {})
     timer.join()
     assert pool.used_bytes == pool.capacity_bytes
-    rest = first.of_chunk(chunks[3], chunks[3].pieces, torch.empty(0)).clone()
+    rest = first.of_chunk(chunks[3], chunks[3].slices, torch.empty(0)).clone()
     assert torch.equal(rest, torch.ones(1 << 19)), "what is not used up is left alone"
     for source in (first, second, third):
         source.release()

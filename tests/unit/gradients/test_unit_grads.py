@@ -64,11 +64,13 @@ class _Twin:
             scratch = torch.full((chunk.numel,), torch.nan, dtype=source.dtype)
             if (handle := source.prepare(chunk, scratch)) is not None:
                 handle.wait()
-            pieces = [piece for piece in chunk.pieces if piece.slot.index in expected]
-            gradients = source.of_chunk(chunk, pieces, scratch)
-            for piece in pieces:
-                values = gradients[piece.offset : piece.offset + piece.numel]
-                assert torch.equal(values.float(), expected[piece.slot.index].flatten()[piece.start : piece.stop])
+            slices = [param_slice for param_slice in chunk.slices if param_slice.slot.index in expected]
+            gradients = source.of_chunk(chunk, slices, scratch)
+            for param_slice in slices:
+                values = gradients[param_slice.offset : param_slice.offset + param_slice.numel]
+                assert torch.equal(
+                    values.float(), expected[param_slice.slot.index].flatten()[param_slice.start : param_slice.stop]
+                )
         source.release()
         if not is_kept:
             for slot in expected:
@@ -83,7 +85,7 @@ class _Twin:
                 store.add(unit, gradients)
                 return
             norms: dict[tuple[int, int], torch.Tensor] = {}
-            source = store.hand_over(unit, gradients, norms)
+            source = store.add_for_update(unit, gradients, norms)
             assert norms.keys() == {key for key in self.expected if key[0] == unit.index}
             for key, norm in norms.items():
                 assert torch.equal(norm, gradient_norm(self.expected[key]))
@@ -103,7 +105,7 @@ class _Twin:
         elif action == "change":
             if (unit.index, slot.index) in self.expected:
                 store.show(unit).view(slot).mul_(0.5)
-                store.note_change(unit)
+                store.on_change(unit)
                 self.expected[unit.index, slot.index] = self.expected[unit.index, slot.index] * 0.5
         elif action == "replace":
             gradient = self.draw(slot)
@@ -125,8 +127,8 @@ class _Twin:
             assert [slot.index for slot in self.store.slots_with_gradient(unit)] == sorted(self.of(unit))
             grads = self.store._of(unit)
             is_summed = grads.buffer is not None and not grads.is_unchanged
-            assert grads.spilled_dtype is not None or grads.stays or is_summed or not grads.present
-            assert grads.buffer is not None or not grads.stays or not grads.present
+            assert grads.spilled_dtype is not None or grads.stays_in_ram or is_summed or not grads.present
+            assert grads.buffer is not None or not grads.stays_in_ram or not grads.present
         assert self.pool.used_bytes <= self.pool.capacity_bytes
 
 

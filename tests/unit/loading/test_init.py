@@ -252,10 +252,10 @@ def test_wrong_arguments_are_told(arguments: dict[str, Any], message: str) -> No
 @pytest.fixture
 def nothing_told() -> Iterator[None]:
     """Messages that come once come again."""
-    before = set(init._told)
-    init._told.clear()
+    before = set(init._logged)
+    init._logged.clear()
     yield
-    init._told.update(before)
+    init._logged.update(before)
 
 
 @pytest.mark.usefixtures("nothing_told")

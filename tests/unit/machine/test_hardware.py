@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infinity.device.host_memory import free_bytes, free_share
+from infinity.device.host_memory import find_free_memory, free_bytes
 from infinity.machine import hardware
 from infinity.machine.finding import Verdict
 from infinity.machine.hardware import (
@@ -139,7 +139,7 @@ def test_a_gpu_that_computes_in_host_memory_shares_one_pool_with_the_host(monkey
     assert machine.device_free_bytes is not None
     assert machine.host_free_bytes == machine.device_free_bytes == pytest.approx(free_bytes() / 2, rel=0.05)
     whole, half = (
-        free_share(holds_activations=False, all_bytes=100 << 30, is_unified=unified) for unified in (False, True)
+        find_free_memory(holds_activations=False, all_bytes=100 << 30, is_unified=unified) for unified in (False, True)
     )
     assert half.budget_bytes == pytest.approx(whole.budget_bytes / 2, rel=0.01)
     properties.is_integrated = 0

@@ -170,10 +170,10 @@ def test_a_device_behind_the_host_is_counted_when_it_has_come_so_far(stamps: _St
     clock.end_compute()
     assert clock.compute_seconds == 0
     stamps.has_passed = 3
-    clock.settle()
+    clock.collect_events()
     assert clock.compute_seconds == 2
     stamps.has_passed = 6
-    clock.settle()
+    clock.collect_events()
     assert clock.compute_seconds == 6
     assert _row(timeline, Row.COMPUTE) == [("forward", 0, 2), ("backward", 2, 6)]
 
@@ -232,14 +232,14 @@ def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phas
     engine.clock.end_compute()
     seconds = dict(engine.clock.phase_seconds)
     for _ in range(2):
-        reporter.note_size(3, 12)
+        reporter.on_micro_batch(3, 12)
     first = reporter.end_step(1, None, prediction=_PREDICTION, lr=(0.1, 0.2), loss_scale=8.0)
     assert (first.forward_seconds, first.backward_seconds, first.update_seconds) == tuple(seconds.values())
     assert first.compute_busy_seconds == pytest.approx(sum(seconds.values())) and min(seconds.values()) > 0
     assert (first.lr, first.loss_scale, first.num_samples, first.num_tokens) == ((0.1, 0.2), 8.0, 12, 48)
     assert (first.host_bytes, first.host_peak_bytes, first.device_peak_bytes) == (5, 7, None)
     assert first.buffers_peak_bytes == 3
-    reporter.note_size(3, None)
+    reporter.on_micro_batch(3, None)
     second = reporter.end_step(2, None, prediction=_PREDICTION, num_samples=100)
     assert (second.num_samples, second.num_tokens, second.forward_seconds) == (6, None, 0), "those that were seen"
     third = reporter.end_step(3, None, prediction=_PREDICTION, num_samples=100)
@@ -250,8 +250,8 @@ def test_a_report_has_the_sizes_of_its_micro_batches_and_the_seconds_of_its_phas
 def test_batches_of_an_order_that_was_given_up_do_not_count() -> None:
     reporter = _Engine().reporter
     for _ in range(3):  # two of which the vertical schedule had begun with
-        reporter.note_size(1, 4)
-    reporter.note_loss(torch.tensor(1.0), 0)
+        reporter.on_micro_batch(1, 4)
+    reporter.on_loss(torch.tensor(1.0), 0)
     assert reporter.end_step(1, None, prediction=_PREDICTION).num_tokens == 8, "on two processes"
 
 

@@ -27,7 +27,7 @@ def log(tmp_path: Path) -> Iterator[RunLog]:
 
 
 def _start(log: RunLog, step: int = 0, **config: Any) -> None:
-    log.note_start(step, config, {"cores": 2}, {"known": step})
+    log.on_start(step, config, {"cores": 2}, {"known": step})
 
 
 def _steps(log: RunLog) -> list[int]:
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(log: RunLog) -> None:
     _start(log, batch=4)
     reports = [report(1, lr=(1e-3, 2e-3), num_tokens=64), report(2, lr=(1e-3, 2e-3), loss=None, is_skipped=True)]
     for each in reports:
-        log.note_step(each, None)
+        log.on_step(each, None)
     log.write("note", 2, text="half way")
     log.write("plan", 2, plan={"known": 2})
     run = read_run(log.path.parent)
@@ -52,7 +52,7 @@ def test_what_is_written_is_read(log: RunLog) -> None:
 
 def test_numbers_that_json_does_not_have(log: RunLog) -> None:
     _start(log)
-    log.note_step(report(1, loss=math.nan, grad_norm=math.inf), None)
+    log.on_step(report(1, loss=math.nan, grad_norm=math.inf), None)
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -67,11 +67,11 @@ def test_numbers_that_json_does_not_have(log: RunLog) -> None:
 def test_a_run_goes_on_behind_what_is_there(log: RunLog) -> None:
     _start(log)
     for step in (1, 2, 3):
-        log.note_step(report(step), None)
+        log.on_step(report(step), None)
     log.release()  # killed
     again = RunLog(log.path.parent)
     _start(again, step=2)
-    again.note_step(report(3, loss=7.0), None)
+    again.on_step(report(3, loss=7.0), None)
     again.close(3)
     run = read_run(log.path.parent)
     assert [(each.step, each.loss) for each in run.steps] == [(1, 1.5), (2, 1.5), (3, 7.0)]
@@ -81,22 +81,22 @@ def test_a_run_goes_on_behind_what_is_there(log: RunLog) -> None:
 def test_steps_that_were_taken_back_are_not_there(log: RunLog) -> None:
     _start(log)
     for step in (1, 2, 3, 4):
-        log.note_step(report(step), None)
+        log.on_step(report(step), None)
     log.write("rollback", 4, text="went back to step 2", to=2)
     assert _steps(log) == [1, 2]
-    log.note_step(report(3), None)
+    log.on_step(report(3), None)
     log.write("load", 3, text="went on from a checkpoint of step 1", to=1)
     assert _steps(log) == [1]
 
 
 def test_a_learning_rate_that_the_scheduler_did_not_set_is_told(log: RunLog) -> None:
     _start(log)
-    log.note_step(report(1, lr=(1e-3,)), [1e-3])
-    log.note_step(report(2, lr=(2e-3,)), [2e-3])
+    log.on_step(report(1, lr=(1e-3,)), [1e-3])
+    log.on_step(report(2, lr=(2e-3,)), [2e-3])
     assert not read_run(log.path.parent).marks
-    log.note_step(report(3, lr=(1e-4,)), [3e-3])
-    log.note_step(report(4, lr=(1e-4,)), [3e-3])
-    log.note_step(report(5, lr=(5e-5,)), None)
+    log.on_step(report(3, lr=(1e-4,)), [3e-3])
+    log.on_step(report(4, lr=(1e-4,)), [3e-3])
+    log.on_step(report(5, lr=(5e-5,)), None)
     assert [(mark.kind, mark.step, mark.text) for mark in read_run(log.path.parent).marks] == [
         ("lr", 3, "the learning rate was changed from 0.002 to 0.0001"),
         ("lr", 5, "the learning rate was changed from 0.0001 to 5e-05"),
@@ -106,21 +106,21 @@ def test_a_learning_rate_that_the_scheduler_did_not_set_is_told(log: RunLog) -> 
 def test_a_schedule_of_the_scripts_own_is_told_once(log: RunLog) -> None:
     _start(log)
     for step, lr in enumerate((1e-3, 1e-3, 2e-3, 3e-3, 4e-3, 4e-3, 4e-4), start=1):
-        log.note_step(report(step, lr=(lr,)), None)
+        log.on_step(report(step, lr=(lr,)), None)
     assert [(mark.kind, mark.step) for mark in read_run(log.path.parent).marks] == [("lr", 3), ("lr", 7)]
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
 def test_a_last_line_that_is_cut_off_is_left_out_and_closed(log: RunLog, cut: int) -> None:
     _start(log)
-    log.note_step(report(1), None)
-    log.note_step(report(2), None)
+    log.on_step(report(1), None)
+    log.on_step(report(2), None)
     log.release()
     os.truncate(log.path, log.path.stat().st_size - cut)
     assert _steps(log) == [1] and read_run(log.path.parent).num_damaged == 1
     again = RunLog(log.path.parent)
     _start(again, step=1)
-    again.note_step(report(2, loss=3.0), None)
+    again.on_step(report(2, loss=3.0), None)
     again.close(2)
     run = read_run(log.path.parent)
     # The line that lacks nothing but its end gets that.
@@ -134,7 +134,7 @@ def test_lines_that_somebody_else_wrote_are_left_out(log: RunLog) -> None:
         file.write(
             b'\xff\xfe\n[1]\n{"kind":"step","step":"x","time":0}\n{"kind":"new","step":1,"time":0,"text":"?"}\n\n'
         )
-    log.note_step(report(1), None)
+    log.on_step(report(1), None)
     run = read_run(log.path.parent)
     assert ([each.step for each in run.steps], run.num_damaged) == ([1], 3)
 
@@ -229,11 +229,11 @@ def test_a_full_disk_costs_lines_and_one_warning(
     log: RunLog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _start(log)
-    log.note_step(report(1), None)
+    log.on_step(report(1), None)
     monkeypatch.setattr(log, "_file", _FullDisk(log._file, lines_lost=3))
     with caplog.at_level(logging.WARNING):
         for step in range(2, 7):
-            log.note_step(report(step), None)
+            log.on_step(report(step), None)
     run = read_run(log.path.parent)
     assert ([each.step for each in run.steps], run.num_damaged) == ([1, 5, 6], 1)
     (warning,) = caplog.messages
@@ -245,10 +245,10 @@ def test_a_reader_follows_a_writer(log: RunLog) -> None:
     reader = RunReader(log.path.parent)
     assert reader.read_on() and not reader.run.steps and reader.has_writer
     assert not reader.read_on()
-    log.note_step(report(1), None)
+    log.on_step(report(1), None)
     assert reader.read_on() and [each.step for each in reader.run.steps] == [1]
     whole = log.path.read_bytes()
-    log.note_step(report(2), None)
+    log.on_step(report(2), None)
     line = log.path.read_bytes()[len(whole) :]
     os.truncate(log.path, len(whole))
     with log.path.open("ab") as file:  # a line that comes in two parts

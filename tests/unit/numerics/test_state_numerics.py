@@ -75,7 +75,7 @@ def _paged(directory: Path, state_dtype: str) -> list[float]:
     changes: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": _BATCH,
         "optimizer": {"type": "AdamW", "params": {"lr": _LR, "betas": list(_BETAS), "weight_decay": 0.01}},
-        "infinity": {"state_dtype": state_dtype, "page_bytes": None},
+        "infinity": {"state_dtype": state_dtype, "staging_buffer_bytes": None},
     }
     engine, optimizer, *_ = infinity.initialize(model=_model(), config=everything_on_nvme(directory, changes))
     losses = []

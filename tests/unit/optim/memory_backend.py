@@ -14,9 +14,9 @@ from torch import Tensor
 
 from infinity.optim.facade.loose_parameters import LooseParameters
 from infinity.optim.facade.paged_optimizer import PagedOptimizer
-from infinity.optim.piece import PieceUpdater
-from infinity.optim.probe import PIECE_ALIGNMENT
-from infinity.optim.template import OptimizerSource, Template, build_template
+from infinity.optim.probe import SLICE_ALIGNMENT
+from infinity.optim.slice_updater import SliceUpdater
+from infinity.optim.wrapped_optimizer import OptimizerSource, WrappedOptimizer, wrap_optimizer
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ def page_aligned(numel: int) -> Tensor:
 
 def cut(numel: int, num_pieces: int, seed: int = 0) -> list[slice]:
     """Up to `num_pieces` slices that cover a parameter, starting at random multiples of the alignment."""
-    inner = -(-numel // PIECE_ALIGNMENT) - 1
+    inner = -(-numel // SLICE_ALIGNMENT) - 1
     generator = torch.Generator().manual_seed(seed)
     places = (torch.randperm(inner, generator=generator)[: num_pieces - 1] + 1).tolist() if inner > 0 else []
     return [
         slice(start, stop)
-        for start, stop in pairwise(sorted({0, numel, *(place * PIECE_ALIGNMENT for place in places)}))
+        for start, stop in pairwise(sorted({0, numel, *(place * SLICE_ALIGNMENT for place in places)}))
     ]
 
 
@@ -56,12 +56,12 @@ def equal_bits(left: Tensor, right: Tensor) -> bool:
 class MemoryBackend:
     """Keeps states, per parameter. Weights are the parameters themselves."""
 
-    def __init__(self, template: Template, updater: PieceUpdater) -> None:
-        self._template = template
+    def __init__(self, wrapped_optimizer: WrappedOptimizer, updater: SliceUpdater) -> None:
+        self._wrapped_optimizer = wrapped_optimizer
         self._updater = updater
         self._states: dict[Tensor, dict[str, Any]] = {}
         self.num_gathers = self.num_loads = 0
-        self.loose = LooseParameters(template)
+        self.loose = LooseParameters(wrapped_optimizer)
 
     def was_step_skipped(self) -> bool:
         return False
@@ -70,15 +70,19 @@ class MemoryBackend:
         return nullcontext()
 
     def optimizer_step(self) -> None:
-        for param in self._template.params():
+        for param in self._wrapped_optimizer.params():
             if param.grad is not None:
-                index = group_index(self._template, param)
+                index = group_index(self._wrapped_optimizer, param)
                 names = self._updater.state_names(index)
                 kept = self._states.get(param) or None
                 tensors = None if kept is None else {name: kept[name].view(-1) for name in names}
                 scalars = {name: value for name, value in (kept or {}).items() if name not in names}
                 made, scalars = self._updater.update(
-                    self._template.snapshots()[index], param.detach().view(-1), param.grad.reshape(-1), tensors, scalars
+                    self._wrapped_optimizer.snapshots()[index],
+                    param.detach().view(-1),
+                    param.grad.reshape(-1),
+                    tensors,
+                    scalars,
                 )
                 self._states[param] = scalars | {name: tensor.view(param.shape) for name, tensor in made.items()}
 
@@ -103,12 +107,12 @@ def page(
     source: OptimizerSource, model: torch.nn.Module, model_parameters: Any = None
 ) -> tuple[PagedOptimizer, MemoryBackend]:
     """A paged optimizer over the model's parameters, on a memory backend."""
-    template = build_template(source, model.named_parameters(), "cpu", model_parameters=model_parameters)
-    updater = PieceUpdater(template)
-    backend = MemoryBackend(template, updater)
-    for param, state in template.take_initial_states():
+    wrapped_optimizer = wrap_optimizer(source, model.named_parameters(), "cpu", model_parameters=model_parameters)
+    updater = SliceUpdater(wrapped_optimizer)
+    backend = MemoryBackend(wrapped_optimizer, updater)
+    for param, state in wrapped_optimizer.pop_initial_states():
         backend.load_state(param, state)
-    return PagedOptimizer(template, updater, backend, backend, backend.loose), backend
+    return PagedOptimizer(wrapped_optimizer, updater, backend, backend, backend.loose), backend
 
 
 class Mixed(torch.nn.Module):
@@ -150,8 +154,10 @@ def different_state(paged: dict[str, Any], plain: dict[str, Any]) -> list[str]:
     return found
 
 
-def group_index(template: Template, param: Tensor) -> int:
+def group_index(wrapped_optimizer: WrappedOptimizer, param: Tensor) -> int:
     """The index of the group that holds the parameter."""
     return next(
-        index for index, group in enumerate(template.param_groups) if any(member is param for member in group["params"])
+        index
+        for index, group in enumerate(wrapped_optimizer.param_groups)
+        if any(member is param for member in group["params"])
     )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.optim.classes import IS_MOMENTUM, Lamb, Lion, Muon, OneBitAdam, UncorrectedAdam, is_for_muon
-from infinity.optim.template import build_template
+from infinity.optim.wrapped_optimizer import wrap_optimizer
 from tests.unit.optim.memory_backend import Section
 
 
@@ -224,15 +224,16 @@ def test_groups_are_divided_for_muon_with_what_they_say() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     section = Section("Muon", {"lr": 0.5, "adam_lr": 0.25})
     given = [{"params": list(model[0].parameters()), "weight_decay": 0.3}, {"params": list(model[1].parameters())}]
-    template = build_template(section, model.named_parameters(), "cpu", model_parameters=given)
+    wrapped_optimizer = wrap_optimizer(section, model.named_parameters(), "cpu", model_parameters=given)
     told = [
-        (group["use_muon"], group["lr"], group["weight_decay"], len(group["params"])) for group in template.param_groups
+        (group["use_muon"], group["lr"], group["weight_decay"], len(group["params"]))
+        for group in wrapped_optimizer.param_groups
     ]
     assert told == [(True, 0.5, 0.3, 1), (False, 0.25, 0.3, 1), (True, 0.5, 0.0, 1), (False, 0.25, 0.0, 1)]
-    assert template.param_groups[0]["params"] == [model[0].weight]
-    empty = build_template(section, model.named_parameters(), "cpu", model_parameters=[*given, {"params": []}])
+    assert wrapped_optimizer.param_groups[0]["params"] == [model[0].weight]
+    empty = wrap_optimizer(section, model.named_parameters(), "cpu", model_parameters=[*given, {"params": []}])
     assert len(empty.param_groups) == 5, "a schedule may count them"
-    alone = build_template(section, model.named_parameters(), "cpu")
+    alone = wrap_optimizer(section, model.named_parameters(), "cpu")
     assert [len(group["params"]) for group in alone.param_groups] == [2, 2]
 
 

@@ -18,9 +18,9 @@ from infinity.errors import StepError
 from infinity.numerics.gpu_kernels import ADAM, MOST_BLOCKS, THREADS
 from infinity.numerics.remainder import join, split
 from infinity.optim import fused_adam
+from infinity.optim.executor import OptimizerExecutor
 from infinity.optim.fused_adam import STATES, FusedAdam, GpuAdam
-from infinity.optim.template import Template, build_template
-from infinity.optim.worker import Worker
+from infinity.optim.wrapped_optimizer import WrappedOptimizer, wrap_optimizer
 
 _CPU = torch.device("cpu")
 _DTYPES = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.float32)
@@ -47,7 +47,7 @@ extern "C" void launch(int blocks, int threads, short* a, short* b, const void* 
     gridDim.x = blocks; blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++)
-            adam_on_halves(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p);
+            adam_on_split_weights(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p);
 }
 """
 
@@ -64,7 +64,7 @@ def _compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     library = ctypes.CDLL(str(directory / "kernel.so"))
 
     def compiled(device: torch.device, source: str, name: str, threads: int) -> Any:
-        assert (source, name) == (ADAM, "adam_on_halves")
+        assert (source, name) == (ADAM, "adam_on_split_weights")
 
         def launch(blocks: int, arguments: Sequence[Any]) -> None:
             given = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else ctypes.c_int(a) for a in arguments]
@@ -116,16 +116,16 @@ class _Torch:
         return main - step_size * average / (np.sqrt(square) / correction + eps)
 
 
-def _template(kind: Any, **options: Any) -> Template:
+def _wrapped_optimizer(kind: Any, **options: Any) -> WrappedOptimizer:
     weight = nn.Parameter(torch.zeros(4))
-    return build_template(kind([weight], lr=3e-3, fused=True, **options), [("weight", weight)], _CPU)
+    return wrap_optimizer(kind([weight], lr=3e-3, fused=True, **options), [("weight", weight)], _CPU)
 
 
 def _made(kind: Any, **options: Any) -> tuple[GpuAdam, dict[str, Any]]:
-    template = _template(kind, **options)
+    wrapped_optimizer = _wrapped_optimizer(kind, **options)
     kernel = GpuAdam(is_decoupled=kind is torch.optim.AdamW, device=_CPU)
     assert kernel._prepare()
-    return kernel, template.snapshots()[0]
+    return kernel, wrapped_optimizer.snapshots()[0]
 
 
 @pytest.mark.deep(but=1)
@@ -210,13 +210,13 @@ def test_long_pieces_go_in_several_launches(launched: None, monkeypatch: pytest.
 def _compute_as(rule: _Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's optimizer runs by ``rule``."""
 
-    def run(self: Worker, group: Any, weights: Any, grads: Any, states: Any) -> Any:
+    def run(self: OptimizerExecutor, group: Any, weights: Any, grads: Any, states: Any) -> Any:
         count = float(states[0]["step"]) + 1
         values = {name: states[0][name].numpy() for name in STATES}
         weights[0].copy_(torch.from_numpy(rule.step(group, weights[0].numpy(), grads[0].numpy(), values, count)))
         return [{"step": torch.tensor(count), **{name: torch.from_numpy(value) for name, value in values.items()}}]
 
-    monkeypatch.setattr(Worker, "run", run)
+    monkeypatch.setattr(OptimizerExecutor, "run", run)
 
 
 @pytest.mark.parametrize("first_of", [None, 4])
@@ -225,10 +225,10 @@ def test_decay_that_torch_adds_in_another_way_is_left_to_it(
 ) -> None:
     """As its compiler has made it for Hopper: see `GpuAdam._adds_decay`. All else is the kernel's."""
     _compute_as(_Torch(False, first_of=first_of), monkeypatch)
-    template = _template(torch.optim.Adam, weight_decay=0.1)
-    kernel = GpuAdam.of(template, _CPU)
+    wrapped_optimizer = _wrapped_optimizer(torch.optim.Adam, weight_decay=0.1)
+    kernel = GpuAdam.of(wrapped_optimizer, _CPU)
     assert kernel is not None
-    group = template.snapshots()[0]
+    group = wrapped_optimizer.snapshots()[0]
     assert kernel.runs({**group, "weight_decay": 0.0})
     assert kernel.runs({**group, "decoupled_weight_decay": True})
     assert kernel.runs(group) == (first_of is None)
@@ -239,13 +239,13 @@ def test_the_trial_at_the_start_decides(launched: None, monkeypatch: pytest.Monk
     """Against a torch that computes as it does on a GPU; and against this one, which has other bits on a processor."""
     if agrees:
         _compute_as(_Torch(True), monkeypatch)
-    assert (GpuAdam.of(_template(torch.optim.AdamW), _CPU) is not None) == agrees
+    assert (GpuAdam.of(_wrapped_optimizer(torch.optim.AdamW), _CPU) is not None) == agrees
 
 
 def test_without_a_compiler_there_is_no_kernel() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, and so a compiler")
-    assert GpuAdam.of(_template(torch.optim.AdamW), torch.device("cuda")) is None
+    assert GpuAdam.of(_wrapped_optimizer(torch.optim.AdamW), torch.device("cuda")) is None
 
 
 def test_a_launch_that_fails_leaves_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_a_launch_that_fails_leaves_torchs_kernel(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("CUDA error: invalid argument")
 
     monkeypatch.setattr(fused_adam, "compiled_for", lambda *_: launch)
-    assert GpuAdam.of(_template(torch.optim.AdamW), _CPU) is None
+    assert GpuAdam.of(_wrapped_optimizer(torch.optim.AdamW), _CPU) is None
 
 
 def test_a_learning_rate_on_the_device_is_left_to_torch() -> None:
@@ -268,7 +268,7 @@ def test_nvidias_compiler_takes_the_source(tmp_path: Path) -> None:
         pytest.skip("nvcc is not installed")
     (tmp_path / "kernel.cu").write_text(ADAM)
     subprocess.run(["nvcc", "-ptx", "-arch=sm_80", "kernel.cu", "-o", "kernel.ptx"], cwd=tmp_path, check=True)
-    assert "adam_on_halves" in (tmp_path / "kernel.ptx").read_text()
+    assert "adam_on_split_weights" in (tmp_path / "kernel.ptx").read_text()
 
 
 @pytest.mark.gpu
@@ -276,7 +276,7 @@ def test_nvidias_compiler_takes_the_source(tmp_path: Path) -> None:
 def test_the_adam_kernel_is_found_to_have_torchs_bits(kind: type[torch.optim.Adam | torch.optim.AdamW]) -> None:
     weight = torch.nn.Parameter(torch.zeros(4, device="cuda"))
     optimizer = kind([weight], weight_decay=0.1, fused=True)
-    kernel = GpuAdam.of(build_template(optimizer, [("weight", weight)], "cuda"), weight.device)
+    kernel = GpuAdam.of(wrap_optimizer(optimizer, [("weight", weight)], "cuda"), weight.device)
     assert kernel is not None
     assert kernel.runs({**optimizer.param_groups[0], "weight_decay": 0.0})
     assert kernel.runs(optimizer.param_groups[0]) or kind is torch.optim.Adam, "whose decay is added to the gradient"

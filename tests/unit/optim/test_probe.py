@@ -1,4 +1,4 @@
-"""Optimizer classes that nobody listed: taken when pieces give the bits of the whole, refused in words otherwise."""
+"""Optimizer classes that nobody listed: taken when slices give the bits of the whole, refused in words otherwise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 from infinity.errors import OptimizerNotPageableError
-from infinity.optim.piece import PieceUpdater
-from infinity.optim.template import build_template
+from infinity.optim.slice_updater import SliceUpdater
+from infinity.optim.wrapped_optimizer import wrap_optimizer
 from tests.unit.optim.memory_backend import Mixed, page
 
 
@@ -62,10 +62,10 @@ def _stateful(make_state: Callable[[Any], dict[str, Any]]) -> type[Optimizer]:
     return _by(lambda group, param, grad, state: grad if state else (state.update(make_state(param)), grad)[1])
 
 
-def _updater(cls: Any, *, groups: Sequence[dict[str, Any]] = ({},), **options: Any) -> PieceUpdater:
+def _updater(cls: Any, *, groups: Sequence[dict[str, Any]] = ({},), **options: Any) -> SliceUpdater:
     params = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in groups]
     optimizer = cls([{"params": [param], **group} for param, group in zip(params, groups, strict=True)], **options)
-    return PieceUpdater(build_template(optimizer, [(f"p{index}", param) for index, param in enumerate(params)], "cpu"))
+    return SliceUpdater(wrap_optimizer(optimizer, [(f"p{index}", param) for index, param in enumerate(params)], "cpu"))
 
 
 def _refused(cls: type[Optimizer], *, groups: Sequence[dict[str, Any]] = ({},), **options: Any) -> str:
@@ -452,7 +452,7 @@ def test_an_optimizer_that_passes_its_step_on_is_refused_and_changes_nothing(cls
     with pytest.raises(
         OptimizerNotPageableError, match=rf"{cls.__name__} cannot be paged.*another optimizer.*Pass that one"
     ):
-        PieceUpdater(build_template(optimizer, [("weight", param)], "cpu"))
+        SliceUpdater(wrap_optimizer(optimizer, [("weight", param)], "cpu"))
     assert torch.equal(param, torch.zeros(2))
     assert param.grad is gradient
 
@@ -467,10 +467,10 @@ def test_a_step_that_was_replaced_on_the_instance_is_refused() -> None:
         return original(closure)
 
     torch.optim.lr_scheduler.ConstantLR(optimizer)
-    build_template(optimizer, [("weight", param)], "cpu")  # what a scheduler puts there changes nothing
+    wrap_optimizer(optimizer, [("weight", param)], "cpu")  # what a scheduler puts there changes nothing
     optimizer.step = clipped  # type: ignore[method-assign]
     with pytest.raises(OptimizerNotPageableError, match="`step` was replaced on the instance"):
-        build_template(optimizer, [("weight", param)], "cpu")
+        wrap_optimizer(optimizer, [("weight", param)], "cpu")
 
 
 # ------------------------------------------------------------------------------------------------------- attributes
@@ -519,20 +519,20 @@ class _LooksAtParameters(Optimizer):
 def test_attributes_of_parameters_are_refused_where_the_class_looks_at_them(cls: Any) -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     param._is_hf_initialized = True  # type: ignore[attr-defined]  # of no concern to the class
-    PieceUpdater(build_template(cls([param]), [("weight", param)], "cpu"))
+    SliceUpdater(wrap_optimizer(cls([param]), [("weight", param)], "cpu"))
     param.my_scale = 3.0  # type: ignore[attr-defined]
     with pytest.raises(OptimizerNotPageableError, match=r"'my_scale' of parameters.*group of their own"):
-        PieceUpdater(build_template(cls([param]), [("weight", param)], "cpu"))
+        SliceUpdater(wrap_optimizer(cls([param]), [("weight", param)], "cpu"))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("make", [lambda p: {p: 0.5}, lambda p: {id(p): 0.5}, lambda p: {p}])
 def test_values_that_a_class_keeps_by_parameter_are_refused(make: Callable[[Any], Any]) -> None:
     param = torch.nn.Parameter(torch.zeros(2))
-    template = build_template(_LooksAtParameters([param], make(param)), [("weight", param)], "cpu")
+    wrapped_optimizer = wrap_optimizer(_LooksAtParameters([param], make(param)), [("weight", param)], "cpu")
     with pytest.raises(OptimizerNotPageableError, match=r"'_masks' is looked up by parameters.*group of their own"):
-        PieceUpdater(template)
-    PieceUpdater(build_template(_LooksAtParameters([param], {"weight": 1.0}), [("weight", param)], "cpu"))
+        SliceUpdater(wrapped_optimizer)
+    SliceUpdater(wrap_optimizer(_LooksAtParameters([param], {"weight": 1.0}), [("weight", param)], "cpu"))
 
 
 @pytest.mark.deep(but=1)

@@ -21,10 +21,10 @@ def request_of(**changes: Any) -> Request:
         "param_tier": "nvme",
         "optimizer_tier": "nvme",
         "record_format": ChunkFormat.of(torch.bfloat16, has_remainder=True),
-        "shares_host_memory": True,
+        "uses_host_memory": True,
         "update": "in_backward",
         "num_micro_batches": 1,
-        "page_bytes": None,
+        "staging_buffer_bytes": None,
         "prefetches": True,
         "can_spill": True,
     }

@@ -41,7 +41,7 @@ def test_update_workers_beside_a_gpu_follow_the_drives(
     model = nn.Linear(4, 4)
     units = make_units(model, config)
     drives = None if speed is None else Bandwidth(speed, speed, speed, "2026-01-01T00:00:00")
-    request = Request.of(config, model, units, budget_bytes=1 << 30, shares_host_memory=False, bandwidth=drives)
+    request = Request.of(config, model, units, budget_bytes=1 << 30, uses_host_memory=False, bandwidth=drives)
     assert request.update_workers == expected
 
 
@@ -50,5 +50,5 @@ def test_update_workers_on_a_cpu_have_the_cores_that_computing_leaves(monkeypatc
     monkeypatch.setattr(torch, "get_num_threads", lambda: 14)
     config = load_config({"train_batch_size": 1, "zero_optimization": {"stage": 3}})
     model = nn.Linear(4, 4)
-    request = Request.of(config, model, make_units(model, config), budget_bytes=1 << 30, shares_host_memory=True)
+    request = Request.of(config, model, make_units(model, config), budget_bytes=1 << 30, uses_host_memory=True)
     assert request.update_workers == 2

@@ -65,10 +65,10 @@ def _questions(draw: st.DrawFn) -> tuple[list[UnitSize], Request]:
         param_tier=param_tier,
         optimizer_tier=optimizer_tier,
         record_format=record_format,
-        shares_host_memory=draw(st.booleans()),
+        uses_host_memory=draw(st.booleans()),
         update=draw(st.sampled_from(["in_backward", "deferred", "step"])),
         num_micro_batches=draw(st.sampled_from([1, 3])),
-        page_bytes=draw(st.one_of(st.none(), st.integers(60_000, 5_000_000))),
+        staging_buffer_bytes=draw(st.one_of(st.none(), st.integers(60_000, 5_000_000))),
         prefetches=draw(st.booleans()),
         can_spill=can_spill,
         gradient_itemsize=gradient_itemsize,
@@ -80,9 +80,9 @@ def _host_bytes(placement: Placement, request: Request) -> int:
     """What an engine with this placement takes of host memory."""
     return (
         placement.kept_bytes
-        + (placement.weights_bytes if request.shares_host_memory else 0)
-        + placement.num_pages * placement.page_bytes
-        + placement.num_upload_pages * placement.upload_page_bytes
+        + (placement.weights_bytes if request.uses_host_memory else 0)
+        + placement.num_staging_buffers * placement.staging_buffer_bytes
+        + placement.num_upload_buffers * placement.upload_buffer_bytes
         + (0 if placement.gradients_on_device else placement.gradient_bytes)
         + placement.landing_bytes
     )
@@ -102,19 +102,19 @@ def _require_sound(placement: Placement, units: list[UnitSize], request: Request
     widest = max(unit.num_states for unit in units)
     assert placement.chunk_numel % CHUNK_GRANULE == 0
     assert placement.chunk_numel > 0
-    assert request.record_format.workspace_bytes(placement.chunk_numel, widest) <= placement.page_bytes
-    assert placement.page_bytes % _PAGE == 0
-    if request.page_bytes is not None:
-        assert placement.page_bytes <= request.page_bytes + _PAGE
-    assert placement.num_pages == 0 if request.records_on_device else placement.num_pages >= 3
+    assert request.record_format.workspace_bytes(placement.chunk_numel, widest) <= placement.staging_buffer_bytes
+    assert placement.staging_buffer_bytes % _PAGE == 0
+    if request.staging_buffer_bytes is not None:
+        assert placement.staging_buffer_bytes <= request.staging_buffer_bytes + _PAGE
+    assert placement.num_staging_buffers == 0 if request.records_on_device else placement.num_staging_buffers >= 3
     sizes = [unit.weight_bytes for unit in units]
     moving = [size for index, size in enumerate(sizes) if index not in placement.resident_units]
     staying = sum(sizes) - sum(moving)
     assert staying + sum(sorted(moving)[-2:]) <= placement.weights_bytes <= sum(sizes)
     if request.param_tier == "none":
         assert not moving
-    comes_through_pages = not request.shares_host_memory and bool(placement.weights_on_nvme(len(units)))
-    assert placement.num_upload_pages >= (2 if comes_through_pages else 0)
+    comes_through_pages = not request.uses_host_memory and bool(placement.weights_on_nvme(len(units)))
+    assert placement.num_upload_buffers >= (2 if comes_through_pages else 0)
 
 
 def _require_gradients_fit(placement: Placement, units: list[UnitSize], request: Request) -> None:
@@ -174,11 +174,11 @@ def _model(num_blocks: int = 4, granules: int = 1000) -> list[UnitSize]:
 
 
 def test_a_page_that_cannot_hold_one_chunk_is_refused_with_the_least() -> None:
-    with pytest.raises(ConfigError, match=r"infinity\.page_bytes") as caught:
-        place(_model(), _request(page_bytes=20_000))
+    with pytest.raises(ConfigError, match=r"infinity\.staging_buffer_bytes") as caught:
+        place(_model(), _request(staging_buffer_bytes=20_000))
     least = _FORMATS["bf16"].workspace_bytes(CHUNK_GRANULE, 2)
     assert str(least) in str(caught.value)
-    place(_model(), _request(page_bytes=least))
+    place(_model(), _request(staging_buffer_bytes=least))
 
 
 def test_the_map_of_a_durable_run_is_a_part_of_the_budget() -> None:
@@ -195,7 +195,7 @@ def test_the_map_of_a_durable_run_is_a_part_of_the_budget() -> None:
 def test_what_the_budget_is_needed_for_is_said() -> None:
     with pytest.raises(BudgetTooSmallError, match="offload_optimizer keeps in RAM"):
         place(_model(), _request(budget_bytes=1, param_tier="cpu", optimizer_tier="cpu", can_spill=False))
-    with pytest.raises(BudgetTooSmallError, match="for pages"):
+    with pytest.raises(BudgetTooSmallError, match="for staging buffers"):
         place(_model(), _request(budget_bytes=1))
 
 
@@ -203,7 +203,7 @@ def test_what_the_budget_is_needed_for_is_said() -> None:
 def test_the_least_device_memory_holds_the_two_largest_units(param_tier: str) -> None:
     units = [*_model(3), UnitSize("large", 9_000_000, 4_000_000 // CHUNK_GRANULE * CHUNK_GRANULE, 2, True)]
     two_largest = sum(sorted(unit.weight_bytes for unit in units)[-2:])
-    staged = _request(shares_host_memory=False, param_tier=param_tier)
+    staged = _request(uses_host_memory=False, param_tier=param_tier)
     for room in (two_largest, two_largest + 1):
         placement = place(units, dataclasses.replace(staged, device_budget_bytes=room))
         assert placement.weights_bytes == room
@@ -220,7 +220,7 @@ def test_a_device_that_has_little_free_holds_fewer_weights() -> None:
     largest = max(unit.weight_bytes for unit in units)
     total = sum(unit.weight_bytes for unit in units)
     others = 3 * largest + 4 * max(unit.trainable_numel for unit in units)
-    staged = _request(shares_host_memory=False)
+    staged = _request(uses_host_memory=False)
     roomy = place(units, dataclasses.replace(staged, device_free_bytes=others + 2 * total))
     assert roomy.weights_bytes == total
     tight = place(units, dataclasses.replace(staged, device_free_bytes=others + total))
@@ -298,7 +298,7 @@ def test_what_fits_wholly_moves_nothing(question: tuple[list[UnitSize], Request]
 @settings(max_examples=100, deadline=None)
 def test_keeping_never_moves_more_than_not_keeping(question: tuple[list[UnitSize], Request], share: float) -> None:
     units, request = question
-    request = dataclasses.replace(request, prefetches=True, shares_host_memory=True)
+    request = dataclasses.replace(request, prefetches=True, uses_host_memory=True)
     minimum = _minimum(units, request)
     room = sum(unit.weight_bytes + 20 * unit.trainable_numel for unit in units)
     request = dataclasses.replace(request, budget_bytes=minimum + int(share**2 * room))
@@ -312,8 +312,8 @@ def test_pages_are_not_made_small_to_keep_a_little_more_in_memory(num_micro_batc
     units = [UnitSize(f"unit {index}", 2 * numel, numel, 2, True) for index, numel in enumerate(numels)]
     request = _request(record_format=_FORMATS["remainder"], num_micro_batches=num_micro_batches)
     placement = place(units, dataclasses.replace(request, budget_bytes=_minimum(units, request) + 100_000_000))
-    assert placement.num_pages * placement.page_bytes >= 12_000_000
-    assert placement.page_bytes >= 1_500_000
+    assert placement.num_staging_buffers * placement.staging_buffer_bytes >= 12_000_000
+    assert placement.staging_buffer_bytes >= 1_500_000
 
 
 def test_weights_come_first_then_gradients_then_states() -> None:
@@ -336,35 +336,35 @@ def test_weights_come_first_then_gradients_then_states() -> None:
 def test_memory_of_the_device_keeps_weights_first() -> None:
     units = _model(num_blocks=8)
     size = units[0].weight_bytes
-    staged = _request(shares_host_memory=False, budget_bytes=1 << 28)
+    staged = _request(uses_host_memory=False, budget_bytes=1 << 28)
     placement = place(units, dataclasses.replace(staged, device_budget_bytes=6 * size))
     assert len(placement.resident_units) == 3, "three more are room for those that come and go"
     assert placement.weights_bytes == 6 * size
     assert len(placement.hosted_units) == 5
-    assert placement.num_upload_pages == 0
+    assert placement.num_upload_buffers == 0
 
 
 @given(st.sampled_from([2, 4]), st.sampled_from(["none", "cpu", "nvme"]), st.integers(2, 8), st.floats(0, 1))
 @settings(max_examples=100, deadline=None)
 def test_a_divided_unit_has_room_to_be_put_together(num: int, tier: str, num_on_device: int, generosity: float) -> None:
     units = [
-        dataclasses.replace(unit, share_numel=unit.trainable_numel // num, weight_share_bytes=unit.weight_bytes // num)
+        dataclasses.replace(unit, shard_numel=unit.trainable_numel // num, weight_shard_bytes=unit.weight_bytes // num)
         for unit in _model(num_blocks=8)
     ]
     size = units[0].weight_bytes
     on_device = 8 if tier == "none" else num_on_device
-    request = _request(shares_host_memory=False, param_tier=tier, device_budget_bytes=on_device * size)
+    request = _request(uses_host_memory=False, param_tier=tier, device_budget_bytes=on_device * size)
     minimum = _minimum(units, request)
     request = dataclasses.replace(request, budget_bytes=minimum + int(generosity * 20 * size))
     placement = place(units, request)
     moving = frozenset(range(8)) - placement.resident_units
     assert len(placement.resident_units) == (8 if on_device == 8 else max(on_device - 3, 0))
     if moving:
-        assert placement.num_upload_pages in (1, 2)
-        assert placement.upload_page_bytes >= size
+        assert placement.num_upload_buffers in (1, 2)
+        assert placement.upload_buffer_bytes >= size
         assert placement.hosted_units == moving if tier == "cpu" else placement.hosted_units <= moving
     else:
-        assert placement.num_upload_pages == 0
+        assert placement.num_upload_buffers == 0
     states = sum(
         request.record_format.record_bytes(numel, unit.num_states)
         for numel, unit in zip(placement.states_in_memory, units, strict=True)
@@ -375,17 +375,21 @@ def test_a_divided_unit_has_room_to_be_put_together(num: int, tier: str, num_on_
 
 
 def _on_a_gpu(**changes: Any) -> Request:
-    return _request(shares_host_memory=False, param_tier="none", optimizer_tier="none", can_spill=False, **changes)
+    return _request(uses_host_memory=False, param_tier="none", optimizer_tier="none", can_spill=False, **changes)
 
 
 def test_where_a_device_updates_chunks_are_large_and_there_are_no_pages() -> None:
     largest = 8192 * CHUNK_GRANULE
     for granules, chunk_numel in ((100, 100 * CHUNK_GRANULE), (20_000, largest)):
         placement = place(_model(2, granules), _on_a_gpu())
-        assert (placement.chunk_numel, placement.num_pages) == (chunk_numel, 0)
-    page_bytes = 1 << 20
-    asked = place(_model(2, 20_000), _on_a_gpu(page_bytes=page_bytes))
-    assert asked.page_bytes <= page_bytes < _FORMATS["bf16"].workspace_bytes(asked.chunk_numel + CHUNK_GRANULE, 2)
+        assert (placement.chunk_numel, placement.num_staging_buffers) == (chunk_numel, 0)
+    staging_buffer_bytes = 1 << 20
+    asked = place(_model(2, 20_000), _on_a_gpu(staging_buffer_bytes=staging_buffer_bytes))
+    assert (
+        asked.staging_buffer_bytes
+        <= staging_buffer_bytes
+        < _FORMATS["bf16"].workspace_bytes(asked.chunk_numel + CHUNK_GRANULE, 2)
+    )
 
 
 def test_gradients_stay_on_a_device_that_has_room_for_them_beside_all_weights() -> None:
@@ -408,13 +412,13 @@ def test_gradients_stay_on_a_device_that_has_room_for_them_beside_all_weights() 
 def test_chunks_become_fewer_where_the_budget_has_room_for_larger_pages() -> None:
     units = _model(40, 50_000)
     small, large = (
-        place(units, _request(shares_host_memory=False, budget_bytes=budget << 20, update_workers=8, update="deferred"))
+        place(units, _request(uses_host_memory=False, budget_bytes=budget << 20, update_workers=8, update="deferred"))
         for budget in (2000, 8000)
     )
     assert large.chunk_numel >= 2 * small.chunk_numel
-    assert large.page_bytes * large.num_pages <= (8000 << 20) // 6
+    assert large.staging_buffer_bytes * large.num_staging_buffers <= (8000 << 20) // 6
     tight = place(_model(40, 5000), _request(budget_bytes=500 << 20))
-    assert tight.page_bytes * tight.num_pages <= 48 << 20
+    assert tight.staging_buffer_bytes * tight.num_staging_buffers <= 48 << 20
 
 
 def _units_of_8b() -> list[UnitSize]:
@@ -433,7 +437,7 @@ def test_chunks_do_not_shrink_where_nearly_all_states_fit(num_micro_batches: int
             record_format=_FORMATS["remainder"],
             budget_bytes=gigabytes * 10**9,
             device_free_bytes=78 * 10**9,
-            shares_host_memory=False,
+            uses_host_memory=False,
             update="step",
             num_micro_batches=num_micro_batches,
             update_workers=4,

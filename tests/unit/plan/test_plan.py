@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.metrics import StepReport
-from infinity.paging.trace import Trace
+from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.plan.cost_model import Traffic
 from infinity.plan.machine import Bandwidth
 from infinity.plan.plan import Plan
@@ -98,44 +98,44 @@ def test_the_table_says_what_rests_where() -> None:
 
 def test_a_forecast_learns_from_steps_and_the_recorded_order() -> None:
     plan_tracker = PlanTracker(_plan(bandwidth=_SPEED))
-    trace = Trace(_GUESS)
-    first = plan_tracker.plan(trace, Traffic())
+    schedule = PrefetchSchedule(_GUESS)
+    first = plan_tracker.plan(schedule, Traffic())
     assert first.predicted_read_bytes_per_step > 0
     assert first.compute_seconds is None
     for seconds in (50.0, 40.0):
         plan_tracker.on_step(_report(seconds, seconds))
-    assert plan_tracker.plan(trace, Traffic()).compute_seconds is None, "the first steps do not count"
+    assert plan_tracker.plan(schedule, Traffic()).compute_seconds is None, "the first steps do not count"
     plan_tracker.on_step(_report(9.0, 1.5))
-    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(1.5)
+    assert plan_tracker.plan(schedule, Traffic()).compute_seconds == pytest.approx(1.5)
     for compute, optimizer in ((1.0, 2.0), (1.2, 0.5), (1.1, 4.0)):
         plan_tracker.on_step(_report(9.0, compute, optimizer))
-    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(3.0), "halfway between two and four"
+    assert plan_tracker.plan(schedule, Traffic()).compute_seconds == pytest.approx(3.0), "halfway between two and four"
     for _ in range(20):
         plan_tracker.on_step(
             dataclasses.replace(_report(4.4, 1.1), drive_busy_seconds=4.0, read_bytes=8_000, write_bytes=4_000)
         )
-    assert plan_tracker.plan(trace, Traffic()).seen_bytes_per_second == pytest.approx(3_000)
-    assert plan_tracker.plan(trace, Traffic()).overlap_factor == pytest.approx(1.1)
-    trace.begin()
+    assert plan_tracker.plan(schedule, Traffic()).seen_bytes_per_second == pytest.approx(3_000)
+    assert plan_tracker.plan(schedule, Traffic()).overlap_factor == pytest.approx(1.1)
+    schedule.begin()
     for unit in range(4):
-        trace.touch(unit)
-    trace.begin_backward()
+        schedule.touch(unit)
+    schedule.begin_backward()
     for unit in reversed(range(4)):
-        trace.touch(unit)
-    trace.commit()
-    assert plan_tracker.plan(trace, Traffic()).predicted_read_bytes_per_step != first.predicted_read_bytes_per_step
-    assert plan_tracker.plan(trace, Traffic()).compute_seconds == pytest.approx(1.1)
+        schedule.touch(unit)
+    schedule.commit()
+    assert plan_tracker.plan(schedule, Traffic()).predicted_read_bytes_per_step != first.predicted_read_bytes_per_step
+    assert plan_tracker.plan(schedule, Traffic()).compute_seconds == pytest.approx(1.1)
 
 
 def test_pauses_of_the_script_do_not_count() -> None:
-    plan_tracker, trace = PlanTracker(_plan(bandwidth=_SPEED)), Trace(_GUESS)
+    plan_tracker, schedule = PlanTracker(_plan(bandwidth=_SPEED)), PrefetchSchedule(_GUESS)
     for step in range(12):
         pause = 30.0 * (step % 2)
         report = dataclasses.replace(
             _report(5.0 + pause, 2.0 + pause), compute_busy_seconds=1.9, drive_busy_seconds=4.0
         )
         plan_tracker.on_step(dataclasses.replace(report, read_bytes=4_000_000))
-    plan = plan_tracker.plan(trace, Traffic())
+    plan = plan_tracker.plan(schedule, Traffic())
     assert plan.compute_seconds == pytest.approx(2.0)
     assert plan.overlap_factor == pytest.approx(5.0 / 4.0)
     assert plan.seen_bytes_per_second == pytest.approx(1e6)

@@ -30,7 +30,7 @@ def _model(widths: list[int]) -> nn.Module:
     share=st.sampled_from([0.5, 0.99, 1.0, 1.01, 2.0]),
     has_bf16=st.booleans(),
     num_micro_batches=st.integers(1, 2),
-    changes=st.sampled_from([{}, {"page_bytes": 4096}, {"state_dtype": "int8"}, {"keep_in_memory": False}]),
+    changes=st.sampled_from([{}, {"staging_buffer_bytes": 4096}, {"state_dtype": "int8"}, {"keep_in_memory": False}]),
 )
 @settings(max_examples=6, deadline=None)
 def test_what_is_planned_is_what_begins(

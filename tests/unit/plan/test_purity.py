@@ -9,7 +9,7 @@ _MAY_IMPORT = (
     *("infinity.numerics.chunk_format", "infinity.numerics.state_format"),  # how large a chunk is
     *("infinity.units", "infinity.packed"),  # how a model is cut, and what of it is stored packed
     *("infinity.optim", "infinity.torch_internals.names"),  # which states an optimizer has
-    *("infinity.paging.trace", "infinity.metrics"),  # what a step needed, and took
+    *("infinity.paging.prefetch_schedule", "infinity.metrics"),  # what a step needed, and took
     *(
         "infinity.device.host_memory",
         "swapper.volumes.directory",

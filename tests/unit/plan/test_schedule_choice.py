@@ -47,7 +47,7 @@ def test_weights_that_stay_in_memory_are_not_worth_it_unless_asked_for() -> None
 
 def test_beside_a_gpu_sums_of_gradients_are_made_there_however_much_memory_the_host_has() -> None:
     """Else each micro-batch's gradients go down the link, and one thread of the CPU adds them up."""
-    request = dataclasses.replace(_REQUEST, shares_host_memory=False, keeps_in_memory=True)
+    request = dataclasses.replace(_REQUEST, uses_host_memory=False, keeps_in_memory=True)
     assert place_for_schedule("auto", _UNITS, request, _ORDER)[1] is None
     assert place_for_schedule("ordinary", _UNITS, request, _ORDER)[1] == "the config asks for it"
     updated_there = dataclasses.replace(request, param_tier="none", optimizer_tier="none", update="step")
@@ -75,7 +75,7 @@ def test_inputs_take_a_quarter_of_what_the_least_leaves_and_only_of_memory_that_
         request, budget_bytes=request.budget_bytes - placement.activation_bytes, num_micro_batches=1
     )
     assert dataclasses.replace(placement, activation_bytes=0) == best_placement(_UNITS, smaller, _ORDER, len(_UNITS))
-    away = _tight(dataclasses.replace(_REQUEST, shares_host_memory=False))
+    away = _tight(dataclasses.replace(_REQUEST, uses_host_memory=False))
     assert place_for_schedule("vertical", _UNITS, away, _ORDER)[0].activation_bytes == 0
 
 

@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[RunLog]:
     found = RunLog(tmp_path / "run")
-    found.note_start(0, {"a": 1}, {"cores": 2}, as_record(known(0.1, 1e8)))
+    found.on_start(0, {"a": 1}, {"cores": 2}, as_record(known(0.1, 1e8)))
     yield found
     found.release()
 
@@ -41,7 +41,7 @@ def _text(console: Console) -> str:
 
 def test_a_run_that_has_ended(log: RunLog) -> None:
     for number in range(1, 6):
-        log.note_step(step(number, loss=2.0 / number, num_tokens=4000, buffers_peak_bytes=3 * 10**8), None)
+        log.on_step(step(number, loss=2.0 / number, num_tokens=4000, buffers_peak_bytes=3 * 10**8), None)
     log.write("note", 5, text="[half] way")
     log.close(5)
     console = _console()
@@ -63,7 +63,7 @@ def test_a_run_that_has_ended(log: RunLog) -> None:
 
 
 def test_the_bar_of_a_damaged_log_ends_at_its_width(log: RunLog) -> None:
-    log.note_step(step(1, read_wait_seconds=1e12, compute_busy_seconds=-1e12), None)
+    log.on_step(step(1, read_wait_seconds=1e12, compute_busy_seconds=-1e12), None)
     console = _console()
     watch(log.path.parent, console, once=True)
     assert 0 < _text(console).count("█") <= 100
@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(log: RunLog) -> None:
     thread = threading.Thread(target=lambda: ended.append(watch(log.path.parent, console)))
     thread.start()
     for number in (1, 2, 3):
-        log.note_step(step(number), None)
+        log.on_step(step(number), None)
         wait_until(lambda number=number: f"step {number}:" in _text(console))
     assert thread.is_alive()
     log.close(3)
@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_is_followed_to_its_end(log: RunLog) -> None:
 
 
 def test_a_run_whose_process_is_gone(log: RunLog) -> None:
-    log.note_step(step(1, loss=float("nan")), None)
+    log.on_step(step(1, loss=float("nan")), None)
     log.release()
     console = _console()
     assert not watch(log.path.parent, console)
@@ -104,7 +104,7 @@ def test_the_command_writes_a_page_and_says_the_verdict(
     log: RunLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(1, 4):
-        log.note_step(step(number), None)
+        log.on_step(step(number), None)
     assert main(["report", str(log.path.parent), "--out", str(tmp_path / "a.html")]) == 0
     assert capsys.readouterr().out.startswith("Reads of the optimizer state bound this run: 82 % of the step.")
     assert main(["report", str(log.path.parent), "--json"]) == 0

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from swapper import ALIGNMENT, ArgumentError, Priority, StagingArena, Swapper, SwapperConfig
+from swapper import ALIGNMENT, ArgumentError, Priority, StagingPool, Swapper, SwapperConfig
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_what_cannot_work_is_refused_by_name(name: str, value: float) -> None:
 def test_a_deadline_that_is_as_good_as_none_works_everywhere(seconds: float) -> None:
     """What waits takes no time beyond some decades: the watchdog would die of it, and so would a close."""
     swapper = Swapper.in_memory(1 << 20, SwapperConfig(deadline_seconds=seconds))
-    arena = StagingArena(ALIGNMENT, 1, deadline_seconds=seconds)
-    with swapper, arena:
+    staging_pool = StagingPool(ALIGNMENT, 1, deadline_seconds=seconds)
+    with swapper, staging_pool:
         extent = swapper.allocate(ALIGNMENT, "x")
-        with arena.lease(seconds) as page:
-            swapper.write(extent, page.tensor).wait(seconds)
-            swapper.read(extent, page.tensor).wait()
+        with staging_pool.lease(seconds) as staging_buffer:
+            swapper.write(extent, staging_buffer.tensor).wait(seconds)
+            swapper.read(extent, staging_buffer.tensor).wait()
         assert swapper._scheduler._watchdog.is_alive()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import swapper
-from swapper import AlignedRegion, LimitError, StagingArena, Swapper, SwapperError, errors
+from swapper import AlignedRegion, LimitError, StagingPool, Swapper, SwapperError, errors
 from swapper.errors import _CURES, refusal, write_cure
 from swapper.sync.limits import start_threads
 from tests.forked import require_in_child
@@ -46,13 +46,13 @@ def test_owners_of_files_memory_or_threads_cannot_be_copied(tmp_path: Path) -> N
     with (
         Swapper.open([tmp_path], 1 << 20) as on_drive,
         Swapper.in_memory(1 << 20) as in_memory,
-        StagingArena(4096, 1) as arena,
-        arena.lease() as page,
+        StagingPool(4096, 1) as staging_pool,
+        staging_pool.lease() as staging_buffer,
     ):
         extent = on_drive.allocate(1, "x")
         handle = on_drive.write(extent, bytearray(1))
         volume = on_drive.backend.volume  # type: ignore[attr-defined]
-        owners = [on_drive, in_memory, arena, page, region, handle, volume, volume.files[0]]
+        owners = [on_drive, in_memory, staging_pool, staging_buffer, region, handle, volume, volume.files[0]]
         owners += [on_drive.backend, in_memory.backend]
         for owner in owners:
             for attempt in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy({"nested": [one]})):

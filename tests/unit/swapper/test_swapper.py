@@ -22,7 +22,7 @@ from swapper import (
     ExtentError,
     Handle,
     OutOfSpaceError,
-    StagingArena,
+    StagingPool,
     Swapper,
     SwapperClosedError,
     SwapperConfig,
@@ -284,11 +284,11 @@ def test_worker_threads_are_named_daemons_and_end_with_close(tmp_path: Path) -> 
         (lambda swapper, extent: swapper.free("x"), "an extent is needed"),
         (lambda swapper, extent: swapper.allocate(-1, "y"), "cannot have -1 bytes"),
         (lambda swapper, extent: swapper.allocate(4096.0, "y"), "num_bytes must be an int"),
-        (lambda swapper, extent: swapper.close(float("nan")), "patience_seconds must be a number of seconds"),
+        (lambda swapper, extent: swapper.close(float("nan")), "timeout_seconds must be a number of seconds"),
         (lambda swapper, extent: Swapper.in_memory(1e6), r"must be an int, got .*int\(\)"),
         (lambda swapper, extent: SwapperConfig(request_bytes=2**20 / 2), r"must be an int, got .*int\(\)"),
         (lambda swapper, extent: SwapperConfig(deadline_seconds="1"), "deadline_seconds must be a number of seconds"),
-        (lambda swapper, extent: StagingArena(4096.0, 1), r"must be an int, got .*int\(\)"),
+        (lambda swapper, extent: StagingPool(4096.0, 1), r"must be an int, got .*int\(\)"),
     ],
 )
 def test_arguments_of_other_kinds_are_refused(call: Callable[..., Any], words: str) -> None:

@@ -40,7 +40,10 @@ def test_records(kind: MainWeight, main: str, states: StateFormat) -> None:
             *([(main, start, form.main_bytes)] if main else []),
         ]
         for what, origin, num_bytes in fields:
-            for piece in chunk.pieces:
-                first, last = origin + num_bytes(piece.offset), origin + num_bytes(piece.offset + piece.numel) - 1
-                assert name_of(first, first + 1) == name_of(last, last + 1) == f"{what} of {piece.slot.spec.fqn}"
+            for param_slice in chunk.slices:
+                first, last = (
+                    origin + num_bytes(param_slice.offset),
+                    origin + num_bytes(param_slice.offset + param_slice.numel) - 1,
+                )
+                assert name_of(first, first + 1) == name_of(last, last + 1) == f"{what} of {param_slice.slot.spec.fqn}"
     assert name_of(0, ends[-1]).endswith("more")

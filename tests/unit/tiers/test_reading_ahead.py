@@ -1,4 +1,5 @@
-"""Records that are read before they are opened: what comes is what is stored, and nobody waits for a page that nobody opens."""
+"""Records that are read before they are opened: what comes is what is stored, and nobody waits for a staging buffer that nobody
+opens."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.tiers.state_store import Lease, PagedStateStore
 from infinity.units.layout import CHUNK_GRANULE, Chunk
 from infinity.units.unit import Unit
-from swapper import StagingArena, Swapper
+from swapper import StagingPool, Swapper
 from tests.unit.stage import trainable_unit
 from tests.waiting import wait_until
 
@@ -28,10 +29,12 @@ _NUM_CHUNKS = 4
 class _Store:
     """Records of one unit, each with the number of its chunk in its state."""
 
-    def __init__(self, swapper: Swapper, form: ChunkFormat, num_pages: int) -> None:
+    def __init__(self, swapper: Swapper, form: ChunkFormat, num_staging_buffers: int) -> None:
         self.swapper = swapper
-        self.arena = StagingArena(form.workspace_bytes(CHUNK_GRANULE, 1), num_pages, deadline_seconds=10)
-        self.records = PagedStateStore(swapper, self.arena, form)
+        self.staging_pool = StagingPool(
+            form.workspace_bytes(CHUNK_GRANULE, 1), num_staging_buffers, deadline_seconds=10
+        )
+        self.records = PagedStateStore(swapper, self.staging_pool, form)
         self.unit: Unit = trainable_unit(0, [(_NUM_CHUNKS * CHUNK_GRANULE,)], form.weight_dtype)
         self.chunks: tuple[Chunk, ...] = self.unit.layout.chunks(CHUNK_GRANULE)
         self.records.allocate(self.unit, self.chunks, ("a",))
@@ -61,7 +64,7 @@ class _Store:
 
     @property
     def num_leased(self) -> int:
-        return self.arena.statistics().num_leased
+        return self.staging_pool.statistics().num_leased
 
     @property
     def read_bytes(self) -> int:
@@ -69,17 +72,17 @@ class _Store:
 
 
 @contextmanager
-def _opened(form: ChunkFormat, num_pages: int) -> Iterator[_Store]:
+def _opened(form: ChunkFormat, num_staging_buffers: int) -> Iterator[_Store]:
     with Swapper.in_memory(1 << 20) as swapper:
-        store = _Store(swapper, form, num_pages)
+        store = _Store(swapper, form, num_staging_buffers)
         yield store
-        store.records.forget_ahead()
-        store.arena.close()
+        store.records.drop_read_ahead()
+        store.staging_pool.close()
 
 
 @pytest.fixture(params=_FORMATS)
 def store(request: pytest.FixtureRequest) -> Iterator[_Store]:
-    with _opened(_FORMATS[request.param], num_pages=6) as opened:
+    with _opened(_FORMATS[request.param], num_staging_buffers=6) as opened:
         yield opened
 
 
@@ -116,28 +119,28 @@ def test_it_is_what_was_stored_last(store: _Store) -> None:
 
 
 def test_three_pages_are_left_for_others() -> None:
-    with _opened(_FORMATS["bf16"], num_pages=5) as store:
+    with _opened(_FORMATS["bf16"], num_staging_buffers=5) as store:
         assert [store.read_ahead(chunk) for chunk in store.chunks] == [True, True, False, False]
         assert store.num_leased == 2
-    with _opened(_FORMATS["bf16"], num_pages=3) as store:
+    with _opened(_FORMATS["bf16"], num_staging_buffers=3) as store:
         assert not store.read_ahead(store.chunks[0])
 
 
 def test_who_needs_a_page_gets_one_that_was_read_ahead_into() -> None:
     """And what was in it is read again by whoever opens that."""
-    with _opened(_FORMATS["bf16"], num_pages=4) as store:
-        others = [store.arena.lease(owner="somebody") for _ in range(3)]
+    with _opened(_FORMATS["bf16"], num_staging_buffers=4) as store:
+        others = [store.staging_pool.lease(owner="somebody") for _ in range(3)]
         assert store.read_ahead(store.chunks[0])
         assert store.records.open(store.unit, store.chunks[1], is_blocking=False) is None, "it waits while it can"
         assert store.value(store.chunks[1]) == {2.0}
         assert store.value(store.chunks[0]) == {1.0}
-        for page in others:
-            page.release()
+        for staging_buffer in others:
+            staging_buffer.release()
 
 
 def test_who_waits_for_a_page_that_is_being_written_takes_none_that_was_read_ahead_into() -> None:
-    with _opened(_FORMATS["bf16"], num_pages=4) as store:
-        others = [store.arena.lease(owner="somebody") for _ in range(3)]
+    with _opened(_FORMATS["bf16"], num_staging_buffers=4) as store:
+        others = [store.staging_pool.lease(owner="somebody") for _ in range(3)]
         assert store.read_ahead(store.chunks[0])
         writer = threading.Timer(0.1, others[0].release)
         writer.start()
@@ -146,14 +149,14 @@ def test_who_waits_for_a_page_that_is_being_written_takes_none_that_was_read_ahe
         before = store.read_bytes
         assert store.value(store.chunks[0]) == {1.0}
         assert store.read_bytes == before, "it was read again"
-        for page in others[1:]:
-            page.release()
+        for staging_buffer in others[1:]:
+            staging_buffer.release()
 
 
 def test_whoever_changes_records_while_they_are_read_ahead_sees_no_old_ones() -> None:
     """Many times, with one thread that reads ahead as fast as it can."""
     is_over = threading.Event()
-    with _opened(_FORMATS["bf16"], num_pages=6) as store:
+    with _opened(_FORMATS["bf16"], num_staging_buffers=6) as store:
 
         def read_ahead() -> None:
             while not is_over.is_set():

@@ -1,4 +1,4 @@
-"""The way of weights to a device: through few pages, in order, and with an end for everybody when something fails."""
+"""The way of weights to a device: through few staging buffers, in order, and with an end for everybody when something fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from infinity.device.compute import ComputeDevice, FlatBuffer
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.unit import Unit
-from swapper import StagingArena, Swapper, SwapperConfig, SwapperError
+from swapper import StagingPool, Swapper, SwapperConfig, SwapperError
 from swapper.backend import Direction
 from swapper.backends.memory import MemoryBackend
 from tests.faults import FaultInjectingBackend, FaultRule
@@ -26,12 +26,12 @@ _WAIT_SECONDS = 20
 class _Bench:
     """Units with known bytes, and a store that brings them to a device."""
 
-    def __init__(self, device: ComputeDevice, num_pages: int, sizes: tuple[int, ...] = (5, 1, 3)) -> None:
+    def __init__(self, device: ComputeDevice, num_staging_buffers: int, sizes: tuple[int, ...] = (5, 1, 3)) -> None:
         self.backend = FaultInjectingBackend(MemoryBackend(1 << 20, 2))
         self.swapper = Swapper(self.backend, SwapperConfig(deadline_seconds=_WAIT_SECONDS))
-        self.arena = StagingArena(_PAGE, num_pages, deadline_seconds=_WAIT_SECONDS)
+        self.staging_pool = StagingPool(_PAGE, num_staging_buffers, deadline_seconds=_WAIT_SECONDS)
         self.device = device
-        self.store = WeightStore(self.swapper, device, self.arena)
+        self.store = WeightStore(self.swapper, device, self.staging_pool)
         self.units = [frozen_unit(index, size) for index, size in enumerate(sizes)]
         self.bytes: list[torch.Tensor] = []
         for unit in self.units:
@@ -50,33 +50,33 @@ class _Bench:
         assert unit.flat is not None
         assert torch.equal(unit.flat.tensor(), self.bytes[unit.index])
 
-    def fail_reads(self, page: int | None = None) -> None:
-        """All, or the one of the ``page``-th page of the first unit, counted from 1, once."""
-        if page is None:
+    def fail_reads(self, staging_buffer: int | None = None) -> None:
+        """All, or the one of the ``staging buffer``-th staging buffer of the first unit, counted from 1, once."""
+        if staging_buffer is None:
             self.backend.add(FaultRule(direction=Direction.READ, errno=errno.EIO))
             return
         extent = self.units[0].extent
         assert extent is not None
-        offset = extent.start + (page - 1) * _PAGE  # not the nth read: two threads read
+        offset = extent.start + (staging_buffer - 1) * _PAGE  # not the nth read: two threads read
         self.backend.add(FaultRule(direction=Direction.READ, offset=offset, times=1, errno=errno.EIO))
 
     def close(self) -> None:
         self.store.close()
         self.swapper.close()
-        assert self.arena.statistics().num_leased == 0, "every page has come back"
-        self.arena.close()
+        assert self.staging_pool.statistics().num_leased == 0, "every staging buffer has come back"
+        self.staging_pool.close()
 
 
-@pytest.fixture(params=[1, 2, 8], ids="{} pages".format)
+@pytest.fixture(params=[1, 2, 8], ids="{} staging buffers".format)
 def bench(request: pytest.FixtureRequest) -> Iterator[_Bench]:
     opened = _Bench(SeparateHostDevice(), request.param)
     yield opened
     opened.close()
 
 
-@pytest.mark.parametrize("page", [1, 2, 5])
-def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, page: int) -> None:
-    bench.fail_reads(page)
+@pytest.mark.parametrize("staging_buffer", [1, 2, 5])
+def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, staging_buffer: int) -> None:
+    bench.fail_reads(staging_buffer)
     arrivals = [bench.store.fetch(unit, is_demand=unit.index == 0) for unit in bench.units]
     with pytest.raises(SwapperError, match="EIO"):
         arrivals[0].wait()
@@ -95,10 +95,10 @@ def test_a_read_that_fails_is_told_and_ends_nothing_else(bench: _Bench, page: in
         bench.require_there(unit)
 
 
-@pytest.mark.parametrize("num_pages", [1, 2, 8])
+@pytest.mark.parametrize("num_staging_buffers", [1, 2, 8])
 @pytest.mark.parametrize("fail_at", [0, 2, 4])
-def test_a_copy_that_fails_fails_its_own_unit_only(num_pages: int, fail_at: int) -> None:
-    """With more pages of the unit to come: they must neither be read into it nor end the thread."""
+def test_a_copy_that_fails_fails_its_own_unit_only(num_staging_buffers: int, fail_at: int) -> None:
+    """With more staging buffers of the unit to come: they must neither be read into it nor end the thread."""
 
     class Failing(SeparateHostDevice):
         countdown = fail_at
@@ -109,7 +109,7 @@ def test_a_copy_that_fails_fails_its_own_unit_only(num_pages: int, fail_at: int)
                 raise MemoryError("the copy failed")
             return super().upload(target, source, after)
 
-    bench = _Bench(Failing(), num_pages)
+    bench = _Bench(Failing(), num_staging_buffers)
     arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
     with pytest.raises(MemoryError, match="the copy failed"):
         arrivals[0].wait()
@@ -119,10 +119,10 @@ def test_a_copy_that_fails_fails_its_own_unit_only(num_pages: int, fail_at: int)
     bench.close()
 
 
-@pytest.mark.parametrize("num_pages", [1, 2, 3])
-def test_a_page_is_not_used_again_before_its_copy_has_run(num_pages: int) -> None:
-    """The device copies as late as it may: a page that was given back too early would hold the next one's bytes."""
-    bench = _Bench(LazyDevice(), num_pages)
+@pytest.mark.parametrize("num_staging_buffers", [1, 2, 3])
+def test_a_page_is_not_used_again_before_its_copy_has_run(num_staging_buffers: int) -> None:
+    """The device copies as late as it may: a staging buffer that was given back too early would hold the next one's bytes."""
+    bench = _Bench(LazyDevice(), num_staging_buffers)
     for _ in range(2):
         arrivals = [bench.store.fetch(unit, is_demand=False) for unit in bench.units]
         for unit, arrival in zip(bench.units, arrivals, strict=True):

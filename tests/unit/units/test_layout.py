@@ -1,4 +1,4 @@
-"""Flat buffers and chunks: nothing overlaps, everything is aligned, and pieces cover what is trained exactly once."""
+"""Flat buffers and chunks: nothing overlaps, everything is aligned, and slices cover what is trained exactly once."""
 
 from __future__ import annotations
 
@@ -67,25 +67,25 @@ def test_pieces_cover_each_trained_element_once(layout: UnitLayout, chunk_numel:
         assert chunk.numel % CHUNK_GRANULE == 0
         assert 0 < chunk.numel <= chunk_numel
         position = chunk.stop
-        for piece in chunk.pieces:
-            assert piece.numel > 0
-            assert piece.start % SLOT_GRANULE == 0, "an element-wise kernel would give other bits"
-            assert piece.stop % SLOT_GRANULE == 0 or piece.stop == piece.slot.numel
-            assert piece.slot.start + piece.start == chunk.start + piece.offset
-            assert piece.offset + piece.numel <= chunk.numel
-            for element in range(piece.start, piece.stop):
-                covered[piece.slot.index][element] += 1
+        for param_slice in chunk.slices:
+            assert param_slice.numel > 0
+            assert param_slice.start % SLOT_GRANULE == 0, "an element-wise kernel would give other bits"
+            assert param_slice.stop % SLOT_GRANULE == 0 or param_slice.stop == param_slice.slot.numel
+            assert param_slice.slot.start + param_slice.start == chunk.start + param_slice.offset
+            assert param_slice.offset + param_slice.numel <= chunk.numel
+            for element in range(param_slice.start, param_slice.stop):
+                covered[param_slice.slot.index][element] += 1
     assert all(set(counts) <= {1} for counts in covered.values())
 
 
 def test_no_chunk_lies_across_a_border() -> None:
     layout = UnitLayout([ParameterSpec("a", (7 * CHUNK_GRANULE,), (1,), torch.bfloat16, True)])
-    for border in range(0, 9 * CHUNK_GRANULE, CHUNK_GRANULE):
-        chunks = layout.chunks(3 * CHUNK_GRANULE, border)
+    for split in range(0, 9 * CHUNK_GRANULE, CHUNK_GRANULE):
+        chunks = layout.chunks(3 * CHUNK_GRANULE, split)
         assert [chunk.start for chunk in chunks] == [0, *(chunk.stop for chunk in chunks[:-1])]
         assert chunks[-1].stop == layout.trainable_numel
         assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-        assert all(chunk.stop <= border or chunk.start >= border for chunk in chunks)
+        assert all(chunk.stop <= split or chunk.start >= split for chunk in chunks)
         assert all(0 < chunk.numel <= 3 * CHUNK_GRANULE for chunk in chunks)
-    with pytest.raises(ValueError, match="border"):
+    with pytest.raises(ValueError, match="split"):
         layout.chunks(CHUNK_GRANULE, 1)

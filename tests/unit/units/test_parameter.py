@@ -145,7 +145,7 @@ def _require_written(held: Held, fqn: str, write: str) -> None:
     assert parameter.shape == (3, 3)
     _require_untouched(held)
     for unit in held.units:
-        held.pager.residency.evict(unit)
+        held.coordinator.parameter_cache.evict(unit)
     _require_untouched(held)
 
 
@@ -180,7 +180,7 @@ def test_a_parameter_outlives_its_engine_with_an_error() -> None:
 
 def test_an_open_unit_has_ordinary_parameters_that_copy_truly(held: Held) -> None:
     unit = held.units[0]
-    with held.pager.lock.held("this test"), held.pager.held([unit]):
+    with held.coordinator.lock.held("this test"), held.coordinator.held([unit]):
         parameter = held.model.get_parameter(_NAME)
         assert type(parameter) is ResidentParameter
         assert torch.equal(parameter, held.values[_NAME])
@@ -188,5 +188,5 @@ def test_an_open_unit_has_ordinary_parameters_that_copy_truly(held: Held) -> Non
         assert type(duplicate) is nn.Parameter
         assert torch.equal(duplicate, held.values[_NAME])
         assert duplicate.data_ptr() != parameter.data_ptr()
-    held.pager.residency.close_unused(held.units)
+    held.coordinator.parameter_cache.close_unused(held.units)
     assert type(held.model.get_parameter(_NAME)) is PagedParameter

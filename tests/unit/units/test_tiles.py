@@ -46,7 +46,7 @@ def test_the_gradient_of_the_input_is_summed_tile_by_tile_the_last_first() -> No
     tiling.show()
     linear(x).backward(above)
     (tiled,) = tiling.groups.tiled
-    parts = [above[:, a:b] @ weight[a:b] for a, b in itertools.pairwise(tiled.borders)]
+    parts = [above[:, a:b] @ weight[a:b] for a, b in itertools.pairwise(tiled.cuts)]
     assert len(parts) == 3 and torch.equal(x.grad, (parts[2] + parts[1]) + parts[0])
 
 

@@ -44,7 +44,7 @@ _METHODS: dict[str, Callable[[Unit], object]] = {
     "adopt": lambda unit: unit.adopt(_flat(unit)),
     "fetch_into": lambda unit: unit.fetch_into(_flat(unit), _Change()),
     "expect": lambda unit: unit.expect(_Change()),
-    "land": lambda unit: unit.land(),
+    "on_arrival": lambda unit: unit.on_arrival(),
     "bind": lambda unit: unit.bind(),
     "unbind": lambda unit: unit.unbind(),
     "begin_update": lambda unit: unit.begin_update(_Change()),
@@ -86,7 +86,7 @@ def test_a_unit_moves_as_the_table_says_or_stays_as_it_was(names: list[str]) -> 
 def test_a_unit_is_in_use_as_long_as_anybody_is_inside_it_or_holds_it(actions: list[str]) -> None:
     unit = _unit()
     unit.adopt(_flat(unit))
-    num_uses, let_go = 0, object()
+    num_uses, release_parameters = 0, object()
     held: list[object] = []
     for action in actions:
         if action == "use":
@@ -95,20 +95,20 @@ def test_a_unit_is_in_use_as_long_as_anybody_is_inside_it_or_holds_it(actions: l
             num_uses += 1
         elif action == "hold":
             held.append(object())
-            unit.hold_for(held[-1])
+            unit.hold_gathered(held[-1])
             unit.bind()
         elif action == "end" and num_uses:
             unit.end_use()
             num_uses -= 1
         elif action == "let go":
-            unit.let_go_of(let_go)  # once more than it was held: nobody else loses it
+            unit.release_gathered(release_parameters)  # once more than it was held: nobody else loses it
             if held:
-                let_go = held.pop(0)
-                unit.let_go_of(let_go)
+                release_parameters = held.pop(0)
+                unit.release_gathered(release_parameters)
         elif action == "cut off":
             unit.forget_uses(keeps_gathered=True)
             num_uses = 0
         assert unit.num_active == num_uses + len(held)
         assert unit.gathered == held
-        unit.settle()
+        unit.unbind_unused()
         assert unit.is_bound == (unit.num_active > 0)

@@ -16,12 +16,12 @@ from infinity.gradients.sources import GradientSource
 from infinity.numerics.chunk_format import ChunkFormat, MainWeight
 from infinity.tiers.state_store import PagedStateStore
 from infinity.tiers.weight_store import WeightStore
-from infinity.units.layout import CHUNK_GRANULE, Chunk, Piece
+from infinity.units.layout import CHUNK_GRANULE, Chunk, ParameterSlice
 from infinity.units.unit import Unit
 from infinity.updates.chunk_updater import ChunkUpdater
 from infinity.updates.job import ParameterState, UpdateJob
 from infinity.updates.stream import UpdateStream
-from swapper import StagingArena, Swapper, SwapperConfig
+from swapper import StagingPool, Swapper, SwapperConfig
 from swapper.backends.memory import MemoryBackend
 from tests.latency import delayed
 from tests.unit.stage import trainable_unit
@@ -38,9 +38,9 @@ class Gradients(GradientSource):
         self._values = values
         self.num_released = 0
 
-    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
-        for piece in pieces:
-            scratch[piece.offset : piece.offset + piece.numel] = self._values[piece.slot.index]
+    def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
+        for param_slice in slices:
+            scratch[param_slice.offset : param_slice.offset + param_slice.numel] = self._values[param_slice.slot.index]
         return scratch
 
     def release(self) -> None:
@@ -94,7 +94,7 @@ class SlowStream:
     records: PagedStateStore
     weights: WeightStore
     swapper: Swapper
-    arena: StagingArena
+    staging_pool: StagingPool
     units: list[Unit]
     states: dict[tuple[int, int], ParameterState]
     dtype: torch.dtype
@@ -123,10 +123,10 @@ class SlowStream:
             lease = self.records.open(unit, chunk, is_blocking=True)
             assert lease is not None
             lease.wait()
-            for piece in chunk.pieces:
-                if piece.slot.index == slot:
+            for param_slice in chunk.slices:
+                if param_slice.slot.index == slot:
                     total = lease.workspace.states["total"]
-                    found |= set(total[piece.offset : piece.offset + piece.numel].tolist())
+                    found |= set(total[param_slice.offset : param_slice.offset + param_slice.numel].tolist())
             lease.discard()
         return sorted(found)
 
@@ -139,7 +139,7 @@ class SlowStream:
 @contextmanager
 def slow_stream(
     dtype: torch.dtype,
-    num_pages: int,
+    num_staging_buffers: int,
     device: ComputeDevice | None = None,
     *,
     main: MainWeight | None = None,
@@ -151,9 +151,11 @@ def slow_stream(
     record_format = ChunkFormat(dtype, main or default)
     backend = delayed(MemoryBackend(1 << 20, 4), read_seconds=0.0, write_seconds=0.004)
     swapper = Swapper(backend, SwapperConfig(deadline_seconds=WAIT_SECONDS))
-    arena = StagingArena(record_format.workspace_bytes(CHUNK_GRANULE, 1), num_pages, deadline_seconds=WAIT_SECONDS)
+    staging_pool = StagingPool(
+        record_format.workspace_bytes(CHUNK_GRANULE, 1), num_staging_buffers, deadline_seconds=WAIT_SECONDS
+    )
     units = [trainable_unit(index, [(NUMEL - 200,), (90,)], dtype) for index in range(3)]
-    records = PagedStateStore(swapper, arena, record_format)
+    records = PagedStateStore(swapper, staging_pool, record_format)
     weights = WeightStore(swapper, ComputeDevice())
     states = {}
     for unit in units:
@@ -170,13 +172,13 @@ def slow_stream(
             lease.workspace.record.zero_()
             lease.write_back([], main_only=True)
     updater = Summing()
-    chunks = ChunkUpdater(updater, states, has_halves=record_format.main is MainWeight.REMAINDER)
+    chunks = ChunkUpdater(updater, states, splits_main_weights=record_format.main is MainWeight.REMAINDER)
     stream = UpdateStream(records, weights, chunks, device, states, num_workers=num_workers)
-    yield SlowStream(stream, updater, records, weights, swapper, arena, units, states, dtype, device)
+    yield SlowStream(stream, updater, records, weights, swapper, staging_pool, units, states, dtype, device)
     updater.gate.set()
     stream.close()
     swapper.close()
-    arena.close()
+    staging_pool.close()
 
 
 def soon(condition: Callable[[], bool]) -> None:

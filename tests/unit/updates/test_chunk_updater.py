@@ -1,4 +1,5 @@
-"""Updates of chunks, whose main weights are kept in two halves, against torch on whole float32 weights, bit by bit."""
+"""Updates of chunks, whose main weights are split (bf16 weight and 16-bit remainder), against torch on whole float32 weights,
+bit by bit."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ from infinity.numerics.remainder import join, split
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.classes import Lion
 from infinity.optim.fused_adam import FusedAdam
-from infinity.optim.piece import PieceUpdater
-from infinity.optim.template import Template, build_template
-from infinity.units.layout import Piece
+from infinity.optim.slice_updater import SliceUpdater
+from infinity.optim.wrapped_optimizer import WrappedOptimizer, wrap_optimizer
+from infinity.units.layout import ParameterSlice
 from infinity.updates.chunk_updater import ChunkUpdater
 from infinity.updates.job import ParameterState, advance
 from tests.unit.optim.memory_backend import cut, equal_bits
@@ -55,7 +56,7 @@ _CASES = [
 
 
 class _Rig:
-    """One parameter in halves, updated in pieces; and the same in plain torch."""
+    """One parameter in halves, updated in slices; and the same in plain torch."""
 
     def __init__(self, cls: type[Optimizer], options: dict[str, Any], numel: int) -> None:
         generator = torch.Generator().manual_seed(numel)
@@ -65,16 +66,18 @@ class _Rig:
         self.main = nn.Parameter(initial.clone())
         self.plain = make([self.main], **arguments)
         stand_in = nn.Parameter(initial.clone())
-        self.template: Template = build_template(make([stand_in], **arguments), [("weight", stand_in)], "cpu")
-        pieces = PieceUpdater(self.template)
-        fused = FusedAdam.of(self.template, torch.device("cpu"))
+        self.wrapped_optimizer: WrappedOptimizer = wrap_optimizer(
+            make([stand_in], **arguments), [("weight", stand_in)], "cpu"
+        )
+        slices = SliceUpdater(self.wrapped_optimizer)
+        fused = FusedAdam.of(self.wrapped_optimizer, torch.device("cpu"))
         self.kept = ParameterState()
-        self.updater = ChunkUpdater(pieces, {(0, 0): self.kept}, fused=fused, has_halves=True)
+        self.updater = ChunkUpdater(slices, {(0, 0): self.kept}, fused=fused, splits_main_weights=True)
         self.weight = torch.empty(numel, dtype=torch.bfloat16)
         self.remainder = torch.empty(numel, dtype=torch.int16)
         split(initial, self.weight, self.remainder)
         # What lies there before the first step means nothing.
-        self.state = {name: torch.full((numel,), 7.0) for name in pieces.state_names(0)}
+        self.state = {name: torch.full((numel,), 7.0) for name in slices.state_names(0)}
 
     def step(self, gradient: Tensor, scale: Tensor | None, seed: int) -> None:
         self.main.grad = gradient.float() if scale is None else gradient.float() * scale
@@ -86,7 +89,7 @@ class _Rig:
             updates_all=True,
             numbers=None,
             slots={0},
-            groups={0: self.template.snapshots()[0]},
+            groups={0: self.wrapped_optimizer.snapshots()[0]},
             clip_coefficient=scale,
             advanced={},
         )
@@ -98,7 +101,7 @@ class _Rig:
             )
             part = gradient[span]
             job.gradients = SimpleNamespace(dtype=gradient.dtype, is_kept=False, of_chunk=lambda *_, part=part: part)
-            chunk: Any = SimpleNamespace(index=0, pieces=[Piece(slot, span.start, span.stop, 0)])
+            chunk: Any = SimpleNamespace(index=0, slices=[ParameterSlice(slot, span.start, span.stop, 0)])
             self.updater.update(job, chunk, workspace)
         advance({(0, 0): self.kept}, job)
         assert torch.equal(gradient.view(torch.int16), kept.view(torch.int16)), (
@@ -130,10 +133,10 @@ def test_pieces_in_halves_have_the_bits_of_torch(
             gradient = (torch.randn(numel, generator=generator) * 10.0 ** (-2 * step)).to(dtype)
             scale = torch.tensor(0.37 / (step + 1)) if step % 2 else None
             rig.step(gradient, scale, seed=step)
-            for group in (*rig.plain.param_groups, *rig.template.param_groups):
+            for group in (*rig.plain.param_groups, *rig.wrapped_optimizer.param_groups):
                 group["lr"] = group["lr"] * 0.75
             rig.require_equal()
-        runs = rig.updater.fused is not None and rig.updater.fused.runs(rig.template.snapshots()[0])
+        runs = rig.updater.fused is not None and rig.updater.fused.runs(rig.wrapped_optimizer.snapshots()[0])
         assert runs == (is_fused and _machine_has_kernel())
 
 
@@ -167,7 +170,7 @@ def test_hyperparameters_that_change_take_another_way_and_back() -> None:
     rig = _Rig(AdamW, {"fused": True}, 1000)
     generator = torch.Generator().manual_seed(0)
     for step, changes in enumerate(({}, {"maximize": True}, {"maximize": False, "weight_decay": 0.5}, {"eps": 1e-4})):
-        for group in (*rig.plain.param_groups, *rig.template.param_groups):
+        for group in (*rig.plain.param_groups, *rig.wrapped_optimizer.param_groups):
             group.update(changes)
         rig.step(torch.randn(1000, generator=generator), None, seed=step)
         rig.require_equal()

@@ -22,9 +22,9 @@ _KINDS = {
 
 @pytest.fixture(params=_KINDS)
 def bench(request: pytest.FixtureRequest) -> Iterator[SlowStream]:
-    """A stream with pages to read far ahead."""
+    """A stream with staging buffers to read far ahead."""
     dtype, main, num_workers = _KINDS[request.param]
-    with slow_stream(dtype, num_pages=12, main=main, num_workers=num_workers) as opened:
+    with slow_stream(dtype, num_staging_buffers=12, main=main, num_workers=num_workers) as opened:
         yield opened
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from infinity.units.layout import Chunk, Piece
+from infinity.units.layout import Chunk, ParameterSlice
 from infinity.updates.job import UpdateJob
 from tests.unit.updates.slow_stream import Gradients, SlowStream, slow_stream, soon
 
@@ -15,7 +15,7 @@ from tests.unit.updates.slow_stream import Gradients, SlowStream, slow_stream, s
 @pytest.fixture(params=[1, 3])
 def bench(request: pytest.FixtureRequest) -> Iterator[SlowStream]:
     """A stream with room to read two units ahead."""
-    with slow_stream(torch.bfloat16, num_pages=9, num_workers=request.param) as opened:
+    with slow_stream(torch.bfloat16, num_staging_buffers=9, num_workers=request.param) as opened:
         yield opened
 
 
@@ -27,12 +27,12 @@ def _step(bench: SlowStream, *numbers: int) -> None:
 
 
 def _read_ahead(bench: SlowStream, *numbers: int) -> None:
-    """Say that it comes again, and wait until the chunks of these units have pages, and no others."""
+    """Say that it comes again, and wait until the chunks of these units have staging buffers, and no others."""
     owners = tuple((f"optimizer state of unit {number}", 3) for number in numbers)
     before = bench.swapper.statistics().num_reads
     bench.stream.expect_again()
     soon(lambda: bench.swapper.statistics().num_reads == before + 3 * len(numbers))
-    soon(lambda: bench.arena.statistics().owners == owners)
+    soon(lambda: bench.staging_pool.statistics().owners == owners)
 
 
 def test_in_the_order_of_the_step_before(bench: SlowStream) -> None:
@@ -42,7 +42,7 @@ def test_in_the_order_of_the_step_before(bench: SlowStream) -> None:
         return bench.swapper.statistics().read_bytes - before
 
     _step(bench, 2, 0, 1)
-    soon(lambda: bench.arena.statistics().num_leased == 0)  # nobody has said that it comes again
+    soon(lambda: bench.staging_pool.statistics().num_leased == 0)  # nobody has said that it comes again
     of_step = read_bytes()
     bench.stream.expect_again()
     _step(bench, 2, 0, 1)
@@ -65,15 +65,15 @@ def test_an_end_of_the_stream_gives_back_what_was_read(bench: SlowStream) -> Non
     _step(bench, 0, 1)
     _read_ahead(bench, 0, 1)
     bench.stream.close()
-    bench.records.forget_ahead()
-    soon(lambda: bench.arena.statistics().num_leased == 0)
+    bench.records.drop_read_ahead()
+    soon(lambda: bench.staging_pool.statistics().num_leased == 0)
 
 
 def test_chunks_that_rest_in_memory_take_no_place_of_those_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.updates.stream._MOST_AHEAD", 4)
-    with slow_stream(torch.float32, num_pages=9) as bench:
+    with slow_stream(torch.float32, num_staging_buffers=9) as bench:
         first, second, _ = bench.units
-        first.stays_resident = True
+        first.is_persistent = True
         first.flat = bench.flat(first)
         bench.records.allocate(first, bench.chunks(first), ("total",), numel_in_memory=first.layout.trainable_numel)
         bench.updater.gate.clear()
@@ -101,5 +101,5 @@ class _Ready(Gradients):
 
     needs_scratch = False
 
-    def of_chunk(self, chunk: Chunk, pieces: Sequence[Piece], scratch: torch.Tensor) -> torch.Tensor:
+    def of_chunk(self, chunk: Chunk, slices: Sequence[ParameterSlice], scratch: torch.Tensor) -> torch.Tensor:
         return torch.ones(chunk.numel)

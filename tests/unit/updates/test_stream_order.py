@@ -14,7 +14,7 @@ from tests.unit.updates.slow_stream import SlowStream, slow_stream, wait_for
 @pytest.fixture
 def bench() -> Iterator[SlowStream]:
     """A stream that reads ahead no further than one chunk."""
-    with slow_stream(torch.bfloat16, num_pages=1) as opened:
+    with slow_stream(torch.bfloat16, num_staging_buffers=1) as opened:
         yield opened
 
 

@@ -16,7 +16,7 @@ from tests.unit.updates.slow_stream import WAIT_SECONDS, Gradients, SlowStream, 
 
 
 def _around_updates(bench: SlowStream, around: Callable[[Callable[[], Any], dict[str, Any]], Any]) -> None:
-    """Let ``around(update, scalars)`` call the optimizer's update of each piece."""
+    """Let ``around(update, scalars)`` call the optimizer's update of each slice."""
     update = bench.updater.update
 
     def called(
@@ -42,7 +42,7 @@ def test_the_first_error_is_told_when_nobody_updates_any_more(num_workers: int) 
             raise TimeoutError("nobody went on")
         raise ArithmeticError("the second")
 
-    with slow_stream(torch.float32, num_pages=12, num_workers=num_workers) as bench:
+    with slow_stream(torch.float32, num_staging_buffers=12, num_workers=num_workers) as bench:
         _around_updates(bench, around)
         jobs = [bench.job(unit, {0: 1.0}) for unit in bench.units]
         for job in jobs:
@@ -63,7 +63,7 @@ def test_the_first_error_is_told_when_nobody_updates_any_more(num_workers: int) 
         with pytest.raises(ArithmeticError, match="the first of two"):
             bench.stream.submit(bench.job(bench.units[0], {0: 1.0}))
         bench.swapper.flush()
-        soon(lambda: bench.arena.statistics().num_leased == 0)
+        soon(lambda: bench.staging_pool.statistics().num_leased == 0)
 
 
 def _gradients(jobs: Sequence[Any]) -> list[Gradients]:
@@ -81,13 +81,13 @@ def test_each_worker_computes_on_one_thread_and_as_the_training_thread_does() ->
         seen.add((name, torch.get_num_threads(), flushes_denormals(), torch.is_grad_enabled()))
         return update()
 
-    with slow_stream(torch.float32, num_pages=12, num_workers=3) as bench:
+    with slow_stream(torch.float32, num_staging_buffers=12, num_workers=3) as bench:
         _around_updates(bench, around)
         for flushes in (False, True):
             if not torch.set_flush_denormal(flushes):
                 pytest.skip("this processor cannot flush denormals")
             seen.clear()
-            for unit in bench.units:  # three chunks each, with one piece of the first parameter
+            for unit in bench.units:  # three chunks each, with one slice of the first parameter
                 bench.stream.submit(bench.job(unit, {0: 1.0}))
             bench.stream.drain()
             torch.set_flush_denormal(False)
@@ -104,5 +104,5 @@ def test_a_page_stays_while_its_weights_are_on_their_way_though_the_next_update_
         bench.stream.submit(job)
         with pytest.raises(ArithmeticError, match="the optimizer failed"):
             wait_for(job)
-        soon(lambda: bench.arena.statistics().num_leased == 0)
-        assert device.num_lazy == 1, "a page went back before its copy had run"
+        soon(lambda: bench.staging_pool.statistics().num_leased == 0)
+        assert device.num_lazy == 1, "a staging buffer went back before its copy had run"

@@ -31,7 +31,10 @@ def _ranks(directory: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, 
         for step in range(3):
             engine.backward(loss_of(engine(**make_batch(step))))
             engine.step()
-        forward = [engine._pager.residency.units[index].name for index in engine._pager.residency.forward_order()]
+        forward = [
+            engine._coordinator.parameter_cache.units[index].name
+            for index in engine._coordinator.parameter_cache.forward_order()
+        ]
     assert set(ranks) == set(forward)
     return {name: ranks[name] for name in forward}
 

@@ -72,7 +72,7 @@ def test_a_sum_that_nobody_closed_is_whole_for_the_update(
             handle = source.prepare(chunk, scratch)
             assert handle is not None
             handle.wait()
-            for piece in chunk.pieces:
+            for piece in chunk.slices:
                 assert set(scratch[piece.offset : piece.offset + piece.numel].tolist()) == {3.0 + step}
         source.release()
         with pytest.raises(KeyError):

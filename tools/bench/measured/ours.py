@@ -70,7 +70,7 @@ class Ours(Program):
         reports, self._reports = self._reports, []
         if self._timeline is not None:
             self._engine.save_timeline(self._timeline)
-        return [_plain(report) | _shares(report) for report in reports[1:] or reports]
+        return [_plain(report) | _shards(report) for report in reports[1:] or reports]
 
     def describe(self) -> dict[str, Any]:
         """The engine's plan and last report, as far as they are plain numbers."""
@@ -90,7 +90,7 @@ class Ours(Program):
         self._engine.close(restore_weights=False)
 
 
-def _shares(report: Any) -> dict[str, Any]:
+def _shards(report: Any) -> dict[str, Any]:
     names = ("compute_share", "drive_busy_share", "read_busy_share", "write_busy_share", "optimizer_share")
     return {name: getattr(report, name) for name in names} | {"bound_by": report.bound_by}
 

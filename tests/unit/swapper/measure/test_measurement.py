@@ -163,12 +163,12 @@ def test_other_stripes_cover_only_what_is_used(tmp_path: Path) -> None:
     owner = Volume([tmp_path / "a", tmp_path / "b"], 16 << 20, stripe_bytes=4 << 20)
     try:
         used = [0, 0]
-        for column, offset, low, high in owner.pieces(0, 8 << 20):
+        for column, offset, low, high in owner.file_ranges(0, 8 << 20):
             used[column] = max(used[column], offset + high - low)
         for stripe_bytes in (64 << 10, 12288, 4 << 20):
             borrowed = BorrowedVolume(owner, 8 << 20, stripe_bytes)
             assert 0.9 * (8 << 20) < borrowed.capacity_bytes <= 8 << 20
-            pieces = borrowed.pieces(0, borrowed.capacity_bytes)
+            pieces = borrowed.file_ranges(0, borrowed.capacity_bytes)
             assert {high - low for *_, low, high in pieces} == {stripe_bytes}
             assert all(offset + high - low <= used[column] for column, offset, low, high in pieces)
             assert len({each[:2] for each in pieces}) == len(pieces), "two addresses for one place"

@@ -53,13 +53,13 @@ def test_is_private_and_not_inherited_by_children() -> None:
 
 def test_the_peak_is_the_most_that_regions_had_at_one_time() -> None:
     gc.collect()  # regions of other tests
-    AlignedRegion.take_peak_bytes()
-    before = AlignedRegion.take_peak_bytes()
+    AlignedRegion.pop_peak_bytes()
+    before = AlignedRegion.pop_peak_bytes()
     first, second = AlignedRegion(_LARGE), AlignedRegion(1)
     first.release()
     third = AlignedRegion(ALIGNMENT)
-    assert AlignedRegion.take_peak_bytes() == before + _LARGE + ALIGNMENT
-    assert AlignedRegion.take_peak_bytes() == before + 2 * ALIGNMENT, "it begins anew with what there is"
+    assert AlignedRegion.pop_peak_bytes() == before + _LARGE + ALIGNMENT
+    assert AlignedRegion.pop_peak_bytes() == before + 2 * ALIGNMENT, "it begins anew with what there is"
     del second, third
 
 

@@ -205,7 +205,7 @@ def test_all_that_wait_for_each_other_behind_what_hangs_end_at_once() -> None:
         assert all(isinstance(handle.error, StallError) for handle in handles)
         _write(swapper, extent, 2)  # finds what hangs again
         assert len(swapper._scheduler._active) == len(backend.open) == 1
-        while swapper._scheduler.pending.take() is not None:
+        while swapper._scheduler.pending.pop() is not None:
             pass
         backend.complete_all()
         _write(swapper, extent, 2)
@@ -238,7 +238,7 @@ def test_nothing_at_the_backend_touches_what_is_written_there(seed: int) -> None
                 assert apart or Direction.WRITE not in (one.direction, other.direction)
         backend.complete_all()
         assert not scheduler._active
-        while scheduler.pending.take() is not None:
+        while scheduler.pending.pop() is not None:
             pass
 
 

@@ -30,7 +30,7 @@ _CAPACITY = 64 * _BLOCK
 _CONFIG = SwapperConfig(request_bytes=_BLOCK, deadline_seconds=LONG_SECONDS)
 _clocks: list[contextlib.ExitStack] = []
 # A machine with more work than cores is slow, and only that: no test may fail for it.
-_PATIENCE_SECONDS = 20.0
+_TIMEOUT_SECONDS = 20.0
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_what_finds_the_backend_full_of_hung_transfers_is_told_so() -> None:
     for handle in waiting:
         with pytest.raises(StallError, match="is behind a transfer that hangs in host memory"):
             handle.wait()
-    assert time.monotonic() - started < _PATIENCE_SECONDS
+    assert time.monotonic() - started < _TIMEOUT_SECONDS
     behind.wait()
     for handle in hung:
         with pytest.raises(StallError, match="saw no answer"):
@@ -140,7 +140,7 @@ def test_what_a_stall_sets_free_is_started() -> None:
     swapper, backend, extent = _opened()
     backend.add(FaultRule(direction=Direction.WRITE, hangs=True, times=1))
     swapper.write(extent, _bytes(1))
-    swapper._scheduler.pending.take()
+    swapper._scheduler.pending.pop()
     behind = swapper.write(extent, _bytes(2))
     third = swapper.write(extent, _bytes(1, 9), offset=_BLOCK)
     wait_until(third.done)
@@ -192,8 +192,8 @@ def test_close_with_a_hung_transfer_ends_and_everybody_is_told(caplog: pytest.Lo
     started = time.monotonic()
     with caplog.at_level(logging.ERROR):
         swapper.close()
-    thread.join(_PATIENCE_SECONDS)
-    assert time.monotonic() - started < _PATIENCE_SECONDS
+    thread.join(_TIMEOUT_SECONDS)
+    assert time.monotonic() - started < _TIMEOUT_SECONDS
     assert all(handle.done() for handle in handles)
     assert [type(error) for error in errors] in ([SwapperClosedError], [StallError])
     assert "closed while transfers hang" in caplog.text
@@ -211,7 +211,7 @@ def test_neither_direction_starves_when_the_other_occupies_all_its_workers(
 
     def waiting(*arguments: object) -> int:
         num_blocked.append(1)
-        may_go.wait(_PATIENCE_SECONDS)
+        may_go.wait(_TIMEOUT_SECONDS)
         return real(*arguments)
 
     with Swapper.open([tmp_path], _CAPACITY, SwapperConfig(num_threads=2, request_bytes=_BLOCK)) as swapper:
@@ -222,7 +222,7 @@ def test_neither_direction_starves_when_the_other_occupies_all_its_workers(
         wait_until(lambda: len(num_blocked) == 2)
         other = swapper.write if blocked is Direction.READ else swapper.read
         for block in range(16, 32):
-            other(extent, _bytes(), offset=block * _BLOCK).wait(_PATIENCE_SECONDS)
+            other(extent, _bytes(), offset=block * _BLOCK).wait(_TIMEOUT_SECONDS)
         assert not any(handle.done() for handle in slow)
         may_go.set()
         for handle in slow:

@@ -34,17 +34,17 @@ def test_no_block_is_written_to_reserve_space(
     file = BlockFile(path, 3 * _BLOCK_BYTES)
     assert (path.stat().st_size, path.stat().st_blocks > 0) == (3 * _BLOCK_BYTES, refusal is None)
     with BlockThreads(_BLOCK_BYTES) as threads:
-        block = threads.take()
+        block = threads.acquire_block()
         block[:] = 7
         threads.write(file, block, _BLOCK_BYTES, 2 * _BLOCK_BYTES, lambda: None)
         threads.finish()
-    file.let_go()
+    file.release()
     assert path.read_bytes() == bytes(2 * _BLOCK_BYTES) + b"\7" * _BLOCK_BYTES
 
 
 def test_a_full_drive_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch_file, "_fallocate", None)
-    BlockFile(tmp_path / "file", _BLOCK_BYTES).let_go()
+    BlockFile(tmp_path / "file", _BLOCK_BYTES).release()
 
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

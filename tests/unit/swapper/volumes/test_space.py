@@ -120,7 +120,7 @@ def test_too_little_in_all_of_them_names_what_each_can_give(paths: list[Path], o
         Volume(wanted, 12 * _STRIPE, stripe_bytes=_STRIPE)
     error = caught.value
     assert (error.needed_bytes, error.free_bytes, error.directory) == (12 * _STRIPE, 11 * _STRIPE, paths[2])
-    assert error.shares == (
+    assert error.capacities == (
         (paths[0], 5 * _STRIPE, "free"),
         (paths[1], 4 * _STRIPE, "its capacity_bytes"),
         (paths[2], 2 * _STRIPE, "free"),
@@ -164,7 +164,7 @@ def test_what_cannot_be_reserved_after_all_goes_to_the_others(
     limits = [Directory(path, capacity_bytes=10 * _STRIPE) for path in paths]
     with pytest.raises(VolumeTooSmallError, match=r"found when reserving") as caught:
         Volume(limits, 30 * _STRIPE, stripe_bytes=_STRIPE)
-    assert caught.value.shares[1][1] < 10 * _STRIPE
+    assert caught.value.capacities[1][1] < 10 * _STRIPE
 
 
 def test_bytes_of_uneven_drives_come_back(paths: list[Path]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swapper import ALIGNMENT, AlignedRegion, StagingArena, Swapper, Volume
+from swapper import ALIGNMENT, AlignedRegion, StagingPool, Swapper, Volume
 from swapper.backends.memory import MemoryBackend
 from swapper.backends.uring import memory_slots as memory_slots_module
 from swapper.backends.uring.backend import UringBackend
@@ -28,7 +28,7 @@ pytestmark = needs_uring
 def test_registered_memory_takes_the_fixed_path_and_the_bytes_are_right(backend: UringBackend) -> None:
     region = AlignedRegion(16 * ALIGNMENT)
     inside, outside = region.array(), aligned_bytes(16 * ALIGNMENT)
-    give_back = backend.register_memory(region)
+    unregister = backend.register_memory(region)
     inside[:] = random_bytes(inside.size, 1)
     write(backend, 0, inside[ALIGNMENT : 5 * ALIGNMENT])
     assert backend.num_fixed == 1
@@ -41,8 +41,8 @@ def test_registered_memory_takes_the_fixed_path_and_the_bytes_are_right(backend:
     assert backend.num_fixed == 2
     assert np.array_equal(outside[: 4 * ALIGNMENT], inside[12 * ALIGNMENT :])
     assert not inside[: 12 * ALIGNMENT].any()
-    give_back()
-    give_back()
+    unregister()
+    unregister()
     write(backend, 0, inside)
     assert backend.num_fixed == 2
 
@@ -51,14 +51,14 @@ def test_registered_memory_stays_mapped_until_it_is_given_back(backend: UringBac
     region = AlignedRegion(4 * ALIGNMENT)
     mapping = weakref.ref(region._mapping)
     array = region.array()
-    give_back = backend.register_memory(region)
+    unregister = backend.register_memory(region)
     region.release()
     array[:] = 7
     write(backend, 0, array)
     del array
     gc.collect()
     assert mapping() is not None, "another mapping at this address would be read from other pages"
-    give_back()
+    unregister()
     assert mapping() is None
 
 
@@ -66,10 +66,10 @@ def test_registered_memory_is_let_go_when_the_backend_is_closed(tmp_path: Path) 
     backend = UringBackend(Volume([tmp_path], 1 << 20))
     region = AlignedRegion(ALIGNMENT)
     mapping = weakref.ref(region._mapping)
-    give_back = backend.register_memory(region)
+    unregister = backend.register_memory(region)
     region.release()
     assert backend.close(_SECONDS) and mapping() is None
-    give_back()
+    unregister()
     assert backend.register_memory(AlignedRegion(ALIGNMENT)) is not None, "too late, but no reason to raise"
 
 
@@ -151,18 +151,18 @@ def test_memory_is_registered_as_a_whole_or_not_at_all(monkeypatch: pytest.Monke
 
 def test_an_arena_is_registered_through_the_swapper_until_it_is_closed(tmp_path: Path) -> None:
     backend = UringBackend(Volume([tmp_path], 1 << 20))
-    with Swapper(BackendWrapper(backend)) as swapper, StagingArena(ALIGNMENT, 4) as arena:
-        arena.register_with(swapper.register_memory)
+    with Swapper(BackendWrapper(backend)) as swapper, StagingPool(ALIGNMENT, 4) as staging_pool:
+        staging_pool.register_with(swapper.register_memory)
         extent = swapper.allocate(ALIGNMENT, "x")
-        with arena.lease() as page:
+        with staging_pool.lease() as page:
             page.tensor.fill_(9)
             swapper.write(extent, page.tensor).wait()
             swapper.read(extent, page.tensor).wait()
             assert (page.tensor == 9).all()
         assert backend.num_fixed == 2
-        mapping = weakref.ref(arena._region._mapping)
+        mapping = weakref.ref(staging_pool._region._mapping)
         del page
-        arena.close()
+        staging_pool.close()
         gc.collect()
         assert mapping() is None
     with Swapper(MemoryBackend(ALIGNMENT)) as swapper:

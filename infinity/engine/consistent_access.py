@@ -17,13 +17,13 @@ from infinity.checkpoint.state_access import StateAccess
 from infinity.checkpoint.stored_weights import StoredWeights
 from infinity.distributed.collectives import Ranks
 from infinity.engine.resources import EngineResources
-from infinity.loop.pager import Pager, Preconditions
+from infinity.loop.parameter_coordinator import ParameterCoordinator, Preconditions
 from infinity.threads.engine_lock import locked
 from infinity.updates.stream import UpdateStream
 
 
 @dataclass(eq=False)
-class SettledAccess:
+class ConsistentAccess:
     """`StateAccess` under the engine lock, after all that is pending.
 
     It keeps states and main weights for the optimizer, and gathers parameters for
@@ -34,7 +34,7 @@ class SettledAccess:
         data_ranks: The processes that have the same part of the model, each with its own data.
     """
 
-    _pager: Pager
+    _coordinator: ParameterCoordinator
     _access: StateAccess
     _stored: StoredWeights
     _stream: UpdateStream
@@ -46,17 +46,17 @@ class SettledAccess:
     @locked
     def flush(self) -> None:
         """See `Engine.flush`."""
-        self._preconditions.check_settled()
-        clock, residency = self._pager.clock, self._pager.residency
+        self._preconditions.check_consistent()
+        clock, parameter_cache = self._coordinator.clock, self._coordinator.parameter_cache
         with clock.waiting("update"):
-            self._stream.drain(residency.attach_wanted)
-        for unit in residency.units:
+            self._stream.drain(parameter_cache.attach_wanted)
+        for unit in parameter_cache.units:
             self._stored.store_gathered(unit)
         with clock.waiting("write"):
             self._storage.flush()
-        residency.collect_all()
+        parameter_cache.collect_all()
         self._stored.before_writes()
-        self._pager.pause()  # who walks through all states gets copies of them, one parameter's after the other
+        self._coordinator.pause()  # who walks through all states gets copies of them, one parameter's after the other
 
     def has_place(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter can have optimizer state: it was trainable, or in a group, in `initialize`."""
@@ -99,11 +99,11 @@ class SettledAccess:
     @contextlib.contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter], *, compares: bool = False) -> Iterator[None]:
         """The parameters hold their full weights inside the ``with`` block. See `infinity.GatheredParameters`."""
-        with self._pager.lock.held("gathering parameters"):
+        with self._coordinator.lock.held("gathering parameters"):
             self.flush()
             gathered = self._access.gather(parameters, compares=compares)
             try:
-                with self._pager.gathering():
+                with self._coordinator.gathering():
                     yield
             finally:
                 self._stored.before_writes()

@@ -27,14 +27,14 @@ class Download(Generic[Purpose]):
 
     purpose: Purpose
     values: list[torch.Tensor]
-    """1-D, of host memory: what the sources hold, once `Landing.is_first_done` or `Landing.await_first` says so."""
+    """1-D, of host memory: what the sources hold, once `DownloadRing.is_first_done` or `DownloadRing.await_first` says so."""
     begin: int
     end: int
     """Their bytes of the ring."""
     fence: Fence
 
 
-class Landing(Generic[Purpose]):
+class DownloadRing(Generic[Purpose]):
     """A ring of memory: what is started first is taken first, and as much is on its way as there is room for.
 
     All copies go on one stream of the device, so whatever is started later comes behind what was in its memory before.
@@ -84,7 +84,7 @@ class Landing(Generic[Purpose]):
         """Return when it is there."""
         self._device.synchronize(self.coming[0].fence)
 
-    def take_first(self) -> Download[Purpose]:
+    def pop_first(self) -> Download[Purpose]:
         """Take it out, whether it is there or not. Its memory is that of whatever is started next."""
         return self.coming.popleft()
 

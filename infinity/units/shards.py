@@ -1,4 +1,4 @@
-"""Which rank keeps the optimizer state of which elements, and updates those: a share of every unit.
+"""Which rank keeps the optimizer state of which elements, and updates those: a shard of every unit.
 
 Pure arithmetic: knows layouts and numbers of ranks; must not know processes, files or what an update is.
 
@@ -6,7 +6,7 @@ Pure arithmetic: knows layouts and numbers of ranks; must not know processes, fi
     |     place 0     |     place 1     |     place 2     |     place 3     |
     rank r has the place (r + index of the unit) modulo the number of ranks: so what cannot be divided evenly goes around
 
-A share follows from the model, its units and the number of ranks alone, never from budgets or drives: all ranks know those
+A shard follows from the model, its units and the number of ranks alone, never from budgets or drives: all ranks know those
 of all.
 """
 
@@ -19,19 +19,19 @@ from infinity.units.layout import CHUNK_GRANULE, SEGMENT_GRANULE_BYTES, SLOT_GRA
 from infinity.units.unit import Unit
 
 NUM_SERVED = 3
-"""Shares of weights that are kept in memory at a time for other ranks."""
+"""Shards of weights that are kept in memory at a time for other ranks."""
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The shares of ``num`` ranks, of which this process is ``index``. With one rank, or none that share, it has all."""
+class Shards:
+    """The shards of ``num`` ranks, of which this process is ``index``. With one rank, or none that share, it has all."""
 
     index: int = 0
     num: int = 1
 
     @property
     def is_divided(self) -> bool:
-        """Whether there are several shares."""
+        """Whether there are several shards."""
         return self.num > 1
 
     def span(self, unit: Unit, rank: int | None = None) -> tuple[int, int]:
@@ -39,7 +39,7 @@ class Shares:
 
         Args:
             unit: whose.
-            rank: whose share; None: that of this process.
+            rank: whose shard; None: that of this process.
         """
         return self._part(unit, unit.layout.trainable_numel, CHUNK_GRANULE, rank)
 
@@ -51,7 +51,7 @@ class Shares:
 
         Args:
             unit: whose.
-            rank: whose share; None: that of this process.
+            rank: whose shard; None: that of this process.
         """
         found = []
         for segment in unit.layout.segments:
@@ -67,7 +67,7 @@ class Shares:
         return granules * place // self.num * granule, granules * (place + 1) // self.num * granule
 
     def spans(self, unit: Unit) -> list[tuple[int, int]]:
-        """The share of each rank, as `span` gives it."""
+        """The shard of each rank, as `span` gives it."""
         return [self.span(unit, rank) for rank in range(self.num)]
 
     def parts_of_parameter(self, unit: Unit, slot: Slot) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What is different for the pager where several micro-batches, which take turns, share a step.
+"""What is different for the coordinator where several micro-batches, which take turns, share a step.
 
 Knows at which moment of the step a unit is needed; must not know what is computed.
 """
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from infinity.activations.refusal import Refusal
+from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.errors import ModelError
-from infinity.paging.residency import Residency
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.units.layout import Slot
 from infinity.units.unit import Unit
 
@@ -27,14 +27,14 @@ present = _Present()
 
 
 @dataclass(eq=False)
-class SharedForward:
+class VerticalForward:
     """How the micro-batches of one vertical step share a forward and a backward. It stands for the writer meanwhile.
 
     What one micro-batch writes into weights all others would see, and in backward it would be written once more. So it is
     undone, and the step refused.
     """
 
-    _residency: Residency
+    _parameter_cache: ParameterCache
     _of_blocks: Container[int]
     """Indices of the units of blocks."""
     _moment: int | None = 0
@@ -59,10 +59,10 @@ class SharedForward:
         batch = present.micro_batch
         return batch is not None and not batch.is_inside and unit.index in self._of_blocks
 
-    def note_touch(self, unit: Unit) -> bool:
+    def on_touch(self, unit: Unit) -> bool:
         """The unit is needed now. Returns whether the step is in its backward, which is not always autograd's."""
         if self._moment is None:
-            self._residency.due.add(unit.index)
+            self._parameter_cache.due.add(unit.index)
             return True
         self.first_moments.setdefault(unit.index, self._moment)
         return False
@@ -74,15 +74,15 @@ class SharedForward:
         return True
 
     def store_written(self, unit: Unit) -> None:
-        raise Refusal(f"the model's forward writes to its parameter '{self.undo_writes(unit)}'")
+        raise UnsupportedSchedule(f"the model's forward writes to its parameter '{self.undo_writes(unit)}'")
 
     def undo_writes(self, unit: Unit) -> str | None:
         """The step is cut off: what was written into the unit's weights is undone. Returns a parameter's name if anything was."""
-        unit.note_changes()
+        unit.detect_writes()
         if not unit.dirty:
             return None
         fqn = unit.layout.slots[min(unit.dirty)].spec.fqn
-        stuck = self._residency.forget_changes(unit)
+        stuck = self._parameter_cache.forget_changes(unit)
         if stuck is not None:
             raise ModelError(
                 f"the model's forward writes to its parameter '{stuck.spec.fqn}', which forbids taking micro-batches together, "

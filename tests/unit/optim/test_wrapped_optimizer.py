@@ -11,7 +11,7 @@ import torch
 from torch.optim import SGD, Adagrad, AdamW
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError
-from infinity.optim.template import Template, build_template
+from infinity.optim.wrapped_optimizer import WrappedOptimizer, wrap_optimizer
 from tests.unit.optim.memory_backend import Section, group_index
 
 
@@ -20,8 +20,8 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
 
 
-def _build(source: Any, model: torch.nn.Module, model_parameters: Any = None) -> Template:
-    return build_template(source, model.named_parameters(), "cpu", model_parameters=model_parameters)
+def _build(source: Any, model: torch.nn.Module, model_parameters: Any = None) -> WrappedOptimizer:
+    return wrap_optimizer(source, model.named_parameters(), "cpu", model_parameters=model_parameters)
 
 
 _SOURCES = {
@@ -35,16 +35,16 @@ _SOURCES = {
 
 @pytest.mark.parametrize("kind", _SOURCES)
 def test_every_source_holds_the_models_own_parameters(kind: str, model: torch.nn.Module) -> None:
-    template = _build(_SOURCES[kind](model), model)
+    wrapped_optimizer = _build(_SOURCES[kind](model), model)
     params = list(model.parameters())
-    assert template.name == "AdamW"
-    assert all(one is other for one, other in zip(template.params(), params, strict=True))
-    assert [group_index(template, param) for param in params] == [0, 0, 0, 0]
-    assert template.fqn(params[2]) == "1.weight"
-    assert params[0] in template and torch.zeros(3) not in template
-    assert template.param_groups is template.optimizer.param_groups
-    assert template.param_groups[0]["lr"] == (1e-3 if kind == "class" else 0.5)
-    assert not template.optimizer.state
+    assert wrapped_optimizer.name == "AdamW"
+    assert all(one is other for one, other in zip(wrapped_optimizer.params(), params, strict=True))
+    assert [group_index(wrapped_optimizer, param) for param in params] == [0, 0, 0, 0]
+    assert wrapped_optimizer.fqn(params[2]) == "1.weight"
+    assert params[0] in wrapped_optimizer and torch.zeros(3) not in wrapped_optimizer
+    assert wrapped_optimizer.param_groups is wrapped_optimizer.optimizer.param_groups
+    assert wrapped_optimizer.param_groups[0]["lr"] == (1e-3 if kind == "class" else 0.5)
+    assert not wrapped_optimizer.optimizer.state
 
 
 @pytest.mark.parametrize("kind", ["section", "class", "partial"])
@@ -61,10 +61,10 @@ def test_known_classes_never_see_the_true_parameters(
 
     monkeypatch.setattr(Adagrad, "__init__", functools.wraps(construct)(watched))
     sources = {"section": Section("Adagrad", {"lr": 0.5}), "class": Adagrad, "partial": partial(Adagrad, lr=0.5)}
-    template = _build(sources[kind], model)
+    wrapped_optimizer = _build(sources[kind], model)
     assert sizes[-4:] == [1, 1, 1, 1] and set(sizes) == {1}
-    assert not template.optimizer.state
-    assert [tuple(param.shape) for param in template.params()] == [(3, 4), (3,), (2, 3), (2,)]
+    assert not wrapped_optimizer.optimizer.state
+    assert [tuple(param.shape) for param in wrapped_optimizer.params()] == [(3, 4), (3,), (2, 3), (2,)]
 
 
 def test_a_class_of_the_users_sees_the_true_parameters(model: torch.nn.Module) -> None:
@@ -74,8 +74,8 @@ def test_a_class_of_the_users_sees_the_true_parameters(model: torch.nn.Module) -
             large, small = [p for p in params if p.numel() > 4], [p for p in params if p.numel() <= 4]
             super().__init__([{"params": large, "weight_decay": 0.3}, {"params": small}], lr)
 
-    template = _build(partial(BySize, lr=0.1), model)
-    assert [group_index(template, param) for param in model.parameters()] == [0, 1, 0, 1]
+    wrapped_optimizer = _build(partial(BySize, lr=0.1), model)
+    assert [group_index(wrapped_optimizer, param) for param in model.parameters()] == [0, 1, 0, 1]
     with pytest.raises(ConfigError, match=r"optimizer BySize: .*lr"):
         _build(BySize, model)
 
@@ -90,10 +90,10 @@ class _CountsForAll(SGD):
 def test_groups_keep_their_options_and_the_users_dicts_stay_as_they_were(source: Any, model: torch.nn.Module) -> None:
     weights, biases = list(model.parameters())[::2], list(model.parameters())[1::2]
     groups = [{"params": weights, "lr": 0.25, "note": "w"}, {"params": iter(biases)}]
-    template = _build(source, model, groups)
-    assert [group["lr"] for group in template.param_groups] == [0.25, 0.5]
-    assert template.param_groups[0]["note"] == "w"
-    assert [group_index(template, param) for param in model.parameters()] == [0, 1, 0, 1]
+    wrapped_optimizer = _build(source, model, groups)
+    assert [group["lr"] for group in wrapped_optimizer.param_groups] == [0.25, 0.5]
+    assert wrapped_optimizer.param_groups[0]["note"] == "w"
+    assert [group_index(wrapped_optimizer, param) for param in model.parameters()] == [0, 1, 0, 1]
     assert groups[0] == {"params": weights, "lr": 0.25, "note": "w"} and groups[0]["params"] is weights
     assert list(groups[1]) == ["params"]
 
@@ -101,13 +101,13 @@ def test_groups_keep_their_options_and_the_users_dicts_stay_as_they_were(source:
 def test_one_group_and_one_parameter() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
     for given in (model.weight, {"params": model.weight}, {"params": [model.weight]}, model.parameters()):
-        template = _build(AdamW, model, given)
-        assert next(template.params()) is model.weight
+        wrapped_optimizer = _build(AdamW, model, given)
+        assert next(wrapped_optimizer.params()) is model.weight
 
 
 def test_named_parameters_keep_their_names(model: torch.nn.Module) -> None:
-    template = _build(AdamW, model, model.named_parameters())
-    assert template.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    wrapped_optimizer = _build(AdamW, model, model.named_parameters())
+    assert wrapped_optimizer.param_groups[0]["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
 def test_frozen_parameters_are_left_out_unless_given(model: torch.nn.Module) -> None:
@@ -123,9 +123,9 @@ def test_tied_parameters_count_once() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = model[0].weight
     named = list(model.named_parameters(remove_duplicate=False))
-    template = build_template(AdamW, named, "cpu")
-    assert len(list(template.params())) == 3
-    assert template.fqn(model[1].weight) == "0.weight"
+    wrapped_optimizer = wrap_optimizer(AdamW, named, "cpu")
+    assert len(list(wrapped_optimizer.params())) == 3
+    assert wrapped_optimizer.fqn(model[1].weight) == "0.weight"
 
 
 # --------------------------------------------------------------------------------------------------------- bad groups
@@ -136,9 +136,9 @@ def test_a_trainable_parameter_in_no_group(
     as_instance: bool, model: torch.nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     params = list(model.parameters())[:2]
-    template = _build(AdamW(params) if as_instance else AdamW, model, params)
+    wrapped_optimizer = _build(AdamW(params) if as_instance else AdamW, model, params)
     assert "2 trainable parameters are in no parameter group (the first is '1.weight')" in caplog.text
-    assert list(template.params()) == params and len(template.with_room()) == 4
+    assert list(wrapped_optimizer.params()) == params and len(wrapped_optimizer.with_states()) == 4
 
 
 class _Mine(torch.optim.Adafactor):
@@ -199,7 +199,7 @@ def test_state_of_a_bfloat16_optimizer_becomes_float32() -> None:
     optimizer = AdamW(model.parameters())
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
-    ((_, state),) = _build(optimizer, model).take_initial_states()
+    ((_, state),) = _build(optimizer, model).pop_initial_states()
     assert {name: value.dtype for name, value in state.items()} == {
         "step": torch.float32,
         "exp_avg": torch.float32,
@@ -218,6 +218,6 @@ def test_numbers_written_into_states_are_kept_though_their_step_is_0(
     for state in optimizer.state.values():
         state["step"].zero_()
     expected = {param: dict(state) for param, state in optimizer.state.items()}
-    taken = dict(_build(optimizer, model).take_initial_states())
+    taken = dict(_build(optimizer, model).pop_initial_states())
     assert list(taken) == list(model.parameters())
     assert all(torch.equal(taken[param][name], value) for param in taken for name, value in expected[param].items())

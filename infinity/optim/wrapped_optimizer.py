@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigError, ModelError, OptimizerNotPageableError
 from infinity.optim.classes import Muon, is_for_muon
+from infinity.optim.executor import OptimizerExecutor, hyperparameters, one_element, refuse_common
 from infinity.optim.groups import Groups, Members, TiledGroups
 from infinity.optim.main_weights import MAIN_WEIGHT, with_main_weight, without_main_weight
 from infinity.optim.registry import Section, is_known, refuse_not_pageable, refuse_wrapper, resolve
-from infinity.optim.worker import Worker, hyperparameters, one_element, refuse_common
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 OptimizerSource: TypeAlias = "Section | Optimizer | type[Optimizer] | Callable[[Any], Optimizer]"
 
 
-class Template:
+class WrappedOptimizer:
     """Hyperparameters by group, and which parameter is in which group, as they are at the moment.
 
     It knows an optimizer instance that never steps and holds no state; it must not know where state is kept.
@@ -55,7 +55,7 @@ class Template:
         initial = {0.0, *(group.get("initial_accumulator_value", 0.0) for group in optimizer.param_groups)}
         self._initial = initial if is_known(type(optimizer)) else None
         if all(self._is_untouched(state) for state in optimizer.state.values()):
-            # What a constructor filled in: each piece's first step does it again, exactly.
+            # What a constructor filled in: each slice's first step does it again, exactly.
             self._untouched = dict(optimizer.state)
             optimizer.state.clear()
         self.started = {
@@ -67,7 +67,7 @@ class Template:
         self._fqns = dict(fqns)
         self._known = frozenset(map(id, self._fqns))
         self._members = Members(optimizer.param_groups, self._known)
-        self._keeps_room: dict[Parameter, None] = {}
+        self._reserved: dict[Parameter, None] = {}
 
     @property
     def name(self) -> str:
@@ -84,20 +84,20 @@ class Template:
         for group in self.param_groups:
             yield from group["params"]
 
-    def keep_room(self, parameters: Iterable[Parameter]) -> None:
+    def reserve_states(self, parameters: Iterable[Parameter]) -> None:
         """These have room and keep it where all is laid out anew, though they may have left their groups meanwhile."""
-        self._keeps_room = dict.fromkeys(parameters)
+        self._reserved = dict.fromkeys(parameters)
 
-    def keeps_room(self, parameter: Parameter) -> bool:
-        """Whether `keep_room` has named it."""
-        return parameter in self._keeps_room
+    def has_reserved_states(self, parameter: Parameter) -> bool:
+        """Whether `reserve_states` has named it."""
+        return parameter in self._reserved
 
-    def with_room(self) -> list[Parameter]:
+    def with_states(self) -> list[Parameter]:
         """What gets room for main weights and states: what is in a group, or may come into one, and what has it already."""
         if not self.param_groups:
             return []
         trainable = (parameter for parameter in self._fqns if parameter.requires_grad)
-        return list(dict.fromkeys([*self.params(), *self._keeps_room, *trainable]))
+        return list(dict.fromkeys([*self.params(), *self._reserved, *trainable]))
 
     def members(self) -> Members:
         """Which parameter is in which group now."""
@@ -157,7 +157,7 @@ class Template:
             for name, value in self.started.get(param, {}).items()
         }
 
-    def take_initial_states(self) -> Iterator[tuple[Parameter, dict[str, Any]]]:
+    def pop_initial_states(self) -> Iterator[tuple[Parameter, dict[str, Any]]]:
         """Move out the state that the optimizer had when it was passed in: of a training that goes on.
 
         Yields:
@@ -165,7 +165,7 @@ class Template:
             weight under `MAIN_WEIGHT` if one came with it. What is yielded is no longer referenced from here but for main
             weights, so memory goes as the caller goes on.
         """
-        worker = Worker(self.optimizer)
+        executor = OptimizerExecutor(self.optimizer)
         groups = self.read()
         for param in list(self.params()):
             state, main = without_main_weight(self.optimizer.state.pop(param, None) or {})
@@ -175,7 +175,7 @@ class Template:
                 large = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
                 small = {name: one_element() if name in large else value for name, value in state.items()}
                 # Step counts may have to move to where updates run.
-                loaded = worker.load(groups.of(param) or {}, small, one_element(self.device))
+                loaded = executor.load(groups.of(param) or {}, small, one_element(self.device))
                 self._taken[param] = {name: value.dtype for name, value in large.items()}
                 with_main = {} if main is None else {MAIN_WEIGHT: main}
                 yield param, {name: _as_main(large.get(name, value)) for name, value in loaded.items()} | with_main
@@ -197,8 +197,8 @@ class Template:
             if isinstance(value, Tensor) and value.dim() > 0
         )
 
-    def give_back_states(self, read: Callable[[Parameter], Mapping[str, Any]]) -> None:
-        """Undo `take_initial_states`: the optimizer has its states again, in the dtypes that they had.
+    def restore_states(self, read: Callable[[Parameter], Mapping[str, Any]]) -> None:
+        """Undo `pop_initial_states`: the optimizer has its states again, in the dtypes that they had.
 
         Args:
             read: gives a state that was taken, from where it was put.
@@ -208,27 +208,27 @@ class Template:
             given = {name: value.to(dtypes[name]) if name in dtypes else value for name, value in state.items()}
             main = self._taken_mains.get(param)
             self.optimizer.state[param] = given if main is None else with_main_weight(given, main)
-        self.give_back_untouched()
+        self.restore_untouched()
 
-    def give_back_untouched(self) -> None:
+    def restore_untouched(self) -> None:
         """The optimizer has the states again that its constructor made."""
         self.optimizer.state.update(self._untouched)
 
     def forget_untouched(self) -> None:
-        """`give_back_states` will not be called."""
+        """`restore_states` will not be called."""
         self._untouched.clear()
         self._taken_mains.clear()
 
 
-def build_template(
+def wrap_optimizer(
     source: OptimizerSource,
     named_params: Iterable[tuple[str, Parameter]],
     device: torch.device | str,
     *,
     model_parameters: Iterable[Any] | None = None,
     tiled: TiledGroups | None = None,
-) -> Template:
-    """Make the template from what the user gave.
+) -> WrappedOptimizer:
+    """Make the wrapped optimizer from what the user gave.
 
     A known class (from the config, passed, or in a `functools.partial`) is constructed on one-element stand-ins for the
     parameters, because some constructors allocate the whole state (Adagrad). Any other class or callable gets the true
@@ -275,7 +275,7 @@ def build_template(
                 f"group {index} has differentiable=True, and no graph is kept through an update",
                 cure="Leave `differentiable` out",
             )
-    return Template(optimizer, fqns, device, tiled)
+    return WrappedOptimizer(optimizer, fqns, device, tiled)
 
 
 def _same(optimizer: Optimizer) -> Optimizer:
@@ -295,14 +295,14 @@ class _Absent(Optimizer):
         raise RuntimeError("there is no optimizer")
 
 
-def absent_template(named_params: Iterable[tuple[str, Parameter]], device: torch.device) -> Template:
+def no_optimizer(named_params: Iterable[tuple[str, Parameter]], device: torch.device) -> WrappedOptimizer:
     """That of an engine that updates nothing, for a model that is evaluated only: no groups, no states.
 
     Args:
         named_params: all parameters of the model.
         device: where updates would run.
     """
-    return Template(_Absent(), _names_of(named_params), device)
+    return WrappedOptimizer(_Absent(), _names_of(named_params), device)
 
 
 def _names_of(named_params: Iterable[tuple[str, Parameter]]) -> dict[Parameter, str]:

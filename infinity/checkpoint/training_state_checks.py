@@ -17,7 +17,7 @@ _KINDS = {
 }
 
 
-def check_rest(found: Any) -> None:
+def check_training_state(found: Any) -> None:
     """See that a checkpoint's values have the types that the rest of the package expects.
 
     Raises:
@@ -46,7 +46,7 @@ def check_rest(found: Any) -> None:
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:
-    """See that they are numbers. Raises as `check_rest` does."""
+    """See that they are numbers. Raises as `check_training_state` does."""
     scale = counters["loss_scale"]
     if not all(type(counters[name]) is int and 0 <= counters[name] < 1 << 62 for name in _COUNTERS):
         raise ValueError("'counters' hold something else than counts")

@@ -1,4 +1,4 @@
-"""Updating a parameter piece by piece with the user's own optimizer."""
+"""Updating a parameter slice by slice with the user's own optimizer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from infinity.errors import ConfigError, OptimizerNotPageableError
 from infinity.numerics.state_format import StateFormat
 from infinity.optim.classes import Lion
+from infinity.optim.executor import MEMBERSHIP_KEYS, OptimizerExecutor, copy_scalar, hyperparameters, same_values
 from infinity.optim.probe import (
     StateSchema,
     advanced,
@@ -26,60 +27,65 @@ from infinity.optim.probe import (
     probe_groups,
 )
 from infinity.optim.registry import is_known, mixes_elements
-from infinity.optim.template import Template
-from infinity.optim.worker import MEMBERSHIP_KEYS, Worker, copy_scalar, hyperparameters, same_values
+from infinity.optim.wrapped_optimizer import WrappedOptimizer
 
 
-class PieceUpdater:
-    """Runs the template's optimizer class on one piece of one parameter at a time, or on one parameter (`mixes_elements`).
+class SliceUpdater:
+    """Runs the wrapped optimizer's class on one slice of one parameter at a time, or on one parameter (`mixes_elements`).
 
     It knows the optimizer's class and which state it keeps; it must not know where weights, gradients and state come
     from. `update` may be called from any thread, and from several at a time if `is_for_threads`. Nothing global is
     touched: no random generator, no thread count, no hook.
 
     Args:
-        template: gives class, attributes and hyperparameters. A class that is not one of the known ones is probed here.
+        wrapped_optimizer: gives class, attributes and hyperparameters. A class that is not one of the known ones is probed
+            here.
 
     Raises:
         OptimizerNotPageableError: a parameter's update depends on other parameters, or its state has another form than one
             value per element and single values.
     """
 
-    def __init__(self, template: Template) -> None:
-        self._template = template
-        self._worker = Worker(template.optimizer)
+    def __init__(self, wrapped_optimizer: WrappedOptimizer) -> None:
+        self._wrapped_optimizer = wrapped_optimizer
+        self._executor = OptimizerExecutor(wrapped_optimizer.optimizer)
         self._of_thread = threading.local()
-        self._device = template.device
+        self._device = wrapped_optimizer.device
         self._schemas: dict[tuple[Any, ...], StateSchema] = {}
         self._elementwise: frozenset[str] = frozenset()
-        self._is_known = is_known(type(template.optimizer))
-        self.mixes_elements = mixes_elements(type(template.optimizer))
+        self._is_known = is_known(type(wrapped_optimizer.optimizer))
+        self.mixes_elements = mixes_elements(type(wrapped_optimizer.optimizer))
         """Whether a parameter has to be updated as a whole: its elements' updates depend on each other."""
         self._is_laid_out = False
         """From the end of construction on others rely on `mixes_elements`."""
         if not self._is_known:
-            refuse_attributes_of_parameters(template.optimizer, template.params())
-        self._attributes = attributes_of(template.optimizer)
+            refuse_attributes_of_parameters(wrapped_optimizer.optimizer, wrapped_optimizer.params())
+        self._attributes = attributes_of(wrapped_optimizer.optimizer)
         self._has_moved = False
         tried: list[dict[str, Any]] = []
-        with _without_gradients(template.params()):  # whatever the optimizer holds on to, a trial is not to change it
-            for group in template.param_groups if not self._is_known else ():
-                worker = Worker(template.optimizer)  # forms of states are a better reason than bits that differ
-                learn_schema(worker, worker.training(hyperparameters(group)), self._device)
-            for group in template.param_groups:
+        # whatever the optimizer holds on to, a trial is not to change it
+        with _without_gradients(wrapped_optimizer.params()):
+            for group in wrapped_optimizer.param_groups if not self._is_known else ():
+                # forms of states are a better reason than bits that differ
+                executor = OptimizerExecutor(wrapped_optimizer.optimizer)
+                learn_schema(executor, executor.training(hyperparameters(group)), self._device)
+            for group in wrapped_optimizer.param_groups:
                 values = hyperparameters(group)
                 if not any(_behave_equally(other, values) for other in tried):
                     self._schemas.pop(_kind(values), None)  # a rule nobody knows may look at more than the kind
                     self.schema_under(values)
                     tried.append(values)
-            if len(template.param_groups) > 1 and not self._is_known:
-                schemas = [self.schema_under(hyperparameters(group)) for group in template.param_groups]
-                worker = Worker(template.optimizer)
+            if len(wrapped_optimizer.param_groups) > 1 and not self._is_known:
+                schemas = [self.schema_under(hyperparameters(group)) for group in wrapped_optimizer.param_groups]
+                executor = OptimizerExecutor(wrapped_optimizer.optimizer)
                 # Not copied: groups that share a tensor are tried with one that they share.
-                own = [{key: group[key] for key in group.keys() - MEMBERSHIP_KEYS} for group in template.param_groups]
-                probe_groups(worker, [*map(worker.training, own)], schemas, self._device)
+                own = [
+                    {key: group[key] for key in group.keys() - MEMBERSHIP_KEYS}
+                    for group in wrapped_optimizer.param_groups
+                ]
+                probe_groups(executor, [*map(executor.training, own)], schemas, self._device)
         if tried and not self._is_known and not self._has_moved:
-            raise self._worker.refusal(
+            raise self._executor.unpageable(
                 "its step() changes no weight in its own groups: it seems to pass the work on to another optimizer",
                 cure="Pass that one; what is done around its steps can be done in the training loop, to weights inside "
                 "`with infinity.GatheredParameters(...)`",
@@ -96,54 +102,55 @@ class PieceUpdater:
         """
         found = self._schemas.get(_kind(values))
         if found is None:
-            worker = Worker(self._template.optimizer)  # of its own: updates may be running in another thread
-            tried = values if self._is_known else worker.training(values)
-            found = learn_schema(worker, tried, self._device)
+            # of its own: updates may be running in another thread
+            executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
+            tried = values if self._is_known else executor.training(values)
+            found = learn_schema(executor, tried, self._device)
             if not self._is_known:
-                self._has_moved |= self._probe(worker, tried, found)
+                self._has_moved |= self._probe(executor, tried, found)
                 # What it counts in the group is no longer zero after a step: the trial has been there.
-                self._schemas[_kind(advanced(worker, tried, found, self._device))] = found
+                self._schemas[_kind(advanced(executor, tried, found, self._device))] = found
             self._schemas[_kind(values)] = found
             self._elementwise |= frozenset(found.elementwise)
         return found
 
-    def _probe(self, worker: Worker, values: Mapping[str, Any], schema: StateSchema) -> bool:
+    def _probe(self, executor: OptimizerExecutor, values: Mapping[str, Any], schema: StateSchema) -> bool:
         """Returns whether any weight was changed."""
         if not self.mixes_elements:
             try:
-                return probe(worker, values, schema, self._device, is_whole=False)
+                return probe(executor, values, schema, self._device, is_whole=False)
             except OptimizerNotPageableError:
                 if self._is_laid_out:
                     raise
-        has_moved = probe(worker, values, schema, self._device, is_whole=True)
+        has_moved = probe(executor, values, schema, self._device, is_whole=True)
         self.mixes_elements = True
         return has_moved
 
     @property
     def is_for_threads(self) -> bool:
-        """Whether pieces may be updated beside each other: of a class that nobody knows, instances may share memory.
+        """Whether slices may be updated beside each other: of a class that nobody knows, instances may share memory.
 
         Whole parameters go one at a time, each on as many threads as in plain torch: sums depend on their number.
         """
         return self._is_known and not self.mixes_elements
 
-    def _present_worker(self) -> Worker:
+    def _current_executor(self) -> OptimizerExecutor:
         """That of the calling thread, where several are allowed: a step is made in the worker's own groups and states."""
         if not self._is_known:
-            return self._worker
-        worker: Worker | None = getattr(self._of_thread, "worker", None)
-        if worker is None:
-            worker = self._of_thread.worker = Worker(self._template.optimizer)
-        return worker
+            return self._executor
+        executor: OptimizerExecutor | None = getattr(self._of_thread, "executor", None)
+        if executor is None:
+            executor = self._of_thread.executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
+        return executor
 
     def check_attributes(self) -> None:
         """Raise OptimizerNotPageableError if an attribute of the user's optimizer is another than in `initialize`."""
         if self._is_known:
             return
-        now = attributes_of(self._template.optimizer)
+        now = attributes_of(self._wrapped_optimizer.optimizer)
         for name in sorted(now.keys() | self._attributes.keys()):
             if not same_values(now.get(name), self._attributes.get(name)):
-                raise self._worker.refusal(
+                raise self._executor.unpageable(
                     f"its attribute '{name}' has changed since infinity.initialize, and updates go by what it was",
                     cure="Make it an entry of the parameter groups: those may change",
                 )
@@ -157,8 +164,9 @@ class PieceUpdater:
         """
         if self._is_known:
             return {}
-        worker = Worker(self._template.optimizer)  # of its own: updates may be running in another thread
-        after = advanced(worker, values, self.schema_under(values), self._device, has_gradient=has_gradient)
+        # of its own: updates may be running in another thread
+        executor = OptimizerExecutor(self._wrapped_optimizer.optimizer)
+        after = advanced(executor, values, self.schema_under(values), self._device, has_gradient=has_gradient)
         return {
             name: value for name, value in after.items() if name not in values or not same_values(value, values[name])
         }
@@ -169,7 +177,7 @@ class PieceUpdater:
 
     def state_names(self, group_index: int) -> tuple[str, ...]:
         """`names_under` the hyperparameters that this group has now."""
-        return self.names_under(hyperparameters(self._template.param_groups[group_index]))
+        return self.names_under(hyperparameters(self._wrapped_optimizer.param_groups[group_index]))
 
     def update(
         self,
@@ -179,17 +187,17 @@ class PieceUpdater:
         state: Mapping[str, Tensor] | None,
         scalars: Mapping[str, Any],
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Update one piece. The result has the bits that a step on the whole parameter gives these elements.
+        """Update one slice. The result has the bits that a step on the whole parameter gives these elements.
 
         Args:
-            group: hyperparameters of the parameter's group, see `Template.snapshot`. Not modified.
-            weight: float32, 1-D, of any device; starts at a multiple of `probe.PIECE_ALIGNMENT` elements from the parameter's
-                start and, unless it is the last piece, is such a multiple long. With `mixes_elements` it is the whole
+            group: hyperparameters of the parameter's group, see `WrappedOptimizer.snapshot`. Not modified.
+            weight: float32, 1-D, of any device; starts at a multiple of `probe.SLICE_ALIGNMENT` elements from the parameter's
+                start and, unless it is the last slice, is such a multiple long. With `mixes_elements` it is the whole
                 parameter, in its own shape. Changed in place.
             grad: like `weight`. It may be overwritten.
             state: a tensor like `weight` for each of `state_names`, changed in place. None in the parameter's first
                 step: then the optimizer makes them.
-            scalars: the parameter's, as they were before this step, the same for each piece. Not modified.
+            scalars: the parameter's, as they were before this step, the same for each slice. Not modified.
 
         Returns:
             The state (the given tensors, or new ones that the caller owns), and the scalars as they are after the step.
@@ -202,8 +210,8 @@ class PieceUpdater:
             before.update(state)
         own = (
             dict(group) if self._is_known else copy_scalar(dict(group))
-        )  # each piece counts in it from the same number on
-        (after,) = self._present_worker().run(own, [weight], [grad], [before])
+        )  # each slice counts in it from the same number on
+        (after,) = self._current_executor().run(own, [weight], [grad], [before])
         tensors: dict[str, Tensor] = {}
         advanced: dict[str, Any] = {}
         for name, value in after.items():
@@ -223,7 +231,7 @@ class PieceUpdater:
         return tensors, advanced
 
     def _grown(self, name: str) -> OptimizerNotPageableError:
-        return self._worker.refusal(
+        return self._executor.unpageable(
             f"its state '{name}' appeared after its place in storage was laid out",
             cure="Set hyperparameters that decide which state exists (momentum, amsgrad, centered) before "
             "infinity.initialize and don't change them between zero and nonzero",
@@ -268,7 +276,7 @@ def _kind(value: Any) -> tuple[Any, ...]:
 
 # ---------------------------------------------------------------------------------------------- attributes
 
-# What a class may look at besides its groups and states: attributes, its own and the parameters'. Updates run on pieces of
+# What a class may look at besides its groups and states: attributes, its own and the parameters'. Updates run on slices of
 # parameters, in a copy of the optimizer that was made in `initialize`. Neither sees what becomes of such attributes later.
 
 _OTHERWISE_KNOWN = frozenset({"state", "param_groups", "defaults", "step", "zero_grad", "_opt_called", "_step_count"})
@@ -310,7 +318,7 @@ def refuse_attributes_of_parameters(optimizer: Optimizer, params: Iterable[Tenso
         if any(id(key) in identities or (isinstance(key, int) and key in identities) for key in keys):
             raise OptimizerNotPageableError(
                 type(optimizer).__name__,
-                f"its attribute '{name}' is looked up by parameters, and the pieces that it updates are others",
+                f"its attribute '{name}' is looked up by parameters, and the slices that it updates are others",
                 cure="Put parameters that are treated alike into a group of their own, with an entry that says how; what "
                 "has a value for each element can be done to gradients before the step",
             )
@@ -319,7 +327,7 @@ def refuse_attributes_of_parameters(optimizer: Optimizer, params: Iterable[Tenso
     if found:
         raise OptimizerNotPageableError(
             type(optimizer).__name__,
-            f"it looks at the attribute '{found[0]}' of parameters, which the pieces that it updates do not have",
+            f"it looks at the attribute '{found[0]}' of parameters, which the slices that it updates do not have",
             cure="Put those parameters into a group of their own, with an entry that says the same",
         )
 
@@ -363,7 +371,9 @@ _ONE_BYTE: dict[type[Optimizer], frozenset[str]] = {
 """Running means, which forget what rounding did to them."""
 
 
-def check_parts(template: Template, updater: PieceUpdater, zero_stage: int, *, is_divided: bool) -> None:
+def check_parts(
+    wrapped_optimizer: WrappedOptimizer, updater: SliceUpdater, zero_stage: int, *, is_divided: bool
+) -> None:
     """Refuse parts of parameters where the optimizer wants whole ones.
 
     Raises:
@@ -371,19 +381,19 @@ def check_parts(template: Template, updater: PieceUpdater, zero_stage: int, *, i
     """
     if not updater.mixes_elements:
         return
-    if any(getattr(param, "is_part_of_dtensor", False) for param in template.params()):
+    if any(getattr(param, "is_part_of_dtensor", False) for param in wrapped_optimizer.params()):
         raise OptimizerNotPageableError(
-            template.name,
+            wrapped_optimizer.name,
             "it updates whole parameters, and with tensor parallelism by DTensors each rank has a part of them",
             cure="Take an optimizer that treats every element by itself (AdamW, SGD, Lion), or do not divide the model",
         )
     if is_divided:
         raise OptimizerNotPageableError(
-            template.name,
+            wrapped_optimizer.name,
             f"it updates whole parameters, and with zero_optimization.stage {zero_stage} each rank has a part of them",
             cure="Set zero_optimization.stage to 0: each rank then pages all states, and they train as one",
         )
-    cut = [tiled for tiled in template.tiled.tiled if not tiled.by_expert or tiled.tiles[0].requires_grad]
+    cut = [tiled for tiled in wrapped_optimizer.tiled.tiled if not tiled.by_expert or tiled.tiles[0].requires_grad]
     if cut:
         by_expert = all(tiled.by_expert for tiled in cut)
         key, cure = (
@@ -392,11 +402,11 @@ def check_parts(template: Template, updater: PieceUpdater, zero_stage: int, *, i
             else ("tile_above", "Remove infinity.tile_above")
         )
         raise OptimizerNotPageableError(
-            template.name, f"it updates whole parameters, and infinity.{key} makes several of one", cure=cure
+            wrapped_optimizer.name, f"it updates whole parameters, and infinity.{key} makes several of one", cure=cure
         )
 
 
-def check_state_format(form: StateFormat, template: Template, updater: PieceUpdater) -> None:
+def check_state_format(form: StateFormat, wrapped_optimizer: WrappedOptimizer, updater: SliceUpdater) -> None:
     """Refuse what rounding would break.
 
     Raises:
@@ -406,7 +416,7 @@ def check_state_format(form: StateFormat, template: Template, updater: PieceUpda
     """
     if form is StateFormat.FP32:
         return
-    cls = type(template.optimizer)
+    cls = type(wrapped_optimizer.optimizer)
     if updater.mixes_elements:
         raise ConfigError.value(
             _KEY,
@@ -414,8 +424,8 @@ def check_state_format(form: StateFormat, template: Template, updater: PieceUpda
             f"rounded states are opened part by part, and {cls.__name__} updates whole parameters",
             cure='Set it to "fp32"',
         )
-    for index, group in enumerate(template.param_groups):
-        if isinstance(template.optimizer, torch.optim.RMSprop) and group.get("centered"):
+    for index, group in enumerate(wrapped_optimizer.param_groups):
+        if isinstance(wrapped_optimizer.optimizer, torch.optim.RMSprop) and group.get("centered"):
             raise ConfigError.value(
                 _KEY,
                 form.value,

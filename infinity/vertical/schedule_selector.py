@@ -10,7 +10,7 @@ _FREE_FAILURES = 2
 _SUCCESSES_PER_FAILURE = 10
 
 
-class Suitability:
+class ScheduleSelector:
     """Counts steps that went vertically and steps that did not. A failure costs a forward: too many, and it is over."""
 
     def __init__(self, asked: str, reason_against: str | None) -> None:
@@ -38,12 +38,12 @@ class Suitability:
         """Whether the last step went vertically, under close watch or after one that did, so that the next one needs less."""
         return self._num_successes > 0 and not self._failed_last
 
-    def note_success(self) -> None:
+    def on_success(self) -> None:
         """A step went vertically."""
         self._num_successes += 1
         self._failed_last = False
 
-    def note_failure(self, reason: str, *, is_final: bool = False) -> None:
+    def on_failure(self, reason: str, *, is_final: bool = False) -> None:
         """A step had to be begun anew in the ordinary order; ``is_final``: so would be all that come."""
         self._failed_last = True
         self._num_failures += 1
@@ -58,7 +58,7 @@ class Suitability:
             level = logging.WARNING if self.is_asked else logging.INFO
             logger.log(level, "a step is done in the ordinary order: %s", reason)
 
-    def note_difference(self, what: str) -> bool:
+    def on_difference(self, what: str) -> bool:
         """Bits of a vertical step differ by this. Returns whether that is to be: the config asks for such steps; it is logged."""
         if self.is_asked and what not in self._said:
             self._said.add(what)

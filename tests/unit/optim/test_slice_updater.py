@@ -1,4 +1,4 @@
-"""Pieces against the whole, bit by bit, for every optimizer that is taken without a trial run."""
+"""Slices against the whole, bit by bit, for every optimizer that is taken without a trial run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from infinity.errors import OptimizerNotPageableError
 from infinity.optim.classes import Lamb, Lion, OneBitAdam, UncorrectedAdam
-from infinity.optim.piece import PieceUpdater, check_parts
-from infinity.optim.probe import PIECE_ALIGNMENT
+from infinity.optim.probe import SLICE_ALIGNMENT
 from infinity.optim.registry import is_known
-from infinity.optim.template import build_template
+from infinity.optim.slice_updater import SliceUpdater, check_parts
+from infinity.optim.wrapped_optimizer import wrap_optimizer
 from tests.unit.optim.memory_backend import cut, equal_bits, page_aligned
 
 _NUM_STEPS = 3
@@ -100,21 +100,21 @@ def _set_lr(optimizer: Optimizer, step: int) -> None:
     optimizer.param_groups[0]["lr"] = 3e-3 / (1 + step)
 
 
-def _updater(cls: type[Optimizer], arguments: dict[str, Any], device: str = "cpu") -> tuple[PieceUpdater, Optimizer]:
+def _updater(cls: type[Optimizer], arguments: dict[str, Any], device: str = "cpu") -> tuple[SliceUpdater, Optimizer]:
     make: Any = cls
     param = torch.nn.Parameter(torch.zeros(2, dtype=torch.float32, device=device))
-    template = build_template(make([param], **arguments), [("weight", param)], device)
-    return PieceUpdater(template), template.optimizer
+    wrapped_optimizer = wrap_optimizer(make([param], **arguments), [("weight", param)], device)
+    return SliceUpdater(wrapped_optimizer), wrapped_optimizer.optimizer
 
 
 class _Paged:
-    """A parameter in pieces: weight, gradient and each state in a page-aligned buffer at a multiple of 64 elements."""
+    """A parameter in slices: weight, gradient and each state in a page-aligned buffer at a multiple of 64 elements."""
 
-    def __init__(self, updater: PieceUpdater, weight: Tensor, offset: int, num_pieces: int) -> None:
+    def __init__(self, updater: SliceUpdater, weight: Tensor, offset: int, num_pieces: int) -> None:
         self.updater = updater
         self.numel = weight.numel()
-        self.offset = offset * PIECE_ALIGNMENT
-        self.pieces = cut(self.numel, num_pieces, seed=offset)
+        self.offset = offset * SLICE_ALIGNMENT
+        self.slices = cut(self.numel, num_pieces, seed=offset)
         self.weight = self.place(weight)
         self.state: dict[str, Tensor] | None = None
         self.scalars: dict[str, Any] = {}
@@ -127,9 +127,13 @@ class _Paged:
     def update(self, group: dict[str, Any], grad: Tensor) -> None:
         grad = self.place(grad)
         made: list[dict[str, Tensor]] = []
-        for piece in self.pieces:
-            state = {name: tensor[piece] for name, tensor in self.state.items()} if self.state is not None else None
-            tensors, scalars = self.updater.update(group, self.weight[piece], grad[piece], state, self.scalars)
+        for param_slice in self.slices:
+            state = (
+                {name: tensor[param_slice] for name, tensor in self.state.items()} if self.state is not None else None
+            )
+            tensors, scalars = self.updater.update(
+                group, self.weight[param_slice], grad[param_slice], state, self.scalars
+            )
             made.append(tensors)
         if self.state is None:
             self.state = {name: self.place(torch.cat([part[name] for part in made])) for name in made[0]}
@@ -212,7 +216,7 @@ def test_fused_kernels_on_many_pieces(
     paged = _Paged(updater, weight, offset=1, num_pieces=3000)
     for grad in grads:
         paged.update(dict(optimizer.param_groups[0]), grad)
-    assert len(paged.pieces) == 3000
+    assert len(paged.slices) == 3000
     assert equal_bits(paged.weight, whole)
 
 
@@ -220,9 +224,9 @@ def test_tensor_hyperparameters_are_taken_at_the_snapshot() -> None:
     """Torch's schedulers fill a tensor lr in place; an update asked for before must not see that."""
     param = torch.nn.Parameter(torch.ones(3))
     lr = torch.tensor(0.5)
-    template = build_template(SGD([param], lr=lr), [("weight", param)], "cpu")
-    updater = PieceUpdater(template)
-    group = template.snapshots()[0]
+    wrapped_optimizer = wrap_optimizer(SGD([param], lr=lr), [("weight", param)], "cpu")
+    updater = SliceUpdater(wrapped_optimizer)
+    group = wrapped_optimizer.snapshots()[0]
     lr.fill_(100.0)
     weight = torch.ones(3)
     updater.update(group, weight, torch.ones(3), None, {})
@@ -275,11 +279,11 @@ def test_state_that_appears_later_is_refused() -> None:
 def test_ranks_with_parts_of_the_states_are_refused() -> None:
     param = torch.nn.Parameter(torch.zeros(2))
     for optimizer, is_refused in ((Lamb([param]), True), (torch.optim.AdamW([param]), False)):
-        template = build_template(optimizer, [("weight", param)], "cpu")
-        updater = PieceUpdater(template)
-        check_parts(template, updater, 0, is_divided=False)
+        wrapped_optimizer = wrap_optimizer(optimizer, [("weight", param)], "cpu")
+        updater = SliceUpdater(wrapped_optimizer)
+        check_parts(wrapped_optimizer, updater, 0, is_divided=False)
         if is_refused:
             with pytest.raises(OptimizerNotPageableError, match=r"Lamb .*stage 2 .*Set zero_optimization\.stage to 0"):
-                check_parts(template, updater, 2, is_divided=True)
+                check_parts(wrapped_optimizer, updater, 2, is_divided=True)
         else:
-            check_parts(template, updater, 2, is_divided=True)
+            check_parts(wrapped_optimizer, updater, 2, is_divided=True)

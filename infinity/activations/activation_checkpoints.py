@@ -12,34 +12,34 @@ from typing import Any
 
 import torch
 
-from infinity.activations.refusal import Refusal
 from infinity.activations.spilled import ALIGNMENT, Spilled, Spilling, SpillSpace
+from infinity.activations.unsupported import UnsupportedSchedule
 from infinity.device.drive_tensors import is_dense
 from infinity.metrics.clock import StepClock
 from infinity.paging.saved_tensors import top_hooks
 
 
-class Kept(Spilled):
+class ActivationCheckpoint(Spilled):
     """A tensor that is needed again in backward."""
 
     source: Any
-    """What the pager's ``pack`` gave; None while the tensor is not in memory."""
+    """What the coordinator's ``pack`` gave; None while the tensor is not in memory."""
 
-    def __init__(self, tensor: torch.Tensor, token: Any) -> None:
-        super().__init__(tensor.nbytes, token)
+    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+        super().__init__(tensor.nbytes, packed)
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.stride: tuple[int, ...] = ()
-        self.version: int | None = token[1] if isinstance(token, tuple) else None
+        self.version: int | None = packed[1] if isinstance(packed, tuple) else None
         self.num_users = 0
 
     def check_unchanged(self) -> None:
-        """Raise `Refusal` if somebody has written to it."""
+        """Raise `UnsupportedSchedule` if somebody has written to it."""
         if isinstance(self.source, tuple) and self.source[0]._version != self.source[1]:
             raise _written_to()
 
 
-class Boundary(Spilling[Kept]):
+class ActivationCheckpoints(Spilling[ActivationCheckpoint]):
     """All that is kept of one step."""
 
     def __init__(
@@ -53,20 +53,20 @@ class Boundary(Spilling[Kept]):
         """
         Args:
             space, clock, capacity_bytes: as of `Spilling`; a capacity of None: no limit, and nothing leaves memory.
-            pack, unpack: of the pager, so that a view of a unit's weights is kept as a note of where it lies.
+            pack, unpack: of the coordinator, so that a view of a unit's weights is kept as a note of where it lies.
         """
         super().__init__(space, clock, capacity_bytes or 0)
         self._is_limited = capacity_bytes is not None
         self._pack = pack
         self._unpack = unpack
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Kept]] = {}
-        self._to_read: deque[Kept] = deque()
-        self._admitted: dict[Kept, None] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], ActivationCheckpoint]] = {}
+        self._to_read: deque[ActivationCheckpoint] = deque()
+        self._admitted: dict[ActivationCheckpoint, None] = {}
 
     # ----------------------------------------------------------------------------------------------------- forward
 
     def hooks_with(self, trail: object) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-        """The pager's pack and unpack; whatever is packed keeps ``trail`` alive."""
+        """The coordinator's pack and unpack; whatever is packed keeps ``trail`` alive."""
         unpack = self._unpack
 
         def unpack_with(saved: Any, trail: object = trail) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Boundary(Spilling[Kept]):
         return self._pack, unpack_with
 
     def hooks_are_innermost(self) -> bool:
-        """Whether no hooks for saved tensors are active but the pager's: activation checkpointing has its own."""
+        """Whether no hooks for saved tensors are active but the coordinator's: activation checkpointing has its own."""
         top = top_hooks()
         return top is None or bool(top[0] == self._pack)
 
@@ -83,7 +83,7 @@ class Boundary(Spilling[Kept]):
         """``tensor``, or a copy of it if it is a view of a unit's weights, which move."""
         return tensor if isinstance(self._pack(tensor), tuple) else tensor.clone()
 
-    def keep(self, tensor: torch.Tensor) -> Kept:
+    def keep(self, tensor: torch.Tensor) -> ActivationCheckpoint:
         """Keep ``tensor``, which nobody may write to until it is released."""
         known = self._known.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1].num_users:
@@ -92,7 +92,7 @@ class Boundary(Spilling[Kept]):
             if kept.version is not None and kept.version != tensor._version:  # it may have left memory since
                 raise _written_to()
         else:
-            kept = Kept(tensor, self._pack(tensor.detach()))
+            kept = ActivationCheckpoint(tensor, self._pack(tensor.detach()))
             self._known[id(tensor)] = weakref.ref(tensor), kept
             if self._is_limited and isinstance(kept.source, tuple) and _can_leave(tensor):
                 kept.stride = tensor.stride()
@@ -102,7 +102,7 @@ class Boundary(Spilling[Kept]):
         kept.num_users += 1
         return kept
 
-    def _source_of(self, item: Kept) -> torch.Tensor | None:
+    def _source_of(self, item: ActivationCheckpoint) -> torch.Tensor | None:
         if item.source is None or item.num_users > 1:
             return None  # not needed any more; or by several units: that stays
         item.check_unchanged()
@@ -110,13 +110,13 @@ class Boundary(Spilling[Kept]):
         return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
     def check_unchanged(self) -> None:
-        """Raise `Refusal` if something that is in memory was written to."""
+        """Raise `UnsupportedSchedule` if something that is in memory was written to."""
         for _, kept in self._known.values():
             kept.check_unchanged()
 
     # ---------------------------------------------------------------------------------------------------- backward
 
-    def begin_backward(self, order: Iterable[Kept]) -> None:
+    def begin_backward(self, order: Iterable[ActivationCheckpoint]) -> None:
         """Forward is over; what was kept will be loaded in ``order``."""
         self._known.clear()
         self._oldest_first.clear()
@@ -124,7 +124,7 @@ class Boundary(Spilling[Kept]):
         self._to_read = deque(kept for kept in dict.fromkeys(order) if kept.source is None)
         self._read_ahead()
 
-    def load(self, kept: Kept) -> torch.Tensor:
+    def load(self, kept: ActivationCheckpoint) -> torch.Tensor:
         """The tensor again."""
         if kept.source is None:
             if kept.memory is None:
@@ -144,7 +144,7 @@ class Boundary(Spilling[Kept]):
                 self._start_read(kept)
             self._to_read.popleft()
 
-    def release(self, kept: Kept) -> None:
+    def release(self, kept: ActivationCheckpoint) -> None:
         """One user needs it no more."""
         kept.num_users -= 1
         if kept.num_users:
@@ -152,19 +152,19 @@ class Boundary(Spilling[Kept]):
         if kept in self._writing:
             self._writing.remove(kept)
         self._admitted.pop(kept, None)
-        self._give_back(kept)
+        self._release(kept)
 
     def close(self) -> None:
-        """Let go of everything, after whatever went wrong."""
+        """Release everything, after whatever went wrong."""
         for kept in self._admitted:
-            self._give_back(kept)
+            self._release(kept)
         self._admitted.clear()
         self._writing.clear()
         self._known.clear()
 
 
-def _written_to() -> Refusal:
-    return Refusal("the input of a block is written to after the block has used it")
+def _written_to() -> UnsupportedSchedule:
+    return UnsupportedSchedule("the input of a block is written to after the block has used it")
 
 
 def _can_leave(tensor: torch.Tensor) -> bool:
@@ -178,7 +178,7 @@ def _can_leave(tensor: torch.Tensor) -> bool:
     )
 
 
-def _view(kept: Kept) -> torch.Tensor:
+def _view(kept: ActivationCheckpoint) -> torch.Tensor:
     if kept.memory is None:
         raise RuntimeError("a tensor that was kept is gone")
     return kept.memory[: kept.num_bytes].view(kept.dtype).as_strided(kept.shape, kept.stride)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.device.compute import ComputeDevice, Fence
-from infinity.device.landing import Landing
+from infinity.device.download_ring import DownloadRing
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
@@ -71,12 +71,12 @@ def test_what_is_started_comes_in_its_order_and_stands_until_the_next_start(
     actions: list[tuple[str, list[int]]],
 ) -> None:
     device = _LateDevice()
-    landing: Landing[list[torch.Tensor]] = Landing(device, 2048)
+    landing: DownloadRing[list[torch.Tensor]] = DownloadRing(device, 2048)
     seed = 0
 
     def take() -> None:
         landing.await_first()
-        download = landing.take_first()
+        download = landing.pop_first()
         for values, source in zip(download.values, download.purpose, strict=True):
             assert torch.equal(_bits(values), _bits(source))
 
@@ -106,7 +106,7 @@ def test_what_is_started_comes_in_its_order_and_stands_until_the_next_start(
 @pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 1000])
 def test_what_is_larger_comes_block_by_block(numel: int) -> None:
     device = _LateDevice()
-    landing: Landing[None] = Landing(device, 256)
+    landing: DownloadRing[None] = DownloadRing(device, 256)
     source = torch.arange(numel, dtype=torch.float32)
     found = torch.full((numel,), -1.0)
     for start, values in landing.blocks(source, most_numel=1 << 20):
@@ -118,7 +118,7 @@ def test_what_is_larger_comes_block_by_block(numel: int) -> None:
 
 
 def test_blocks_do_not_overwrite_what_is_on_its_way() -> None:
-    landing: Landing[None] = Landing(_LateDevice(), 256)
+    landing: DownloadRing[None] = DownloadRing(_LateDevice(), 256)
     landing.start([torch.ones(4)], None)
     with pytest.raises(RuntimeError, match="1 on their way"):
         list(landing.blocks(torch.ones(100), most_numel=100))
@@ -129,9 +129,9 @@ def test_memory_goes_when_no_copy_writes_to_it_any_more() -> None:
     device = _LateDevice()
     undone = []
     device.pin = lambda address, num_bytes: lambda: undone.append(device.is_done(1))
-    landing: Landing[None] = Landing(device, 256)
+    landing: DownloadRing[None] = DownloadRing(device, 256)
     landing.start([torch.ones(4)], None)
-    landing.take_first()  # not needed, but still on its way
+    landing.pop_first()  # not needed, but still on its way
     landing.close()
     landing.close()
     assert undone == [True]

@@ -2,7 +2,7 @@
 
 Pure: knows unit indices and their sizes; must not know tensors, files or threads.
 
-[Note: trace]
+[Note: prefetch schedule]
 Weights have to be on their way before they are needed, but what a model will call next is known to its forward alone. Most
 models do in each micro-batch what they did in the last. So the units that are touched are recorded, and the record is the
 forecast of the next micro-batch: a circle, with a cursor on the unit in use. To be in memory is what comes next on it, each
@@ -11,21 +11,22 @@ unit once, as much as there is room for (`wanted`). Four units of 10 bytes, room
     forecast        0    1    2    3  |  3    2    1    0  | 0 ...      | forward ends, `backward_start` is 4
     wanted         01   12   23   32  | 32   21   10   01  |
     fetched              2    3       |       1    0       |            one touch before it is needed
-    let go               0    1       |       3    2       |            of those not wanted, what is needed last
+    released             0    1       |       3    2       |            of those not wanted, what is needed last
 
 So 4 of 8 touches read. What backward begins with, forward has left in memory, and the next forward finds what backward ended
 with. ``simulate`` tells the same without a model; with that, a plan predicts the bytes of a step.
-  * A trace is a hint and never a contract. A model that goes another way costs reads that somebody waits for, nothing else.
+  * A schedule is a hint and never a contract. A model that goes another way costs reads that somebody waits for, nothing else.
     If 1 is left out, a touch of 2 is found a place ahead, and the cursor goes there. What is nowhere in the next 32 places
     leaves the cursor where it is: else one weight that is used out of order would throw the forecast away.
   * Touches of the unit in use count once, but 3 is recorded twice, at the end of forward and at the beginning of backward:
     so ``backward_start`` is a place of its own. When backward begins, the cursor goes there, even if forward ended early.
-  * Only what ended normally becomes the forecast (`commit`), and evaluation has a trace of its own.
+  * Only what ended normally becomes the forecast (`commit`), and evaluation has a schedule of its own.
   * The first forecast is a guess, from the order of registration.
 Experts are other ones each time, and each layer's are a run of units in the record. The router says which they are a moment
-before they are needed, and then they take the place of those of the last time (`Trace.route`), in forward and in backward.
-Until then the run is forecast as far as it is certain: by the experts that the last four micro-batches had all used. Of the
-others, what was used least often in the last 32 makes room first. With 0 a layer, e1 to e9 its experts, - the end of a run:
+before they are needed, and then they take the place of those of the last time (`PrefetchSchedule.route`), in forward and in
+backward. Until then the run is forecast as far as it is certain: by the experts that the last four micro-batches had all used.
+Of the others, what was used least often in the last 32 makes room first. With 0 a layer, e1 to e9 its experts, - the end of a
+run:
 
     recorded    0   e1 e4 -   5  | 5   e4 e1 -   0     and e4 was used in all of the last four
     forecast    0   e4 -      5  | 5   e4 -      0     from the beginning of the next micro-batch on
@@ -33,7 +34,7 @@ others, what was used least often in the last 32 makes room first. With 0 a laye
 
 A window that slides along remembers nothing. In evaluation, 0 1 2 3 in a circle, one with room for 3 units reads all 4 each
 time, as would letting the longest unused go. One with room for 2, and one unit that stays, reads 3. So which units stay is
-settled beforehand, by ``infinity.plan.placement`` (``staying`` here), and the window gets what it takes to be in time.
+decided beforehand, by ``infinity.plan.placement`` (``staying`` here), and the window gets what it takes to be in time.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _CERTAIN = 0b1111
 """The last four micro-batches."""
 
 
-class Trace:
+class PrefetchSchedule:
     """Records the units touched in one micro-batch and replays the last record as a cyclic forecast."""
 
     def __init__(self, guess: Sequence[int], groups: Mapping[int, int] | None = None) -> None:
@@ -246,7 +247,7 @@ def wanted(
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the pager does in the steady state."""
+    """What the coordinator does in the steady state."""
 
     fetches: list[tuple[int, int]]
     """(position in the cycles, unit) of each fetch, where positions count from 0 over all cycles."""
@@ -264,7 +265,7 @@ def simulate(
     staying: Collection[int] = (),
     lasting_until: int | None = None,
 ) -> Simulation:
-    """What the pager does in ``num_cycles`` runs through ``order``, in the steady state.
+    """What the coordinator does in ``num_cycles`` runs through ``order``, in the steady state.
 
     Args:
         order, num_bytes, capacity_bytes: the units in the order of need, their sizes, and what those in memory may take.
@@ -308,7 +309,7 @@ class _Window:
     ) -> None:
         self.held: set[int] = set()
         self._order, self._num_bytes, self._capacity_bytes = order, num_bytes, capacity_bytes
-        self._staying = frozenset(staying)
+        self._persistent = frozenset(staying)
         self._begin = self._end = begin
         self._num_uses: dict[int, int] = {}  # within the window, of each unit that is in it
         self._wanted_bytes = self._held_bytes = 0
@@ -337,7 +338,7 @@ class _Window:
             unit = self._order[self._end % len(self._order)]
             if unit in self._num_uses:
                 self._num_uses[unit] += 1
-            elif unit not in self._staying:
+            elif unit not in self._persistent:
                 size = self._num_bytes[unit]
                 if (
                     self._wanted_bytes + size > self._capacity_bytes and self._end > place
@@ -355,7 +356,7 @@ class _Window:
     def _drop(self, place: int, next_use: int) -> None:
         """``place`` is no longer in the window."""
         unit = self._order[place % len(self._order)]
-        if unit in self._staying:
+        if unit in self._persistent:
             return
         self._num_uses[unit] -= 1
         if not self._num_uses[unit]:

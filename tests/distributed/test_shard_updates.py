@@ -27,7 +27,7 @@ from tests.distributed.common import (
 )
 from tests.ranks import require_ranks, run_ranks
 
-_PATIENCE_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
 def _config(directory: Path, stage: int, changes: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def test_updates_begin_before_the_backward_ends(stage: int, tmp_path: Path) -> N
             begun = _updates_of(engine)
 
             def require_begun(begun: list[str] = begun) -> None:
-                until = time.monotonic() + _PATIENCE_SECONDS
+                until = time.monotonic() + _TIMEOUT_SECONDS
                 while not begun:
                     assert time.monotonic() < until, "no update has begun"
-                    engine._stepper.gradients._go_on()
+                    engine._stepper.gradients._advance()
                     time.sleep(0.01)
 
             engine.module.near_end = require_begun if number else lambda: None  # the first step shows how the loop goes
@@ -258,7 +258,7 @@ def test_a_backward_cut_off_and_accepted_leaves_the_same_everywhere(num: int, st
         def fail() -> None:
             for _ in range(10 if rank < num / 2 else 0):
                 time.sleep(0.05)
-                engine._stepper.gradients._go_on()
+                engine._stepper.gradients._advance()
             raise _CutOffError
 
         engine.module.near_end = fail

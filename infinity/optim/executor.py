@@ -48,14 +48,14 @@ def one_element(device: torch.device | str = "cpu", num_dims: int = 1) -> Tensor
     return torch.zeros((1,) * num_dims, dtype=torch.float32, device=device)
 
 
-class Worker:
+class OptimizerExecutor:
     """An instance of the optimizer's class with its attributes, whose parameters and state are given per call.
 
-    It knows one optimizer class; it must not know pages, pieces or devices. The given optimizer is never modified.
+    It knows one optimizer class; it must not know staging buffers, slices or devices. The given optimizer is never modified.
     One thread at a time.
 
     Step hooks (the instance's and torch's global ones) and the profiler range of `Optimizer.step` belong to a step of
-    the whole model; they are left out here, where a step is one piece. So are patches on the instance: learning rate
+    the whole model; they are left out here, where a step is one slice. So are patches on the instance: learning rate
     schedulers wrap `optimizer.step` to count calls.
     """
 
@@ -88,8 +88,8 @@ class Worker:
         """The class's name, as messages call it."""
         return type(self.optimizer).__name__
 
-    def refusal(self, reason: str, cure: str | None = None) -> OptimizerNotPageableError:
-        """The error for a class that cannot be run piece by piece."""
+    def unpageable(self, reason: str, cure: str | None = None) -> OptimizerNotPageableError:
+        """The error for a class that cannot be run slice by slice."""
         return OptimizerNotPageableError(self.name, reason, cure=cure)
 
     def run(
@@ -194,7 +194,7 @@ def refuse_common(optimizer: Optimizer, keys: Iterable[Any]) -> None:
         what = "another tensor" if isinstance(found[0], Tensor) else repr(found[0])
         raise OptimizerNotPageableError(
             type(optimizer).__name__,
-            f"it keeps something for all parameters together, self.state[{what}], and the pieces that it updates have nothing "
+            f"it keeps something for all parameters together, self.state[{what}], and the slices that it updates have nothing "
             "in common",
             cure="Keep it for each parameter: self.state[parameter]",
         )

@@ -10,102 +10,102 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.device.compute import Fence, FlatBuffer
-from infinity.paging.trace import Trace, simulate
-from tests.unit.stage import TensorSource, frozen_unit, make_pager
+from infinity.paging.prefetch_schedule import PrefetchSchedule, simulate
+from tests.unit.stage import TensorSource, frozen_unit, make_parameter_cache
 
 
-def _record(trace: Trace, forward: Sequence[int], backward: Sequence[int]) -> None:
-    trace.begin()
+def _record(schedule: PrefetchSchedule, forward: Sequence[int], backward: Sequence[int]) -> None:
+    schedule.begin()
     for unit in forward:
-        trace.touch(unit)
-    trace.begin_backward()
+        schedule.touch(unit)
+    schedule.begin_backward()
     for unit in backward:
-        trace.touch(unit)
+        schedule.touch(unit)
 
 
 def test_a_record_becomes_the_forecast() -> None:
-    trace = Trace([0, 1, 2, 2, 1, 0])
-    _record(trace, [2, 0, 1], [1, 0])
-    assert trace.has_backward
-    assert trace.order == (0, 1, 2, 2, 1, 0), "not before the micro-batch has ended well"
-    trace.commit()
-    assert trace.order == (2, 0, 1, 1, 0)
-    assert trace.backward_start == 3
-    assert _upcoming(trace) == [2, 0, 1]
-    _record(trace, [2, 0, 1], [1, 0])
-    assert _upcoming(trace) == [0, 2, 1], "it was followed to its end"
-    trace.commit()
-    assert trace.order == (2, 0, 1, 1, 0) and trace.backward_start == 3, "the same again changes nothing"
+    schedule = PrefetchSchedule([0, 1, 2, 2, 1, 0])
+    _record(schedule, [2, 0, 1], [1, 0])
+    assert schedule.has_backward
+    assert schedule.order == (0, 1, 2, 2, 1, 0), "not before the micro-batch has ended well"
+    schedule.commit()
+    assert schedule.order == (2, 0, 1, 1, 0)
+    assert schedule.backward_start == 3
+    assert _upcoming(schedule) == [2, 0, 1]
+    _record(schedule, [2, 0, 1], [1, 0])
+    assert _upcoming(schedule) == [0, 2, 1], "it was followed to its end"
+    schedule.commit()
+    assert schedule.order == (2, 0, 1, 1, 0) and schedule.backward_start == 3, "the same again changes nothing"
 
 
 def test_a_unit_in_use_is_recorded_once_but_again_when_backward_begins() -> None:
-    trace = Trace([0, 1])
-    trace.begin()
-    assert trace.touch(0)
-    assert not trace.touch(0)
-    assert trace.touch(1)
-    trace.begin_backward()
-    trace.begin_backward()
-    assert trace.touch(1)
-    assert not trace.touch(1)
-    assert trace.touch(0)
-    trace.commit()
-    assert trace.order == (0, 1, 1, 0)
-    assert trace.backward_start == 2
+    schedule = PrefetchSchedule([0, 1])
+    schedule.begin()
+    assert schedule.touch(0)
+    assert not schedule.touch(0)
+    assert schedule.touch(1)
+    schedule.begin_backward()
+    schedule.begin_backward()
+    assert schedule.touch(1)
+    assert not schedule.touch(1)
+    assert schedule.touch(0)
+    schedule.commit()
+    assert schedule.order == (0, 1, 1, 0)
+    assert schedule.backward_start == 2
 
 
 def test_skipped_units_move_the_forecast_on() -> None:
-    trace = Trace([0, 1, 2, 3, 4])
-    trace.begin()
-    trace.touch(0)
-    trace.touch(3)
-    assert _upcoming(trace) == [3, 4, 0, 1, 2]
+    schedule = PrefetchSchedule([0, 1, 2, 3, 4])
+    schedule.begin()
+    schedule.touch(0)
+    schedule.touch(3)
+    assert _upcoming(schedule) == [3, 4, 0, 1, 2]
 
 
 def test_an_unknown_unit_leaves_the_forecast_in_place() -> None:
-    trace = Trace([0, 1, 2])
-    trace.begin()
-    trace.touch(0)
-    trace.touch(9)
-    assert _upcoming(trace) == [0, 1, 2]
-    trace.touch(1)
-    assert _upcoming(trace) == [1, 2, 0]
+    schedule = PrefetchSchedule([0, 1, 2])
+    schedule.begin()
+    schedule.touch(0)
+    schedule.touch(9)
+    assert _upcoming(schedule) == [0, 1, 2]
+    schedule.touch(1)
+    assert _upcoming(schedule) == [1, 2, 0]
 
 
 def test_far_ahead_is_no_skip() -> None:
-    trace = Trace(range(100))
-    trace.begin()
-    trace.touch(0)
-    trace.touch(60)
-    assert _upcoming(trace)[0] == 0
-    trace.touch(20)
-    assert _upcoming(trace)[0] == 20
+    schedule = PrefetchSchedule(range(100))
+    schedule.begin()
+    schedule.touch(0)
+    schedule.touch(60)
+    assert _upcoming(schedule)[0] == 0
+    schedule.touch(20)
+    assert _upcoming(schedule)[0] == 20
 
 
 def test_backward_continues_where_the_recorded_one_began() -> None:
-    trace = Trace([])
-    _record(trace, [0, 1, 2, 3], [3, 2, 1, 0])
-    trace.commit()
-    trace.begin()
-    trace.touch(0)  # the rest of this forward is skipped
-    trace.begin_backward()
-    assert _upcoming(trace) == [3, 2, 1, 0]
+    schedule = PrefetchSchedule([])
+    _record(schedule, [0, 1, 2, 3], [3, 2, 1, 0])
+    schedule.commit()
+    schedule.begin()
+    schedule.touch(0)  # the rest of this forward is skipped
+    schedule.begin_backward()
+    assert _upcoming(schedule) == [3, 2, 1, 0]
 
 
-def _upcoming(trace: Trace, *, is_around: bool = True) -> list[int]:
+def _upcoming(schedule: PrefetchSchedule, *, is_around: bool = True) -> list[int]:
     """All units in the order of need."""
-    return trace.wanted([0] * 256, 0, is_around=is_around)
+    return schedule.wanted([0] * 256, 0, is_around=is_around)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=14), st.integers(0, 13))
 @settings(max_examples=80, deadline=None)
 def test_the_next_use_of_a_unit_is_counted_from_the_one_in_use(order: list[int], num_touches: int) -> None:
-    trace = Trace(order)
+    schedule = PrefetchSchedule(order)
     for unit in order[: num_touches % len(order)]:
-        trace.touch(unit)
-    upcoming = _upcoming(trace)
-    assert sorted(upcoming, key=trace.next_use) == upcoming
-    assert all(trace.next_use(unit) < trace.next_use(6) for unit in upcoming), "what is nowhere is needed last"
+        schedule.touch(unit)
+    upcoming = _upcoming(schedule)
+    assert sorted(upcoming, key=schedule.next_use) == upcoming
+    assert all(schedule.next_use(unit) < schedule.next_use(6) for unit in upcoming), "what is nowhere is needed last"
 
 
 _orders = st.lists(st.integers(0, 5), min_size=1, max_size=14)
@@ -127,7 +127,7 @@ def test_simulated_fetches_are_those_of_the_pager(scan: tuple[list[int], list[in
     order = [unit for place, unit in enumerate(order) if place == 0 or unit != order[place - 1]]
     source = TensorSource()
     units = [frozen_unit(index, num_pages) for index, num_pages in enumerate(pages)]
-    pager = make_pager(units, source, room * 4096, prefetches=prefetches, guess=order)
+    coordinator = make_parameter_cache(units, source, room * 4096, prefetches=prefetches, guess=order)
     fetches: list[tuple[int, int]] = []
 
     def note(position: int) -> None:
@@ -135,34 +135,34 @@ def test_simulated_fetches_are_those_of_the_pager(scan: tuple[list[int], list[in
         source.fetched.clear()
 
     for cycle in range(4):
-        pager.begin_forward()
+        coordinator.begin_forward()
         for place, unit in enumerate(order):
-            pager.touch(units[unit])
+            coordinator.touch(units[unit])
             note(cycle * len(order) + place)
-        pager.end_forward()
-        pager.backwards.end(is_complete=True, fetches=True)
+        coordinator.end_forward()
+        coordinator.backwards.end(is_complete=True, fetches=True)
         note((cycle + 1) * len(order))  # already for the cycle to come
-    pager.residency.close()
+    coordinator.parameter_cache.close()
     simulated = simulate(order, [u.num_bytes for u in units], room * 4096, prefetches=prefetches, num_cycles=3).fetches
     assert [fetch for fetch in fetches if 0 <= fetch[0] < 3 * len(order)] == simulated
 
 
 def test_what_is_about_to_be_updated_makes_room_only_on_demand() -> None:
     units, source = [frozen_unit(index, 1) for index in range(4)], TensorSource()
-    pager = make_pager(units, source, 2 * 4096, prefetches=True)
-    pager.touch(units[0])
+    coordinator = make_parameter_cache(units, source, 2 * 4096, prefetches=True)
+    coordinator.touch(units[0])
     assert source.fetched == [0, 1]
-    pager.residency.due.add(0)
-    pager.touch(units[1])
+    coordinator.parameter_cache.due.add(0)
+    coordinator.touch(units[1])
     assert source.fetched == [0, 1] and units[0].flat is not None
-    pager.residency.due.clear()
-    pager.residency.pump()
+    coordinator.parameter_cache.due.clear()
+    coordinator.parameter_cache.pump()
     assert source.fetched == [0, 1, 2] and units[0].flat is None
-    pager.residency.due.update((1, 2))
-    pager.touch(units[2])
-    pager.touch(units[3])
+    coordinator.parameter_cache.due.update((1, 2))
+    coordinator.touch(units[2])
+    coordinator.touch(units[3])
     assert source.fetched == [0, 1, 2, 3] and units[3].flat is not None, "what is needed now comes all the same"
-    pager.residency.close()
+    coordinator.parameter_cache.close()
 
 
 class _Update:
@@ -191,29 +191,29 @@ class _Update:
 def test_an_update_of_what_is_needed_first_gets_a_buffer_as_soon_as_there_is_room() -> None:
     units = [frozen_unit(index, 1) for index in range(3)]
     source = TensorSource()
-    pager = make_pager(units, source, 2 * 4096, prefetches=True, guess=[0, 1, 2])
+    coordinator = make_parameter_cache(units, source, 2 * 4096, prefetches=True, guess=[0, 1, 2])
     first, second = _Update(), _Update()
     for unit, update in ((units[1], first), (units[2], second)):
-        pager.residency.make_resident(unit)
+        coordinator.parameter_cache.make_resident(unit)
         unit.begin_update(update)
     wanted = _Update()
     units[0].begin_update(wanted)
-    pager.residency.pump()
-    pager.residency.attach_wanted()
+    coordinator.parameter_cache.pump()
+    coordinator.parameter_cache.attach_wanted()
     assert wanted.flat is None, "the units that are being updated fill all room"
     second.is_done = True
-    pager.residency.attach_wanted()
+    coordinator.parameter_cache.attach_wanted()
     assert wanted.flat is not None and units[0].flat is wanted.flat
     assert units[2].flat is None
     assert source.fetched == [1, 2], "it fetches nothing"
 
 
 def test_what_does_not_outlast_a_step() -> None:
-    trace = Trace([0, 1, 2, 1])
-    trace.begin()
-    trace.touch(2)
-    assert _upcoming(trace) == [2, 1, 0]
-    assert _upcoming(trace, is_around=False) == [2, 1]
+    schedule = PrefetchSchedule([0, 1, 2, 1])
+    schedule.begin()
+    schedule.touch(2)
+    assert _upcoming(schedule) == [2, 1, 0]
+    assert _upcoming(schedule, is_around=False) == [2, 1]
     sizes = [5, 5, 5]
     assert simulate([0, 1, 2, 1], sizes, 15, prefetches=True, lasting_until=3).fetches == [(0, 0), (0, 1), (0, 2)]
     assert simulate([0, 1, 2, 1], sizes, 15, prefetches=False, lasting_until=3).fetches == [(0, 0), (1, 1), (2, 2)]
@@ -244,88 +244,94 @@ _LAYERS = {10: 0, 11: 0, 12: 0, 13: 0, 20: 1, 21: 1, 22: 1, 23: 1}
 """Two layers, 0 and 1, whose experts are units."""
 
 
-def _train(trace: Trace, *routed: list[int], recomputes: bool = False) -> None:
+def _train(schedule: PrefetchSchedule, *routed: list[int], recomputes: bool = False) -> None:
     """A micro-batch: unit 0 and the experts of layer 0, unit 1 and those of layer 1; and back."""
-    trace.begin()
+    schedule.begin()
     for layer, experts in enumerate(routed):
-        trace.touch(layer)
-        trace.route(layer, experts)
+        schedule.touch(layer)
+        schedule.route(layer, experts)
         for unit in experts:
-            trace.touch(unit)
-    trace.begin_backward()
+            schedule.touch(unit)
+    schedule.begin_backward()
     for layer, experts in reversed(list(enumerate(routed))):
         if recomputes:
-            trace.touch(layer)
-            trace.route(layer, experts)
+            schedule.touch(layer)
+            schedule.route(layer, experts)
             for unit in experts:
-                trace.touch(unit)
+                schedule.touch(unit)
         for unit in reversed(experts):
-            trace.touch(unit)
-        trace.touch(layer)
-    trace.commit()
+            schedule.touch(unit)
+        schedule.touch(layer)
+    schedule.commit()
 
 
-def _ahead(trace: Trace, number: int) -> list[int]:
-    return trace.wanted([1] * 24, number)
+def _ahead(schedule: PrefetchSchedule, number: int) -> list[int]:
+    return schedule.wanted([1] * 24, number)
 
 
 def test_experts_are_forecast_when_their_router_has_chosen() -> None:
-    trace = Trace([0, 1], _LAYERS)
-    _train(trace, [10, 11], [20, 21])
-    trace.begin()
-    trace.touch(0)
-    assert _ahead(trace, 4) == [0, 1]  # nobody knows which come
-    trace.route(0, [12, 10])
-    assert _ahead(trace, 4) == [0, 12, 10, 1]
+    schedule = PrefetchSchedule([0, 1], _LAYERS)
+    _train(schedule, [10, 11], [20, 21])
+    schedule.begin()
+    schedule.touch(0)
+    assert _ahead(schedule, 4) == [0, 1]  # nobody knows which come
+    schedule.route(0, [12, 10])
+    assert _ahead(schedule, 4) == [0, 12, 10, 1]
     for unit in (12, 10, 1):
-        trace.touch(unit)
-    trace.route(1, [23])
-    trace.touch(23)
-    trace.begin_backward()
-    assert _ahead(trace, 5) == [23, 1, 10, 12, 0]
+        schedule.touch(unit)
+    schedule.route(1, [23])
+    schedule.touch(23)
+    schedule.begin_backward()
+    assert _ahead(schedule, 5) == [23, 1, 10, 12, 0]
 
 
 def test_experts_of_a_layer_that_is_computed_once_more() -> None:
-    trace = Trace([0, 1], _LAYERS)
-    _train(trace, [10, 11], [20, 21], recomputes=True)
-    trace.begin()
-    trace.touch(0)
-    trace.route(0, [12, 13])
+    schedule = PrefetchSchedule([0, 1], _LAYERS)
+    _train(schedule, [10, 11], [20, 21], recomputes=True)
+    schedule.begin()
+    schedule.touch(0)
+    schedule.route(0, [12, 13])
     for unit in (12, 13, 1):
-        trace.touch(unit)
-    trace.route(1, [22])
-    trace.touch(22)
-    trace.begin_backward()
-    trace.touch(1)
-    trace.route(1, [22])
-    trace.touch(22)
-    trace.touch(1)
-    assert _ahead(trace, 4) == [1, 0, 12, 13]
+        schedule.touch(unit)
+    schedule.route(1, [22])
+    schedule.touch(22)
+    schedule.begin_backward()
+    schedule.touch(1)
+    schedule.route(1, [22])
+    schedule.touch(22)
+    schedule.touch(1)
+    assert _ahead(schedule, 4) == [1, 0, 12, 13]
 
 
 def test_experts_that_are_always_used_are_forecast_before() -> None:
-    trace = Trace([0, 1], _LAYERS)
+    schedule = PrefetchSchedule([0, 1], _LAYERS)
     for other in (11, 12, 13, 11):
-        _train(trace, [10, other], [20])
-    trace.begin()
-    trace.touch(0)
-    assert _ahead(trace, 4) == [0, 10, 1, 20]
-    _train(trace, [11, 12], [20])
-    trace.begin()
-    trace.touch(0)
-    assert _ahead(trace, 4) == [0, 1, 20]
+        _train(schedule, [10, other], [20])
+    schedule.begin()
+    schedule.touch(0)
+    assert _ahead(schedule, 4) == [0, 10, 1, 20]
+    _train(schedule, [11, 12], [20])
+    schedule.begin()
+    schedule.touch(0)
+    assert _ahead(schedule, 4) == [0, 1, 20]
 
 
 def test_what_was_used_least_makes_room_first() -> None:
-    trace = Trace([0, 1], _LAYERS)
+    schedule = PrefetchSchedule([0, 1], _LAYERS)
     for other in (11, 12, 11):
-        _train(trace, [10, other], [20])
-    trace.begin()
-    trace.touch(0)
-    assert trace.next_use(1) < trace.next_use(10) < trace.next_use(11) < trace.next_use(12) < trace.next_use(13)
+        _train(schedule, [10, other], [20])
+    schedule.begin()
+    schedule.touch(0)
+    assert (
+        schedule.next_use(1)
+        < schedule.next_use(10)
+        < schedule.next_use(11)
+        < schedule.next_use(12)
+        < schedule.next_use(13)
+    )
 
 
 def test_the_record_has_all_experts() -> None:
-    trace = Trace([0, 1], _LAYERS)
-    _train(trace, [10, 11], [20])
-    assert trace.record == ((0, 10, 11, 1, 20, 20, 1, 11, 10, 0), 5)
+    schedule = PrefetchSchedule([0, 1], _LAYERS)
+    _train(schedule, [10, 11], [20])
+    assert schedule.record == ((0, 10, 11, 1, 20, 20, 1, 11, 10, 0), 5)

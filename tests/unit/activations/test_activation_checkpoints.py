@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.activations import spilled as module
-from infinity.activations.boundary import Boundary, Kept
+from infinity.activations.activation_checkpoints import ActivationCheckpoint, ActivationCheckpoints
 from infinity.activations.spilled import SpillSpace
 from infinity.metrics.clock import StepClock
 from swapper import StallError, Swapper, SwapperConfig, TransferError
@@ -35,10 +35,10 @@ def swapper(backend: LateBackend) -> Iterator[Swapper]:
     opened.close()
 
 
-def _make(swapper: Swapper, capacity_bytes: int) -> tuple[Boundary, SpillSpace]:
+def _make(swapper: Swapper, capacity_bytes: int) -> tuple[ActivationCheckpoints, SpillSpace]:
     space = SpillSpace(lambda num_bytes: swapper)
     pack = lambda tensor: (tensor.detach(), tensor._version)  # noqa: E731
-    return Boundary(space, StepClock(), pack, lambda saved: saved[0], capacity_bytes), space
+    return ActivationCheckpoints(space, StepClock(), pack, lambda saved: saved[0], capacity_bytes), space
 
 
 class _Watch:
@@ -75,26 +75,26 @@ def test_what_is_kept_stays_within_its_share_of_the_budget(capacity: int, monkey
 
 
 def _keep_and_load(swapper: Swapper, capacity: int, watch: _Watch) -> None:
-    boundary, _ = _make(swapper, capacity * _BYTES)
-    kept: list[Kept] = []
+    checkpoints, _ = _make(swapper, capacity * _BYTES)
+    kept: list[ActivationCheckpoint] = []
 
     def check() -> None:
         there = sum(one.num_bytes for one in kept if one.source is not None and one.place is None)
         assert there + watch.num_bytes <= max(capacity, 2) * _BYTES
 
     for index in range(_NUM):
-        kept.append(boundary.keep(_tensor(index)))
+        kept.append(checkpoints.keep(_tensor(index)))
         check()
-    assert boundary.spilled_bytes >= (_NUM - capacity) * _BYTES
-    boundary.begin_backward(reversed(kept))
+    assert checkpoints.spilled_bytes >= (_NUM - capacity) * _BYTES
+    checkpoints.begin_backward(reversed(kept))
     for index in reversed(range(_NUM)):
-        assert torch.equal(boundary.load(kept[index]), _tensor(index))
+        assert torch.equal(checkpoints.load(kept[index]), _tensor(index))
         check()
-        boundary.release(kept[index])
+        checkpoints.release(kept[index])
         kept.pop()
-    boundary.close()
+    checkpoints.close()
     assert watch.num_bytes == 0, "and nothing of it is left"
-    assert boundary._held_bytes == 0
+    assert checkpoints._held_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
@@ -102,30 +102,30 @@ def _keep_and_load(swapper: Swapper, capacity: int, watch: _Watch) -> None:
 def test_what_comes_back_is_what_left_wherever_it_lay(
     shape: tuple[int, ...], dtype: torch.dtype, swapper: Swapper
 ) -> None:
-    boundary, _ = _make(swapper, 0)
+    checkpoints, _ = _make(swapper, 0)
     tensors = [torch.randn(shape).to(dtype), torch.randn(shape).to(dtype).mT if len(shape) > 1 else torch.ones(7)]
-    kept = [boundary.keep(tensor) for tensor in tensors]
-    boundary.begin_backward(kept)
+    kept = [checkpoints.keep(tensor) for tensor in tensors]
+    checkpoints.begin_backward(kept)
     for one, tensor in zip(kept, tensors, strict=True):
-        loaded = boundary.load(one)
+        loaded = checkpoints.load(one)
         assert torch.equal(loaded, tensor) and loaded.stride() == tensor.stride() and loaded.dtype == tensor.dtype
-        boundary.release(one)
+        checkpoints.release(one)
     assert swapper.backend.num_bounced == 0
 
 
 def test_an_extent_under_a_request_that_hangs_is_not_used_again(swapper: Swapper, backend: LateBackend) -> None:
     backend.is_late = lambda request: True
-    boundary, space = _make(swapper, 0)
+    checkpoints, space = _make(swapper, 0)
     free_bytes = swapper.free_bytes
     with waits(lambda scheduler, operation: stall(scheduler)), pytest.raises(StallError):
         for index in range(_NUM):
-            boundary.keep(_tensor(index))
+            checkpoints.keep(_tensor(index))
     backend.is_late = lambda request: False
-    boundary.close()
+    checkpoints.close()
     assert swapper.free_bytes < free_bytes
-    _, extent = space.take(_BYTES)
+    _, extent = space.allocate(_BYTES)
     swapper.write(extent, _tensor(5)).wait()  # it is not behind what hangs
     backend.answer_all()
     swapper.free(extent)
     assert swapper.free_bytes == free_bytes
-    assert not isinstance(swapper._scheduler.pending.take(), TransferError)
+    assert not isinstance(swapper._scheduler.pending.pop(), TransferError)

@@ -7,9 +7,9 @@ Three events touch a unit, and each makes it resident, whichever way the code ca
   * a module that owns some of its parameters begins its forward (`enter` and `leave`, called by the hooks);
   * an operation gets one of its parameters while that is paged out (``infinity.torch_internals.operations``);
   * backward asks for a tensor that it had saved from the unit (`unpack`).
-In forward, autograd saves views of weights (``weight.t()`` for every linear). `pack` turns each into a token: unit,
-offset, shape and strides. So the graph holds no weight memory, and backward faults the unit in exactly when it needs it.
-The tokens die with the graph nodes that own them; a unit without tokens is needed by no backward any more, and only
+In forward, autograd saves views of weights (``weight.t()`` for every linear). `pack` turns each into a packed saved tensor:
+unit, offset, shape and strides. So the graph holds no weight memory, and backward faults the unit in exactly when it needs it.
+Packed saved tensors die with the graph nodes that own them; a unit without any is needed by no backward any more, and only
 then may its weights change.
 Under non-reentrant activation checkpointing the recomputation saves plain views, because torch's own pack hook stands
 above ours. Those views keep the flat buffer alive (see ``FlatBuffer.has_views``), and it is not evicted under them.
@@ -32,13 +32,13 @@ from infinity.distributed.dtensors import is_dtensor, local_part
 from infinity.errors import EngineBusyError
 from infinity.loop.backward import Backwards
 from infinity.loop.phase import PhaseGuard
-from infinity.loop.shared_forward import SharedForward
+from infinity.loop.vertical_forward import VerticalForward
 from infinity.metrics.reporter import Reporter
-from infinity.paging.residency import Residency
+from infinity.paging.parameter_cache import ParameterCache
 from infinity.paging.saved_tensors import (
     HOOKS_OF_AN_ENGINE,
-    SavedThrough,
-    SavedView,
+    PackedByAnother,
+    PackedSavedTensor,
     SavingHooks,
     are_forbidden,
     in_use,
@@ -66,7 +66,7 @@ from infinity.updates.step_groups import StepGroups
 
 @dataclass(eq=False)
 class Preconditions:
-    """What has to be so before a model is used, and what is settled first."""
+    """What has to be so before a model is used, and what is checked first."""
 
     _checks: Sequence[Callable[[], None]]
     """Of the parts, in this order; each raises what went wrong in the background, or what it has against any call."""
@@ -80,27 +80,27 @@ class Preconditions:
         for check in self._checks:
             check()
 
-    def check_settled(self) -> None:
+    def check_consistent(self) -> None:
         """Weights are about to be changed or read: they must be of one step, and of one training."""
         self.check_usable()
-        self._guard.check_settled()
+        self._guard.check_consistent()
 
     def begin_forward(self) -> None:
         """A forward phase begins."""
         self.check_usable()
         self._reporter.begin()
         self._guard.check_loaded()
-        self._guard.check_settled()
+        self._guard.check_consistent()
         self._backwards.collect()
         if torch.is_grad_enabled() and self._groups.before_forward():
             self._backwards.collector.forget_history()
 
 
 @dataclass(eq=False)
-class Pager:
-    """What a model in its phases asks of a `Residency`: page faults and saved tensors."""
+class ParameterCoordinator:
+    """What a model in its phases asks of a `ParameterCache`: page faults and saved tensors."""
 
-    residency: Residency
+    parameter_cache: ParameterCache
     """Decides which units are in memory."""
     lock: EngineLock
     """Held by any call that uses the model or its weights; what has no other word is touched under it only."""
@@ -123,16 +123,16 @@ class Pager:
     """How often forwards hold it: one that begins in a recomputation does as well."""
     _handovers_at_state_dict = 0
     """`EngineLock.num_handovers` when the last state dict was begun."""
-    _sharing: SharedForward | None = None
-    """How micro-batches share the present step: from `share` until `end_sharing`."""
+    _vertical: VerticalForward | None = None
+    """How micro-batches share the present step: from `begin_vertical` until `end_vertical`."""
 
     def __post_init__(self) -> None:
-        self.clock = self.residency.clock
-        self.saving = SavingHooks(self.pack, self.unpack, self.token_for)
-        """The hooks that turn what autograd saves into tokens."""
-        self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.token_for)
+        self.clock = self.parameter_cache.clock
+        self.saving = SavingHooks(self.pack, self.unpack, self.packed_for)
+        """The hooks that turn what autograd saves into packed saved tensors."""
+        self.saving_while_gathered = SavingHooks(lambda tensor: self.pack(tensor), self.unpack, self.packed_for)
         """The same, for graphs made while weights are gathered; a forward inside must not take them for its own."""
-        self._unit_at = self.residency.unit_at
+        self._unit_at = self.parameter_cache.unit_at
 
     def close(self) -> None:
         """Give all memory back. A backward that comes later is an error."""
@@ -140,7 +140,7 @@ class Pager:
             hooks.close()
         if self._activations is not None:
             self._activations.close()
-        self.residency.close()
+        self.parameter_cache.close()
 
     # ------------------------------------------------------------------------------------------------ forward phases
 
@@ -160,19 +160,19 @@ class Pager:
 
         Where micro-batches share it, one's call of the model does not cut off another's: it is none of theirs.
         """
-        return self._depth > 0 and not in_backward() and self.lock.is_mine and self._sharing is None
+        return self._depth > 0 and not in_backward() and self.lock.is_mine and self._vertical is None
 
     @property
     def is_training_forward(self) -> bool:
         """Whether the model is inside a forward that will have a backward (and not inside a recomputation)."""
-        residency = self.residency
-        return self._depth > 0 and residency.trace is residency.training_trace and not in_backward()
+        parameter_cache = self.parameter_cache
+        return self._depth > 0 and parameter_cache.schedule is parameter_cache.training_schedule and not in_backward()
 
     def begin_outside_read(self) -> None:
         """Weights are about to be read outside forward and backward: raises if that cannot be."""
         if self.lock.is_nested:
             refuse_in_between("reading weights")
-        self._preconditions.check_settled()
+        self._preconditions.check_consistent()
 
     def begin_state_dict(self) -> None:
         """``state_dict()`` of the model collects from now on, until `end_state_dict`: weights of one and the same step."""
@@ -218,9 +218,9 @@ class Pager:
             self.backwards.close()
             self._preconditions.begin_forward()
             self.copies.warn_of_written()
-            self.residency.close_unused()
+            self.parameter_cache.close_unused()
             self.saving.clear_top()
-            self.residency.begin_trace(is_training=torch.is_grad_enabled())
+            self.parameter_cache.begin_micro_batch(is_training=torch.is_grad_enabled())
             self.saving.push()
             self.clock.begin_compute("forward")
         elif self._depth == 0:
@@ -241,9 +241,9 @@ class Pager:
         if in_backward():
             return
         self.clock.end_compute()
-        self.residency.close_unused()
-        if self.residency.trace is self.residency.eval_trace:
-            self.residency.trace.commit()
+        self.parameter_cache.close_unused()
+        if self.parameter_cache.schedule is self.parameter_cache.eval_schedule:
+            self.parameter_cache.schedule.commit()
 
     def _unlock_forward(self) -> None:
         if self._num_locks_of_forward:
@@ -252,18 +252,18 @@ class Pager:
 
     def abandon_forward(self) -> None:
         """Forget modules that an exception left open, so that the next forward begins afresh."""
-        if self._sharing is not None:
-            for unit in self.residency.units:
+        if self._vertical is not None:
+            for unit in self.parameter_cache.units:
                 unit.forget_uses()
                 unit.unbind()
-                self._sharing.undo_writes(unit)
-        self.end_sharing()
+                self._vertical.undo_writes(unit)
+        self.end_vertical()
         self._depth = 0
         self.clock.end_compute()
         self.saving.pop(most=None)
-        for unit in self.residency.units:
+        for unit in self.parameter_cache.units:
             unit.forget_uses(keeps_gathered=True)
-        self.residency.close_unused()
+        self.parameter_cache.close_unused()
         self.backwards.close()
         while self._num_locks_of_forward:
             self._unlock_forward()
@@ -279,21 +279,21 @@ class Pager:
     @property
     def is_shared(self) -> bool:
         """Whether micro-batches share the present step."""
-        return self._sharing is not None
+        return self._vertical is not None
 
-    def share(self, sharing: SharedForward) -> None:
-        """The forward of a step begins that all its micro-batches share; `end_forward` ends it, `end_sharing` the step."""
+    def begin_vertical(self, vertical: VerticalForward) -> None:
+        """The forward of a step begins that all its micro-batches share; `end_forward` ends it, `end_vertical` the step."""
         self.begin_forward(is_root=False)  # no module's
-        for unit in self.residency.units:  # what was written before the step stays
-            self.residency.store_changes(unit)
-        self.residency.write_by(sharing)
-        self._sharing = sharing
+        for unit in self.parameter_cache.units:  # what was written before the step stays
+            self.parameter_cache.store_changes(unit)
+        self.parameter_cache.write_by(vertical)
+        self._vertical = vertical
 
-    def end_sharing(self) -> None:
+    def end_vertical(self) -> None:
         """The step is over, or was cut off."""
-        self._sharing = None
-        self.residency.write_by(None)
-        self.residency.due.clear()
+        self._vertical = None
+        self.parameter_cache.write_by(None)
+        self.parameter_cache.due.clear()
 
     @contextmanager
     def as_if_inside(self, is_inside: bool) -> Iterator[None]:
@@ -308,8 +308,8 @@ class Pager:
 
     def enter(self, unit: Unit) -> None:
         """A module that uses ``unit`` begins: open until the matching `leave`."""
-        if self._sharing is None or not self._sharing.defers(unit):
-            with self.residency.lock:
+        if self._vertical is None or not self._vertical.defers(unit):
+            with self.parameter_cache.lock:
                 unit.begin_use()
                 try:
                     self.touch(unit)
@@ -320,13 +320,13 @@ class Pager:
 
     def leave(self, unit: Unit) -> None:
         """The counterpart of `enter`."""
-        if self._sharing is not None and self._sharing.defers(unit):
+        if self._vertical is not None and self._vertical.defers(unit):
             return
         unit.end_use()
         if unit.num_active == 0 and not are_forbidden():
-            self.residency.close_unused([unit])
+            self.parameter_cache.close_unused([unit])
             if self.is_computing:
-                self.residency.pump()
+                self.parameter_cache.pump()
 
     @contextmanager
     def inside_module(self, units: Sequence[Unit]) -> Iterator[None]:
@@ -346,31 +346,33 @@ class Pager:
                 self.end_forward()
 
     def touch(self, unit: Unit, *, is_saved: bool = False) -> None:
-        """``unit`` is needed now: it is resident when this returns, and what the trace says comes next is on its way.
+        """``unit`` is needed now: it is resident when this returns, and what the prefetch schedule says comes next is on its
+        way.
 
-        Under the residency's lock. The unit is in use already, whatever the trace says: else it might make room for the next.
+        Under the parameter cache's lock. The unit is in use already, whatever the prefetch schedule says: else it might make
+        room for the next.
         """
-        residency = self.residency
-        is_backward = self._sharing is not None and self._sharing.note_touch(unit)
+        parameter_cache = self.parameter_cache
+        is_backward = self._vertical is not None and self._vertical.on_touch(unit)
         if in_backward():
-            self.backwards.note()
+            self.backwards.on_activity()
             is_backward = True
         if is_backward:
-            self.backwards.note_use(unit, is_saved=is_saved)
-        moved = residency.trace.touch(unit.index)
+            self.backwards.on_weight_use(unit, is_saved=is_saved)
+        moved = parameter_cache.schedule.touch(unit.index)
         if moved:
             self.clock.pause_compute()
-        residency.make_resident(unit)
+        parameter_cache.make_resident(unit)
         if moved:
-            residency.pump()
+            parameter_cache.pump()
             self.pause()
             self.clock.resume_compute(unit.name)
 
     def route(self, group: int, units: Sequence[int]) -> None:
         """A router has chosen: the units of these experts of a layer are needed next. Their reads begin."""
-        with self.residency.lock:
-            self.residency.trace.route(group, units)
-            self.residency.pump()
+        with self.parameter_cache.lock:
+            self.parameter_cache.schedule.route(group, units)
+            self.parameter_cache.pump()
 
     def pause(self) -> None:
         """Between two pieces of a step: another unit is needed, or another micro-batch has its turn."""
@@ -381,7 +383,7 @@ class Pager:
 
     @untraced
     def pack(self, tensor: torch.Tensor, *, is_outside: bool = False) -> Any:
-        """Autograd saves ``tensor``: a view of a unit becomes a token; anything else is kept, with its version.
+        """Autograd saves ``tensor``: a view of a unit becomes a packed saved tensor; anything else is kept, with its version.
 
         This and `unpack` run for each saved tensor of each step, so they call no function of Python that they need not:
         ``is_outside`` says that no mode is active, as `outside_modes` sees to.
@@ -392,24 +394,24 @@ class Pager:
             return outside_modes(self.pack)(tensor, is_outside=True)
         if tensor.layout is not torch.strided or is_transformed(tensor) or tensor._is_zerotensor():
             return tensor, tensor._version
-        token: SavedView | SavedThrough | None = None
+        packed: PackedSavedTensor | PackedByAnother | None = None
         try:
             if type(tensor) is torch.Tensor:
                 unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
                 if unit is not None and unit.flat is not None:
-                    return SavedView(unit, tensor)
+                    return PackedSavedTensor(unit, tensor)
             elif is_dtensor(tensor):
                 local, made_of = local_part(tensor)
-                return SavedThrough(self.pack(local), lambda packed: made_of(self.unpack(packed)))
+                return PackedByAnother(self.pack(local), lambda packed: made_of(self.unpack(packed)))
             else:
-                token = self._token(tensor)
-            if token is None and len(in_use) > HOOKS_OF_AN_ENGINE:
-                token = self.saving.token_of_another(tensor)
+                packed = self._packed(tensor)
+            if packed is None and len(in_use) > HOOKS_OF_AN_ENGINE:
+                packed = self.saving.packed_by_another(tensor)
         except RuntimeError:  # forward-mode derivatives know zeros without memory
             return tensor, tensor._version
-        if token is not None:
-            return token
-        if self._activations is not None and self._sharing is None:  # a shared step keeps what goes between its units
+        if packed is not None:
+            return packed
+        if self._activations is not None and self._vertical is None:  # a shared step keeps what goes between its units
             elsewhere = self._activations.pack(tensor)
             if elsewhere is not None:
                 return elsewhere
@@ -418,27 +420,27 @@ class Pager:
 
     @untraced
     @outside_modes
-    def token_for(self, tensor: torch.Tensor) -> SavedView | None:
+    def packed_for(self, tensor: torch.Tensor) -> PackedSavedTensor | None:
         """As `pack`, of a view of a unit of this engine; None for anything else."""
         if tensor.layout is not torch.strided or not has_memory(tensor):
             return None
         with contextlib.suppress(RuntimeError):
-            return self._token(tensor)
+            return self._packed(tensor)
         return None
 
-    def _token(self, tensor: torch.Tensor) -> SavedView | None:
+    def _packed(self, tensor: torch.Tensor) -> PackedSavedTensor | None:
         if isinstance(tensor, PagedParameter):  # what a torch.autograd.Function saves that was given the weight itself
             return next(
                 (
-                    SavedView(unit, tensor, slot)
-                    for unit in self.residency.units
+                    PackedSavedTensor(unit, tensor, slot)
+                    for unit in self.parameter_cache.units
                     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
                     if parameter is tensor
                 ),
                 None,
             )
-        unit = self.residency.unit_behind(tensor)
-        return None if unit is None or unit.flat is None else SavedView(unit, tensor)
+        unit = self.parameter_cache.unit_behind(tensor)
+        return None if unit is None or unit.flat is None else PackedSavedTensor(unit, tensor)
 
     @untraced
     def unpack(self, saved: Any, *, is_outside: bool = False) -> torch.Tensor:
@@ -452,7 +454,7 @@ class Pager:
             num_dispatch_modes() or num_function_modes() or transform() is not None or is_inference()
         ):
             return outside_modes(self.unpack)(saved, is_outside=True)
-        if not isinstance(saved, SavedView):
+        if not isinstance(saved, PackedSavedTensor):
             loaded: torch.Tensor = saved.load()
             return loaded
         unit = saved.unit
@@ -460,8 +462,8 @@ class Pager:
             saved.check()
         if (
             self.backwards.is_open
-            and self._sharing is None
-            and unit.index == self.residency.trace.present
+            and self._vertical is None
+            and unit.index == self.parameter_cache.schedule.present
             and unit.flat is not None
             and unit.arrival is None
             and unit.update is None
@@ -469,7 +471,7 @@ class Pager:
             and not torch.is_grad_enabled()
         ):
             return saved.view()  # the unit in use, which a touch would leave as it is
-        with self.residency.lock:
+        with self.parameter_cache.lock:
             unit.begin_use()
             try:
                 self.touch(unit, is_saved=True)
@@ -500,13 +502,13 @@ class Pager:
             self._hold(units, entered)
             yield
         finally:
-            with self.residency.lock:
+            with self.parameter_cache.lock:
                 for unit in entered:
                     unit.end_use()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Weights are gathered inside the ``with`` block: a graph that is made of them holds tokens."""
+        """Weights are gathered inside the ``with`` block: a graph that is made of them holds packed saved tensors."""
         is_saving = torch.is_grad_enabled()  # else no graph is made of them, and torch.func allows no hooks
         self.num_gathered += 1
         if is_saving:
@@ -520,15 +522,15 @@ class Pager:
 
     @outside_modes
     def _hold(self, units: Sequence[Unit], entered: list[Unit]) -> None:
-        with self.residency.lock:
-            self.residency.check_unchanging()
+        with self.parameter_cache.lock:
+            self.parameter_cache.check_unchanging()
             for unit in units:
                 unit.begin_use()
                 entered.append(unit)
                 if self.is_computing:
                     self.touch(unit)
                 else:
-                    self.residency.make_resident(unit)
+                    self.parameter_cache.make_resident(unit)
             for unit in entered:
                 unit.bind()
 
@@ -539,14 +541,14 @@ class Pager:
         with self.held([unit]):
             yield
         if not was_bound:
-            self.residency.close_unused([unit])
+            self.parameter_cache.close_unused([unit])
 
     @contextmanager
     def replacing(self, unit: Unit) -> Iterator[None]:
         """The weights are replaced where they rest inside the ``with`` block, and in the flat buffer if there is one then."""
-        with self.residency.lock:
+        with self.parameter_cache.lock:
             if not unit.num_active and unit.flat is not None and not unit.flat.has_views:
-                self.residency.evict(unit)
+                self.parameter_cache.evict(unit)
         with self.opened(unit) if unit.flat is not None else contextlib.nullcontext():
             unit.outdate()
             yield

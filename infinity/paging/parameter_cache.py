@@ -1,7 +1,7 @@
 """Which units are in memory: what comes next is fetched early, what is furthest away makes room.
 
-Knows units, flat buffers and the trace; must not know modules, autograd, gradients or files. One call at a time comes here (see
-[Note: engine lock] in ``infinity.threads.engine_lock``); a lock keeps its threads apart, which in backward may be two.
+Knows units, flat buffers and the schedule; must not know modules, autograd, gradients or files. One call at a time comes here
+(see [Note: engine lock] in ``infinity.threads.engine_lock``); a lock keeps its threads apart, which in backward may be two.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from infinity.device.flat_pool import FlatPool
 from infinity.errors import BudgetTooSmallError, EngineBusyError, ModelError, format_bytes
 from infinity.metrics.clock import StepClock
-from infinity.paging.trace import Trace
+from infinity.paging.prefetch_schedule import PrefetchSchedule
 from infinity.threads.engine_lock import refuse_in_between
 from infinity.tiers.weight_store import WeightStore
 from infinity.units.layout import Slot
 from infinity.units.unit import Arrival, PendingUpdate, Unit
 from swapper import ReentryError
-from swapper.sync.lifetimes import Roll
+from swapper.sync.lifetimes import LiveObjects
 
 if TYPE_CHECKING:
     from infinity.device.compute import FlatBuffer
 
 
-_PATIENCE_SECONDS = 1.0
+_TIMEOUT_SECONDS = 1.0
 _HANG_SECONDS = 0.02
 
 
@@ -62,7 +62,7 @@ class _Unstarted:
     def promote(self) -> None: ...
 
 
-class Residency:
+class ParameterCache:
     """Keeps at most ``pool.capacity_bytes`` of flat buffers and decides which."""
 
     def __init__(
@@ -100,9 +100,9 @@ class Residency:
         self._is_changing = False
         """Whether a unit may be half way between two states, where a signal handler cannot go on. Under the lock."""
         self._experts = experts or {}
-        self.training_trace = Trace(guess, experts)
-        self.eval_trace = Trace(sorted(set(guess)), experts)
-        self.trace = self.training_trace
+        self.training_schedule = PrefetchSchedule(guess, experts)
+        self.eval_schedule = PrefetchSchedule(sorted(set(guess)), experts)
+        self.schedule = self.training_schedule
         """That of the present forward, or of the last one: from its beginning on."""
         self._usual_writer = writer
         self._writer = writer
@@ -119,17 +119,17 @@ class Residency:
         self.closed: set[int] = set()
         """Indices of units that are not fetched ahead of need, for other ranks may be writing to them: until the step is over."""
         self._sizes = [unit.num_bytes for unit in self.units]
-        self._staying = frozenset(unit.index for unit in self.units if unit.stays_resident)
-        self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._staying)
+        self._persistent = frozenset(unit.index for unit in self.units if unit.is_persistent)
+        self._moving_bytes = pool.capacity_bytes - sum(self._sizes[index] for index in self._persistent)
         """Of the pool, what the units that come and go share."""
         self._filled: tuple[object, int | None] | None = None
         """Forecast and place in it of the last `pump`, if all that is wanted there is in memory or on its way. None for a
         place: so is all of the forecast."""
         self._idle: list[int] = []
         """See `_idle_experts`; the next one to leave is the last."""
-        self._idle_at: tuple[Trace, int] | None = None
+        self._idle_at: tuple[PrefetchSchedule, int] | None = None
         """When those were found."""
-        _residencies.add(self)
+        _parameter_caches.add(self)
 
     @property
     def room_bytes(self) -> int:
@@ -140,14 +140,14 @@ class Residency:
         """The number that stands for the experts of the layer, of which the unit is one."""
         return self._experts[unit.index]
 
-    def begin_trace(self, *, is_training: bool) -> None:
+    def begin_micro_batch(self, *, is_training: bool) -> None:
         """A forward begins, whose units are recorded. What the last one needed is the forecast."""
-        if self.trace is self.training_trace and self.trace.has_backward:
-            self.trace.commit()
-        self.trace = self.training_trace if is_training else self.eval_trace
-        self.trace.begin()
+        if self.schedule is self.training_schedule and self.schedule.has_backward:
+            self.schedule.commit()
+        self.schedule = self.training_schedule if is_training else self.eval_schedule
+        self.schedule.begin()
 
-    def leave_to_parent(self) -> None:
+    def reset_after_fork(self) -> None:
         """This is a forked child, where memory of the parent's must not be touched, and no other thread holds the lock."""
         self.lock = threading.RLock()
         for unit in self.units:
@@ -164,7 +164,7 @@ class Residency:
                     flat = self._allocate_now(unit)
                     if flat is not None:
                         self._begin_fetch(unit, flat, is_demand=True)
-            self._take_arrival(unit)
+            self._wait_for_arrival(unit)
             self.await_update(unit)
 
     def check_unchanging(self) -> None:
@@ -187,7 +187,7 @@ class Residency:
         Raises:
             ModelError: it cannot be stored. It is forgotten as far as it is known what was there before.
         """
-        unit.note_changes()
+        unit.detect_writes()
         if not unit.dirty:
             return
         writer = self._writer
@@ -204,11 +204,11 @@ class Residency:
     def forget_changes(self, unit: Unit) -> Slot | None:
         """What was written into the unit's buffer never happened. Returns a parameter for which that cannot be."""
         if unit.flat is not None:
-            unit.put_back()
+            unit.undo_writes()
         unknown = unit.dirty - unit.before.keys()
         unit.forget_changes()
         if unknown and unit.flat is not None:
-            if unit.stays_resident or unit.flat.has_views or unit.num_active:
+            if unit.is_persistent or unit.flat.has_views or unit.num_active:
                 return unit.layout.slots[min(unknown)]
             self.evict(unit)
         return None
@@ -219,9 +219,9 @@ class Residency:
             return
         writer = self._writer
         if writer is not None and writer.needs_before(unit, slot):
-            unit.note_changes()  # by a view that was kept, say: then it is too late
+            unit.detect_writes()  # by a view that was kept, say: then it is too late
             if slot.index not in unit.dirty:
-                unit.keep_before(slot)
+                unit.save_before(slot)
 
     def unit_behind(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose memory a strided tensor looks at."""
@@ -245,7 +245,7 @@ class Residency:
             if unit.update is not None:
                 unit.end_update()
             if unit.flat is not None:
-                self.pool.give_back(unit.release())
+                self.pool.release(unit.release())
         self.unit_at.clear()
 
     @contextmanager
@@ -266,7 +266,7 @@ class Residency:
             refuse_in_between(f"waiting for an {what}" if what == "update" else f"waiting for a {what}")
             raise
 
-    def _take_arrival(self, unit: Unit) -> None:
+    def _wait_for_arrival(self, unit: Unit) -> None:
         """Return when what is on its way into the unit's buffer is there."""
         arrival = unit.arrival
         if arrival is not None:
@@ -280,7 +280,7 @@ class Residency:
                 raise
             with self._change():
                 if arrival is unit.arrival:  # else a signal handler came while it was waited for, and has seen to that
-                    unit.land()
+                    unit.on_arrival()
 
     def await_update(self, unit: Unit) -> None:
         """Return when no update of ``unit`` is pending."""
@@ -288,7 +288,7 @@ class Residency:
         if update is not None:
             self._wait_for(update, "update")
             with self._change():
-                if update is unit.update:  # see `_take_arrival`
+                if update is unit.update:  # see `_wait_for_arrival`
                     unit.end_update()
 
     def _attach(self, unit: Unit, *, is_demand: bool, keep: Collection[int] = ()) -> bool:
@@ -311,10 +311,8 @@ class Residency:
         Args:
             only: consider this one, and no other.
         """
-        is_settled = (
-            len(self.unit_at) == len(self.units) if only is None else only.flat is not None or only.update is None
-        )
-        if is_settled:
+        is_done = len(self.unit_at) == len(self.units) if only is None else only.flat is not None or only.update is None
+        if is_done:
             return
         with self.lock, self._change():
             targets = self.wanted()
@@ -333,7 +331,7 @@ class Residency:
         self._filled = None
         flat = unit.release()
         self.unit_at.pop(flat.address, None)
-        self.pool.give_back(flat)
+        self.pool.release(flat)
 
     def place(self, unit: Unit, flat: FlatBuffer, arrival: Arrival | None = None) -> None:
         """``flat`` is the unit's memory from now on; its weights come with ``arrival``, or are put there by the caller."""
@@ -353,8 +351,8 @@ class Residency:
         if not self.fills:
             return []
         # Behind a backward there may be a step, after which what was fetched for the next forward would be fetched again.
-        is_around = not self._is_divided or not self.trace.has_backward
-        targets = self.trace.wanted(self._sizes, self._moving_bytes, self._staying, is_around=is_around)
+        is_around = not self._is_divided or not self.schedule.has_backward
+        targets = self.schedule.wanted(self._sizes, self._moving_bytes, self._persistent, is_around=is_around)
         return [index for index in targets if index not in self.closed] if self.closed else targets
 
     def pump(self) -> None:
@@ -362,11 +360,11 @@ class Residency:
         self.check_unchanging()
         if len(self.unit_at) == len(self.units):
             return  # all are there
-        order, position = self.trace.place
+        order, position = self.schedule.place
         if self._filled is not None and self._filled[0] is order and self._filled[1] in (position, None):
             return
         with self.lock, self._change():
-            targets, is_settled = self.wanted(), not self._is_divided
+            targets, is_done = self.wanted(), not self._is_divided
             leaving = self._leaving(is_demand=False, keep=targets)
             for index in targets:
                 unit = self.units[index]
@@ -376,19 +374,19 @@ class Residency:
                     continue
                 if unit.update is not None:
                     # Its stored weights are about to change: nothing may be read before the update has written them.
-                    is_settled = self._attach(unit, is_demand=False, keep=targets) and is_settled
+                    is_done = self._attach(unit, is_demand=False, keep=targets) and is_done
                     continue
                 flat = self._allocate(unit, is_demand=False, keep=targets, leaving=leaving)
                 if flat is None:
                     return
                 self._begin_fetch(unit, flat, is_demand=False)
-            has_all = len(targets) == self.trace.num_needed(self._staying)
-            self._filled = (order, None if has_all else position) if is_settled else None
+            has_all = len(targets) == self.schedule.num_needed(self._persistent)
+            self._filled = (order, None if has_all else position) if is_done else None
 
     def _collect(self, unit: Unit) -> None:
         """Take note of what has arrived at ``unit``; raises what went wrong on the way."""
         if unit.arrival is not None and unit.arrival.done():
-            self._take_arrival(unit)
+            self._wait_for_arrival(unit)
         if unit.update is not None and unit.update.done():
             self.await_update(unit)
 
@@ -410,7 +408,7 @@ class Residency:
         """A buffer for a unit that is needed now; None if a signal handler has got one for it meanwhile.
 
         A view of another unit may live an instant longer than its reader: in an I/O thread that has just told of its
-        success, or in a cycle that only the garbage collector sees. So there is a little patience before the error; and
+        success, or in a cycle that only the garbage collector sees. So there is a short wait before the error; and
         as long as it takes for requests that nobody waits for any more.
 
         Raises:
@@ -423,7 +421,7 @@ class Residency:
             if has_collected:
                 waited_seconds = time.monotonic() - began
                 is_soon = waited_seconds > _HANG_SECONDS and self.pool.awaits_requests()
-                if waited_seconds > _PATIENCE_SECONDS and not is_soon:
+                if waited_seconds > _TIMEOUT_SECONDS and not is_soon:
                     raise self._no_room(unit)
                 time.sleep(0.001)
             else:
@@ -440,7 +438,7 @@ class Residency:
             yield from self._idle_experts()
         candidates: list[tuple[int, int, int]] = []
         for unit in tuple(self.unit_at.values()):  # of those that are there: all there are may be many more
-            if unit.stays_resident or unit.num_active or unit.index in keep:
+            if unit.is_persistent or unit.num_active or unit.index in keep:
                 continue
             if unit.arrival is not None or unit.update is not None:
                 self._collect(unit)
@@ -448,7 +446,7 @@ class Residency:
             if is_demand or not is_busy:
                 # Without prefetch the choice has to be the predicted one, even if that means to wait for an update.
                 goes_last = is_busy and self._prefetches
-                candidates.append((0 if goes_last else 1, self.trace.next_use(unit.index), -unit.index))
+                candidates.append((0 if goes_last else 1, self.schedule.next_use(unit.index), -unit.index))
         for _, _, index in sorted(candidates, reverse=True):
             unit = self.units[-index]
             unit.unbind()
@@ -458,15 +456,15 @@ class Residency:
     def _idle_experts(self) -> Iterator[Unit]:
         """Experts in memory that the forecast does not name, those first that were used least: of thousands, sorted once a
         micro-batch. Those that a router has chosen since, or that are in use or busy, are left to `_leaving`."""
-        trace = self.trace
-        if self._idle_at != (trace, trace.num_commits):
-            self._idle_at = trace, trace.num_commits
+        schedule = self.schedule
+        if self._idle_at != (schedule, schedule.num_commits):
+            self._idle_at = schedule, schedule.num_commits
             there = [unit.index for unit in self.unit_at.values() if unit.index in self._experts]
-            uses = [(trace.next_use(index), -index) for index in there if not trace.is_forecast(index)]
+            uses = [(schedule.next_use(index), -index) for index in there if not schedule.is_forecast(index)]
             self._idle = [-index for _, index in sorted(uses)]
         while self._idle:
             unit = self.units[self._idle.pop()]
-            if unit.flat is None or unit.stays_resident or unit.num_active or trace.is_routed(unit.index):
+            if unit.flat is None or unit.is_persistent or unit.num_active or schedule.is_routed(unit.index):
                 continue
             unit.unbind()
             if not self._is_busy(unit) and not unit.flat.has_views:
@@ -477,7 +475,7 @@ class Residency:
 
     def evict(self, unit: Unit) -> None:
         """Page ``unit`` out, unless it stays. What is on its way into its buffer has to arrive first."""
-        if unit.flat is None or unit.stays_resident:
+        if unit.flat is None or unit.is_persistent:
             return
         self.quiesce(unit)
         self._displace(unit)
@@ -485,7 +483,7 @@ class Residency:
     def quiesce(self, unit: Unit) -> None:
         """Return when nothing comes into the unit's buffer, no update of it is pending, and what was written is stored."""
         unit.unbind()
-        self._take_arrival(unit)
+        self._wait_for_arrival(unit)
         self.await_update(unit)
         self.store_changes(unit)
 
@@ -555,8 +553,8 @@ class Residency:
 
     def forward_order(self) -> list[int]:
         """All units in the order in which the recorded forward needed them; units that it did not need come last."""
-        trace = self.training_trace
-        first = dict.fromkeys(index for index in trace.order[: trace.backward_start] if index >= 0)
+        schedule = self.training_schedule
+        first = dict.fromkeys(index for index in schedule.order[: schedule.backward_start] if index >= 0)
         return [*first, *(unit.index for unit in self.units if unit.index not in first)]
 
     @property
@@ -570,8 +568,8 @@ class Residency:
         return self._source is not None and self._prefetches
 
 
-_residencies: Roll[Residency] = Roll(in_child=Residency.leave_to_parent)
+_parameter_caches: LiveObjects[ParameterCache] = LiveObjects(in_child=ParameterCache.reset_after_fork)
 
 
 def _moving_bytes_of(units: Iterable[Unit]) -> int:
-    return sum(unit.num_bytes for unit in units if not unit.stays_resident)
+    return sum(unit.num_bytes for unit in units if not unit.is_persistent)
