@@ -70,7 +70,7 @@ def left_runs(directory: Path) -> list[LeftRun]:
 
 def bytes_of_run(directory: Path) -> int:
     """What the run that lies in a directory has there for its states, which it has again when it goes on."""
-    return sum(file.stat().st_blocks * 512 for file in directory.glob("states-*") if _STATES.fullmatch(file.name))
+    return sum(file.lstat().st_blocks * 512 for file in directory.glob("states-*") if _STATES.fullmatch(file.name))
 
 
 @dataclass(frozen=True)

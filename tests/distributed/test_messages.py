@@ -33,7 +33,7 @@ class _Own(Exception):
 
 _ERRORS: dict[str, Callable[[], Exception]] = {
     "CheckpointError": lambda: CheckpointError(Path("/a"), "is none", cure="Give one"),
-    "VolumeTooSmallError": lambda: VolumeTooSmallError(Path("/a"), 20, 10, shards=[(Path("/a"), 10, "free")]),
+    "VolumeTooSmallError": lambda: VolumeTooSmallError(Path("/a"), 20, 10, capacities=[(Path("/a"), 10, "free")]),
     "StallError": lambda: StallError("read", "a", "a drive", 0, 4096, None, "no answer"),
     "FileNotFoundError": lambda: FileNotFoundError(2, "No such file", "/a"),
     "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
