@@ -208,7 +208,7 @@ class UpdateStream:
 
     def release_all(self) -> None:
         """Hold no job back any longer: nobody will come to ask for the units that are left."""
-        for job in sorted(tuple(self._pending), key=lambda job: job.rank):  # a worker may take one while others wait
+        for job in sorted(self._pending.copy(), key=lambda job: job.rank):  # a worker may take one while others wait
             job.release()
 
     def wait_for_saver(self, saver: Saver | None) -> None:
@@ -231,7 +231,7 @@ class UpdateStream:
     def pending(self) -> list[UpdateJob]:
         """Jobs that are queued or running."""
         with self._lock:
-            return list(self._pending)
+            return list(self._pending.copy())
 
     def stop(self) -> None:
         """Have the workers end after the chunks in hand. Waits for nothing."""
@@ -426,14 +426,15 @@ class UpdateStream:
                 if chunk is not None:
                     return job, chunk, chunk is job.chunks[-1]
                 self._current = None
-            pending = tuple(self._pending)
+            # A copy first: when a tuple is made, garbage may be collected, and other threads come in between.
+            pending = tuple(self._pending.copy())
             first: UpdateJob | None = None
             for job in pending * 2:  # `release_all` may go on, and releases a lower rank before a higher one
                 if not job.has_begun and not job.is_held and (first is None or job.rank < first.rank):
                     first = job
             if first is None:
                 return None
-            if tuple(self._pending) != pending:
+            if tuple(self._pending.copy()) != pending:
                 continue  # others came meanwhile, and may go before this one: it was released with them, or after
             for job in pending:
                 if not job.has_begun and job.unit is first.unit:  # updates of one unit keep their order
@@ -471,7 +472,7 @@ class UpdateStream:
             if self._first_error is None and self._pending:
                 self._first_error = EngineClosedError.after_close("an update that was still pending")
             self._error = self._first_error
-            jobs = list(self._pending) if self._error is not None else []
+            jobs = list(self._pending.copy()) if self._error is not None else []
         for item in self._window:
             if not item.is_done:
                 with contextlib.suppress(Exception):  # the first error is the one to tell

@@ -315,9 +315,9 @@ def test_weights_written_while_they_are_gathered(tmp_path: Path) -> None:
                 with torch.no_grad():
                     for parameter in gathered:
                         parameter.mul_(0.5)
-                engine.backward(engine(input_of(rank, 5)))
-                time.sleep(0.5 * rank)  # the other one takes means back at another place
-                engine.step()
+                time.sleep(0.5 * rank)  # the other one leaves the block at another moment
+            engine.backward(engine(input_of(rank, 5)))
+            engine.step()
             found[stage] = weights_of(engine)
             engine.close()
         require_all_same(found)
