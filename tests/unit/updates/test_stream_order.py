@@ -50,3 +50,18 @@ def test_updates_of_one_unit_keep_their_order_whatever_their_ranks(bench: SlowSt
     bench.stream.drain()
     assert bench.updater.order.index(0.0) < bench.updater.order.index(3.0)
     assert bench.totals(bench.units[0], 1) == [3.0]
+
+
+class _Changing(dict[UpdateJob, None]):
+    """A dict to which another thread adds a job whenever it is gone through, as it may while garbage is collected."""
+
+    def __iter__(self) -> Iterator[UpdateJob]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+
+def test_jobs_may_be_submitted_while_a_worker_looks_for_the_next_one(bench: SlowStream) -> None:
+    bench.stream._pending = _Changing(bench.stream._pending)
+    jobs = _held(bench, [2, 1])
+    assert bench.stream.pending() == jobs
+    bench.stream.drain()
+    assert all(job.done() for job in jobs)
