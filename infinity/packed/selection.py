@@ -8,7 +8,7 @@ stay as they are, as do adapters, tiles, and weights whose elements do not lie i
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -125,13 +125,3 @@ def _unmatched(pattern: str, fqns: Collection[str]) -> ConfigError:
         f"it matches no parameter of the model. Names are {shown}, ...",
         cure="Give a pattern of such names",
     )
-
-
-def formats_of(packed: Mapping[int, str], parameters: Collection[nn.Parameter]) -> dict[str, int]:
-    """Format -> how many elements of these parameters are packed in it."""
-    counts: dict[str, int] = {}
-    for parameter in parameters:
-        name = packed.get(id(parameter))
-        if name is not None:
-            counts[name] = counts.get(name, 0) + parameter.numel()
-    return counts

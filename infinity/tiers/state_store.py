@@ -130,7 +130,7 @@ class PagedStateStore:
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held by whoever begins to read ahead, and while what follows changes."""
         self._layouts: dict[tuple[int, int, tuple[str, ...]], ChunkBuffer] = {}
-        """Page, elements of the chunk, and names of states -> its working memory there: staging buffers stay where they are."""
+        """Staging buffer, elements of the chunk, names of states -> its working memory there: a buffer stays where it is."""
         self._ahead: dict[tuple[int, int], Lease] = {}
         """(unit index, chunk index) -> where its record is read to. Whoever opens the chunk gets it, so it is what is stored."""
         self._open: set[tuple[int, int]] = set()

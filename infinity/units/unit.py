@@ -430,11 +430,6 @@ class Unit:
         self.dirty.clear()
         self.before.clear()
 
-    def accept_changes(self) -> None:
-        """What was written into the parameters so far has been stored."""
-        self.detect_writes()
-        self.forget_changes()
-
     def outdate(self) -> None:
         """The weights are others from now on: a graph over the present ones is not to be used any more."""
         self.version += 1
