@@ -167,6 +167,8 @@ class StoredWeights:
         """
         if unit.flat is None:
             raise RuntimeError(f"unit {unit.name} is not resident")
+        for slot in changed:
+            unit.stored_checksums.pop(slot.index, None)
         packed = [slot for slot in changed if slot.spec.packed is not None]
         error = accept_packed(unit, packed, self._weights) if packed else None
         unit.forget_written(slot.index for slot in packed)

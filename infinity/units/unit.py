@@ -160,6 +160,9 @@ class Unit:
         self.before: dict[int, torch.Tensor] = {}
         """Slot index -> weights before they were written to, where nothing else knows them: from `save_before` until what was
         written is stored."""
+        self.stored_checksums: dict[int, tuple[int, int]] = {}
+        """Index of a frozen slot -> crc32c before and after its stored weights, where a checkpoint asked for it: until other
+        weights are stored. A base of 70B would be read whole at each save without it."""
         self.has_been_written = False
         """Whether anybody but the engine has ever written to a weight, counted in its version."""
         self.saved_references: set[weakref.ref[object]] = set()

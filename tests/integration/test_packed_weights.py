@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError, ModelError
 from tests.exactness.lockstep import everything_on_nvme
+from tests.internals import saved as saved_files
 from tests.quantized import quantize
 from tests.stand_in.models import llama
 from tests.twins import Twins
@@ -231,6 +232,38 @@ def test_checkpoints_record_the_base_and_refuse_another(tmp_path: Path) -> None:
     model.get_parameter("base_model.model.model.layers.0.mlp.up_proj.weight").data.mul_(1.5)
     with loaded(model) as engine, pytest.raises(ModelError, match="have other values now"):
         engine.load_checkpoint(str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("frozen_dtype", ["nf4", None])
+def test_a_save_reads_only_base_weights_that_changed_since_the_last(frozen_dtype: str | None, tmp_path: Path) -> None:
+    name = "base_model.model.model.layers.0.mlp.up_proj.weight"
+    model = _adapted()
+    config = everything_on_nvme(tmp_path, {"infinity": {"frozen_dtype": frozen_dtype}})
+    engine, *_ = infinity.initialize(model=model, config=config)
+
+    def saved(tag: str) -> tuple[int, dict[str, tuple[str, int]]]:
+        before = _bytes_read()
+        engine.save_checkpoint(tmp_path / "saved", tag, exclude_frozen_parameters=True)
+        found = saved_files.Checkpoint.open(tmp_path / "saved", tag).beside.checksums
+        return _bytes_read() - before, found
+
+    with engine:
+        first, checksums = saved("first")
+        again, unchanged = saved("again")
+        assert unchanged == checksums
+        with infinity.GatheredParameters(model.get_parameter(name), modifier_rank=0):
+            model.get_parameter(name).zero_()
+        written, changed = saved("written")
+        assert {fqn for fqn in checksums if changed[fqn] != checksums[fqn]} == {name}
+        assert again < written < first / 2
+        engine.load_checkpoint(tmp_path / "saved", "written")
+        with pytest.raises(ModelError, match="have other values now"):
+            engine.load_checkpoint(tmp_path / "saved", "first")
+
+
+def _bytes_read() -> int:
+    """By this process from files and pipes, as counted by the kernel at each call."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
 
 
 def test_thawed_weights_become_ordinary(tmp_path: Path) -> None:
