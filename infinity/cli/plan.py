@@ -51,6 +51,9 @@ def _positive(text: str) -> float:
     "--drive-speed", type=size_in_bytes, metavar="SIZE", help="Bytes per second of its drives, both ways, e.g. 6GB."
 )
 @click.option("--gpu", type=size_in_bytes, metavar="SIZE", help="Memory of its GPU.")
+@click.option(
+    "--link", type=size_in_bytes, metavar="SIZE", help="Bytes per second between memory and GPU, each way, e.g. 25GB."
+)
 @click.option("--tflops", type=_positive, metavar="NUMBER", help="10^12 operations per second that it reaches.")
 @click.option("--tbw", type=_positive, metavar="NUMBER", help="Terabytes that its drives are rated to take.")
 @click.option(
@@ -79,8 +82,9 @@ def plan(
     """Say whether MODEL trains here or on a described machine, for every offload choice: bytes of each tier, time of a step.
 
     MODEL is a Hugging Face config.json or a directory with one; or give --params. Nothing is downloaded, and no weights are
-    made. Bytes are those of the engine's own plan. The time of a step is that of drives and compute alone, so a step takes at
-    least as long. Exit status 1 if it does not fit: then the smallest change that makes it fit is told.
+    made. Bytes are those of the engine's own plan. The time of a step is the longest of drives, copies to and from a GPU, and
+    compute, as far as their speeds are known: a step takes at least as long. Exit status 1 if it does not fit: then the
+    smallest change that makes it fit is told.
 
     \b
     Examples:
@@ -146,17 +150,22 @@ def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, st
     """This machine, with what is described in place of what it has; and where its computing speed is from."""
     from infinity.machine.bandwidth_cache import now
     from infinity.machine.description import measure_flops_per_second
+    from infinity.machine.hardware import measure_copies
     from infinity.machine.here import glance, this_machine
     from infinity.plan.machine import Bandwidth
 
     is_here = asked.ram is None and asked.disk is None and asked.gpu is None
     is_measured = is_here and not asked.no_measure
     speed, source = (asked.tflops * 1e12, "as given") if asked.tflops else (None, "")
+    link = asked.link
     try:
         machine = this_machine(paths, asks_gpu=asked.ram is None and asked.gpu is None)
         if speed is None and is_measured:
             speed, device = measure_flops_per_second()
             source = f"measured: {device}"
+        if link is None and is_measured and machine.device_free_bytes is not None:
+            copies = measure_copies()
+            link = min(copies.up, copies.down)
     except RuntimeError as error:  # torch's: another process has all of the GPU, or has it alone
         raise click.ClickException(
             f"the GPU cannot be used: {str(error).strip().partition(chr(10))[0]}. End what has it (`nvidia-smi`), set "
@@ -175,7 +184,10 @@ def _machine(paths: Sequence[Path], asked: SimpleNamespace) -> tuple[Machine, st
         bandwidth=bandwidth,
         flops_per_second=speed,
         drive_tbw=asked.tbw,
+        link_bytes_per_second=link,
     )
+    if asked.link is not None and changed.uses_host_memory:
+        raise click.UsageError("--link is the speed of copies to a GPU: give --gpu as well.")
     return changed, source
 
 
@@ -210,6 +222,8 @@ def _print_machine(name: str, shapes: Any, machine: Machine, source: str, tokens
         ("device", device),
         ("step", f"{tokens:,} tokens"),
     ]
+    if machine.link_bytes_per_second:
+        rows.append(("copies", f"{size(machine.link_bytes_per_second)}/s each way between memory and GPU"))
     if machine.flops_per_second:
         rows.append(("compute", f"{machine.flops_per_second / 1e12:,.3g} TFLOP/s ({source})"))
     print_facts(rows)
@@ -297,6 +311,8 @@ _OF_PLAN = {
     "resting_bytes": "resting_bytes",
     "read_bytes_per_step": "predicted_read_bytes_per_step",
     "write_bytes_per_step": "predicted_write_bytes_per_step",
+    "upload_bytes_per_step": "predicted_upload_bytes_per_step",
+    "download_bytes_per_step": "predicted_download_bytes_per_step",
     "drive_life_steps": "predicted_drive_life_steps",
 }
 """Key of the JSON -> attribute of the plan."""

@@ -6,13 +6,13 @@ Pure arithmetic; must not know tensors or files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infinity.errors import BudgetTooSmallError
 from infinity.paging.prefetch_schedule import simulate
 from infinity.plan.placement import Placement, apparent_bytes, place, placements
-from infinity.plan.sizes import Request, UnitSize, divides_weights, has_shards
+from infinity.plan.sizes import FP32_BYTES, Request, UnitSize, divides_weights, has_shards
 
 _SIMULATED = 4
 """So many ways to divide the budgets are compared by what they move."""
@@ -51,6 +51,18 @@ class Prediction:
     write_bytes: int
     kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     """Of both, those that are "weights", "optimizer state" or "gradients"."""
+    upload_bytes: int = 0
+    """Copied from host memory to a device with memory of its own. 0 where the CPU computes, as of `download_bytes`."""
+    download_bytes: int = 0
+    """Copied from there to host memory."""
+
+    def in_vertical_order(self, units: Sequence[UnitSize], request: Request) -> Prediction:
+        """The same with fp32 sums of the gradients of several micro-batches, where these are added up on a device."""
+        if request.uses_host_memory or request.records_on_device or request.num_micro_batches == 1:
+            return self
+        wider = FP32_BYTES - request.record_format.weight_dtype.itemsize
+        more = wider * sum(unit.trainable_numel for unit in units)
+        return dataclasses.replace(self, download_bytes=self.download_bytes + more)
 
     def after(self, num_cycles: int, before: Prediction) -> Prediction:
         """What so many more micro-batches make of it if each adds what the last one added to ``before``."""
@@ -62,8 +74,13 @@ class Prediction:
             name: (at(read, before.kinds[name][0]), at(write, before.kinds[name][1]))
             for name, (read, write) in self.kinds.items()
         }
-        read = at(self.read_bytes, before.read_bytes)
-        return Prediction(read, at(self.write_bytes, before.write_bytes), kinds)
+        return Prediction(
+            at(self.read_bytes, before.read_bytes),
+            at(self.write_bytes, before.write_bytes),
+            kinds,
+            at(self.upload_bytes, before.upload_bytes),
+            at(self.download_bytes, before.download_bytes),
+        )
 
 
 def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[int], backward_start: int) -> Placement:
@@ -89,7 +106,10 @@ def best_placement(units: Sequence[UnitSize], request: Request, order: Sequence[
 def predict(
     units: Sequence[UnitSize], request: Request, placement: Placement, order: Sequence[int], backward_start: int
 ) -> Prediction:
-    """Bytes per step for a model that touches its units in ``order`` in each micro-batch."""
+    """Bytes per step for a model that touches its units in ``order`` in each micro-batch.
+
+    In the vertical order, the micro-batches of a step are one: see `Prediction.in_vertical_order`.
+    """
     beyond = request.num_micro_batches - _SIMULATED_CYCLES
     if beyond <= 0:
         return _predict(units, request, placement, order, backward_start)
@@ -159,7 +179,45 @@ def _predict(
         )
         spilled *= request.gradient_moves + lacks_room
     kinds = {"weights": (read, write), "optimizer state": (records, records), "gradients": (spilled, spilled)}
-    return Prediction(read + records + spilled, write + records + spilled, kinds)
+    if request.uses_host_memory:
+        return Prediction(read + records + spilled, write + records + spilled, kinds)
+    # Backward has just used what it updates. Sums of several micro-batches are complete when it has ended.
+    in_backward = request.updates_in_backward and num_micro_batches == 1
+    there = set(placement.resident_units).union(order[backward_start:] if in_backward else simulation.held)
+    copied = _copied(units, request, placement, [unit for _, unit in fetches], there, in_backward=in_backward)
+    return Prediction(read + records + spilled, write + records + spilled, kinds, *copied)
+
+
+def _copied(
+    units: Sequence[UnitSize],
+    request: Request,
+    placement: Placement,
+    fetched: Sequence[int],
+    there: Collection[int],
+    *,
+    in_backward: bool,
+) -> tuple[int, int]:
+    """Bytes that go up to the device and down from it, where each of ``fetched`` comes into one of its flat buffers.
+
+    Args:
+        there: the units whose weights are in flat buffers when they are updated.
+        in_backward: that is while backward runs, so their gradients wait nowhere.
+    """
+    up, weight_itemsize = (
+        sum(units[index].stored_weight_bytes for index in fetched),
+        request.record_format.weight_dtype.itemsize,
+    )
+    trained = sum(unit.trainable_numel for unit in units)
+    # Gradients of several micro-batches are added up in host memory, each after its backward.
+    gradients = request.num_micro_batches * trained * weight_itemsize
+    if request.records_on_device:  # where units are updated: new weights that rest elsewhere go down
+        down = sum(request.trainable_bytes(u) for i, u in enumerate(units) if i not in placement.resident_units)
+        if placement.gradients_on_device or in_backward:
+            return up, down
+        return up + trained * request.gradient_itemsize, down + gradients
+    updated = sum(request.trainable_bytes(units[index]) for index in there)
+    down = updated if request.record_format.needs_weight else 0  # it is one half of each main weight
+    return up + updated, down + gradients
 
 
 def place_for_schedule(

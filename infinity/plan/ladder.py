@@ -205,6 +205,7 @@ class Ladder:
         plan = dataclasses.replace(
             plan,
             drive_tbw=machine.drive_tbw or plan.drive_tbw,
+            link_bytes_per_second=None if machine.uses_host_memory else machine.link_bytes_per_second,
             compute_seconds=None if not speed else per_parameter * num_active * self._tokens / speed,
         )
         problem = inputs.volumes(plan.placement).problem(self._room_bytes)

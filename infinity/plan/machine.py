@@ -48,6 +48,7 @@ class Machine:
         bandwidth: of the drives; None if nobody knows it.
         flops_per_second: of its compute device; None if nobody knows it.
         drive_tbw: terabytes that the drives are rated to take; None if nobody knows it.
+        link_bytes_per_second: from host memory to a GPU, and as much back at the same time; None if nobody knows it.
     """
 
     host_free_bytes: int
@@ -56,6 +57,7 @@ class Machine:
     bandwidth: Bandwidth | None = None
     flops_per_second: float | None = None
     drive_tbw: float | None = None
+    link_bytes_per_second: float | None = None
 
     @property
     def uses_host_memory(self) -> bool:

@@ -43,6 +43,12 @@ class Plan:
     """The order of the last step, which the predictions are for."""
     predicted_read_bytes_per_step: int = 0
     predicted_write_bytes_per_step: int = 0
+    predicted_upload_bytes_per_step: int = 0
+    """Copied from host memory to a GPU."""
+    predicted_download_bytes_per_step: int = 0
+    """Copied from a GPU to host memory."""
+    link_bytes_per_second: float | None = None
+    """How fast such copies are, each way; None if nobody knows it."""
     bandwidth: Bandwidth | None = None
     """What the drives were measured to do; None if they were not."""
     drive_tbw: float | None = None
@@ -91,10 +97,11 @@ class Plan:
 
     def prediction_of_bytes(self) -> Prediction:
         """What a step moves, but for `Traffic.extra_bytes`."""
-        request = self.request
-        if self.traffic.is_vertical:  # the order is that of a whole step
-            request = dataclasses.replace(request, num_micro_batches=1)
-        return predict(self.sizes, request, self.placement, self.order, self.backward_start)
+        if not self.traffic.is_vertical:
+            return predict(self.sizes, self.request, self.placement, self.order, self.backward_start)
+        request = dataclasses.replace(self.request, num_micro_batches=1)  # the order is that of a whole step
+        found = predict(self.sizes, request, self.placement, self.order, self.backward_start)
+        return found.in_vertical_order(self.sizes, self.request)
 
     def predicted(self) -> Plan:
         """The plan with what its placement moves in a step."""
@@ -103,6 +110,8 @@ class Plan:
             self,
             predicted_read_bytes_per_step=found.read_bytes + extra,
             predicted_write_bytes_per_step=found.write_bytes + extra,
+            predicted_upload_bytes_per_step=found.upload_bytes,
+            predicted_download_bytes_per_step=found.download_bytes,
         )
 
     @property
@@ -120,14 +129,24 @@ class Plan:
         return max(alone, (read + write) / speed.mixed_bytes_per_second)
 
     @property
-    def predicted_step_seconds(self) -> float | None:
-        """I/O and compute run beside each other, so it is the longer of them. Before the first steps it is that of I/O alone.
+    def predicted_link_seconds(self) -> float | None:
+        """How long the copies of a step between host memory and a GPU take, both ways at once; None if nobody knows."""
+        if self.link_bytes_per_second is None:
+            return None
+        longer = max(self.predicted_upload_bytes_per_step, self.predicted_download_bytes_per_step)
+        return longer / self.link_bytes_per_second
 
-        None as long as nobody knows how fast the drives are.
+    @property
+    def predicted_step_seconds(self) -> float | None:
+        """Drives, copies to and from a GPU, and compute work at the same time, so it is the longest of them.
+
+        Before the first steps compute is unknown and not counted, and so are copies whose speed is unknown. None if the
+        speed of the drives is unknown.
         """
         if self.predicted_io_seconds is None:
             return None
-        return max(self.predicted_io_seconds, self.compute_seconds or 0.0) * self.overlap_factor
+        longest = max(self.predicted_io_seconds, self.predicted_link_seconds or 0.0, self.compute_seconds or 0.0)
+        return longest * self.overlap_factor
 
     @property
     def prediction(self) -> tuple[int, int, float | None]:
@@ -210,6 +229,8 @@ class Plan:
         elif speed is not None and io:
             rate = speed.mixed_bytes_per_second / 1e6
             reading += f" at {rate:,.0f} MB/s (both ways, measured on {speed.date})"
+        if self.predicted_link_seconds is not None:
+            computing = f"copies to and from the GPU {self.predicted_link_seconds:.2f} s, {computing}"
         return f"{'at least ' if compute is None else ''}{seconds:.2f} s: {reading}, {computing}"
 
     def _life(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
+import gc
 import io
 import json
 import os
@@ -537,6 +538,7 @@ def _in_child(name: str, place: Path, first: int, end: int, failures: dict[int, 
 
 
 def _try_all(name: str, place: Path, numbers: range, writer: int) -> None:
+    gc.freeze()  # finalizers of earlier tests' objects delete their files, which here would look like damage
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, resource.RLIM_INFINITY))

@@ -140,16 +140,20 @@ def _engine(
     offload_optimizer: dict[str, str] | None = None,
     gradient_clipping: float = 0.0,
     optimizer: str = "AdamW",
+    num_layers: int = 8,
+    width: int = 64,
+    is_bf16: bool = False,
     **own: Any,
 ) -> Any:
     with torch.device(backend.NAME):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
     nvme = {"device": "nvme", "nvme_path": str(directory)}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "gradient_clipping": gradient_clipping,
         "optimizer": {"type": optimizer},
+        "bf16": {"enabled": is_bf16},
         "zero_optimization": {
             "stage": 3,
             "offload_param": offload_param or nvme,
@@ -370,6 +374,53 @@ def test_a_plain_loop_keeps_its_gradients_on_the_device(to_none: bool, tmp_path:
         if to_none:
             assert all(torch.equal(found.cpu(), expected.cpu()) for found, expected in kept), "they are the script's"
     assert not device.order.races
+
+
+_ON_GPU = {"device": "none"}
+_PLANNED: dict[str, dict[str, Any]] = {
+    "updated_in_backward": {},
+    "kept_until_the_step": {"gradient_clipping": 1.0},
+    "added_up_on_the_host": {"gradient_accumulation_steps": 3, "schedule": "ordinary"},
+    "added_up_on_the_device": {"gradient_accumulation_steps": 3, "schedule": "vertical"},
+    "resident": {"offload_param": _ON_GPU, "keep_in_memory": True},
+    "updated_on_the_device": {"offload_optimizer": _ON_GPU},
+    "all_on_the_device": {"offload_param": _ON_GPU, "offload_optimizer": _ON_GPU, "keep_in_memory": True},
+}
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize("name", _PLANNED)
+def test_as_many_bytes_are_copied_up_and_down_as_planned(
+    name: str, is_bf16: bool, tmp_path: Path, device: SimulatedGpu
+) -> None:
+    """Within a tenth of the weights' bytes a micro-batch: a unit more or less may be there when the next one begins."""
+    copied = {"upload": 0, "download": 0}
+
+    def counted(way: str) -> Any:
+        copy = getattr(device, way)
+
+        def count(target: torch.Tensor, source: torch.Tensor, after: Any) -> Any:
+            copied[way] += source.nbytes if target.device != source.device else 0
+            return copy(target, source, after)
+
+        return count
+
+    device.upload, device.download = counted("upload"), counted("download")  # type: ignore[method-assign]
+    options = {"keep_in_memory": False, "num_layers": 12, "width": 256, "is_bf16": is_bf16, **_PLANNED[name]}
+    num_micro_batches = options.get("gradient_accumulation_steps", 1)
+    dtype = torch.bfloat16 if is_bf16 else torch.float32
+    batches = [torch.randn(2, 256, device=backend.NAME).to(dtype) for _ in range(num_micro_batches)]
+    with _engine(device, tmp_path, **options) as engine:
+        for _ in range(4):
+            copied.update(upload=0, download=0)
+            engine.train_batch(iter(batches), loss_fn=lambda output, _: output.float().square().sum())
+            engine.flush()
+        plan, weight_bytes = engine.plan, sum(each.numel() for each in engine.module.parameters()) * dtype.itemsize
+        tolerance = 0.1 * weight_bytes * num_micro_batches
+        assert plan.traffic.is_vertical == (options.get("schedule") == "vertical")
+        assert copied["upload"] == pytest.approx(plan.predicted_upload_bytes_per_step, abs=tolerance)
+        assert copied["download"] == pytest.approx(plan.predicted_download_bytes_per_step, abs=tolerance)
+        assert max(copied.values()) >= weight_bytes or name == "all_on_the_device"
 
 
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])

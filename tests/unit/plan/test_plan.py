@@ -75,6 +75,18 @@ def test_a_step_takes_as_long_as_the_longer_of_drives_and_compute() -> None:
     assert without_drives.predicted_step_seconds == 2.5
 
 
+def test_copies_to_and_from_a_gpu_may_take_longest() -> None:
+    plan = _plan(4_000_000, 0, bandwidth=_SPEED, compute_seconds=2.5)
+    plan = dataclasses.replace(
+        plan, predicted_upload_bytes_per_step=12_000_000, predicted_download_bytes_per_step=6_000_000
+    )
+    assert plan.predicted_link_seconds is None and plan.predicted_step_seconds == 2.5
+    linked = dataclasses.replace(plan, link_bytes_per_second=4e6)
+    assert linked.predicted_link_seconds == linked.predicted_step_seconds == 3.0
+    assert "copies to and from the GPU 3.00 s, compute 2.50 s" in str(linked)
+    assert dataclasses.replace(linked, link_bytes_per_second=6e6).predicted_step_seconds == 2.5
+
+
 def test_the_life_of_drives() -> None:
     plan = _plan(0, 2_000_000_000, drive_tbw=600.0)
     assert plan.predicted_drive_life_steps == 300_000
