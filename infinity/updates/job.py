@@ -44,6 +44,8 @@ class ParameterState:
 
     def load(self, scalars: dict[str, Any], names: tuple[str, ...] | None, num_updates: int) -> None:
         """It is another state from now on; without ``names`` the optimizer makes it in the next update."""
+        # Neither names nor scalars: as if it had never been updated, so the optimizer creates its state in the next
+        # update.
         self.scalars, self.names, self.num_updates = scalars, names if names or scalars else None, num_updates
 
     def check(self, slot: Slot, stored: Sequence[str], values: Mapping[str, Any]) -> None:
@@ -79,6 +81,7 @@ def advance(states: Mapping[tuple[int, int], ParameterState], job: UpdateJob) ->
         state = states[job.unit.index, index]
         state.scalars = scalars
         state.num_updates += 1
+        # An SGD without momentum keeps neither names nor scalars: its parameters stay fresh for good.
         if state.names is None and (names or scalars):
             state.names = names
 
@@ -116,6 +119,7 @@ class UpdateJob:
         self.groups = groups
         self.clip_coefficient = clip_coefficient
         self.after = after
+        # Parameters in no group, and those without a gradient, are not updated.
         self.slots = groups.keys() & {slot.index for slot in gradients.slots()}
         segment = unit.layout.trainable
         self.updates_all = segment is not None and len(self.slots) == len(segment.slots)
@@ -136,20 +140,23 @@ class UpdateJob:
         """Weights still on their way into ``flat``; they must be there before the job writes over them."""
         self.flat_is_current = unit.flat is not None
         """Whether ``flat`` holds the present weights (else the job fills it)."""
+        # Only then would the update fill every byte of an empty buffer: frozen segments, chunks without slices and
+        # other ranks' shards are written by nobody.
         is_whole = len(self.chunks) == len(chunks) and not is_shard
         self._covers_all = is_whole and segment is not None and len(unit.layout.segments) == 1
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         self._arriving = threading.Lock()
-        """Of workers alone."""
+        """Held by the worker that waits for `flat_arrival`. Taken alone."""
         self.has_begun = False
         """Whether the stream has taken it."""
         self.is_finished = False
         self._finished = Latch()
         self._error: BaseException | None = None
+        # A worker computes as the training thread would: denormals and numbers of threads are settings of each thread.
         self.flushes_denormals = flushes_denormals()
-        """Whether the thread that asks for the update computes like that."""
+        """Whether the thread that asks for the update flushes denormal numbers to zero."""
         self.num_threads = torch.get_num_threads()
-        """On how many that one computes."""
+        """On how many OpenMP threads it computes."""
         self.is_held = is_held and self.accepts_buffer
         """Whether it waits; see `UpdateStream.release_all`."""
         self._on_release: Callable[[], None] = lambda: None
@@ -161,6 +168,8 @@ class UpdateJob:
 
     def begin(self) -> None:
         """The stream takes the job; no buffer can be attached any more."""
+        # Locked, or `attach` on the training thread could give a buffer to a job whose first chunk is already under
+        # way.
         with self._lock:
             self.has_begun = True
 
@@ -201,6 +210,7 @@ class UpdateJob:
         """The chunk's model weights in the flat buffer, if there is one: 1-D, compute dtype. For workers, after `begin`."""
         if self.flat is None:
             return None
+        # Two workers may come here at a time, and create the same view.
         if self._weights is None:
             self._weights = self.unit.trainable_view(self.flat.tensor())
         return self._weights[chunk.start : chunk.stop]
@@ -208,8 +218,10 @@ class UpdateJob:
     def finish(self, error: BaseException | None) -> None:
         """It has ended, and so has what it launched on the device; or it has failed."""
         self._error = error
+        # The flat buffer's memory is not freed while a view of it exists.
         self.flat = self._weights = None
         self.flat_arrival = None
+        # Last: whoever waits may look at everything above.
         self.is_finished = True
         self._finished.set()
 
@@ -218,6 +230,7 @@ class UpdateJob:
 
     def promote(self) -> None:
         """Somebody waits for the unit: the job goes next."""
+        # Before the release: the worker that it wakes takes the lowest rank.
         self.rank = PROMOTED
         self.release()
 
