@@ -1,4 +1,5 @@
-"""The main gradients of one unit: in which memory and dtype they wait, what of them is spilled, and what is on its way."""
+"""The main gradients of one unit: in which memory and dtype they wait, what of them is spilled, and what
+is arriving."""
 
 from __future__ import annotations
 
@@ -65,6 +66,7 @@ class UnitGrads:
     ) -> None:
         """Gradients were added, so what was known is over; their own ``norms`` count where nothing was there before, or is
         lost in ``dtype``."""
+        # A norm of a sum does not follow from the norms of its terms.
         for slot, gradient in gradients.items():
             self.norms.pop(slot.index, None)
             is_exact = dtype in (torch.float32, gradient.dtype)
@@ -77,7 +79,7 @@ class UnitGrads:
         self.zeros -= slots
         for index in slots:
             self.norms.pop(index, None)
-        if not self.present and not self.zeros:
+        if not self.present and not self.zeros:  # the next gradients come with the scale, in a dtype of their own
             self.spilled_dtype, self.is_unscaled = None, False
 
 
@@ -96,6 +98,7 @@ class MainGradDtype:
         """What a unit's gradients of dtype ``current`` have to become when ``gradients`` are added to them."""
         if self.rounds or current == torch.float32:
             return current
+        # bf16 stays exact if nothing has to be added to it.
         is_exact = all(g.dtype == current and slot.index not in present for slot, g in gradients.items())
         return current if is_exact else torch.float32
 
@@ -124,6 +127,7 @@ class Arrivals(DownloadRing[Delivery]):
         flats = {slot: in_memory_order(gradient, slot) for slot, gradient in gradients.items()}
         dtypes = dict.fromkeys(flat.dtype for flat in flats.values())
         slots = [[slot for slot, flat in flats.items() if flat.dtype == dtype] for dtype in dtypes]
+        # Concatenated on the device: one copy to the host in place of one per parameter.
         sources = [torch.cat([flats[slot] for slot in each]) if len(each) > 1 else flats[each[0]] for each in slots]
         self.start(sources, Delivery(grads, slots, norms))
 
