@@ -229,7 +229,7 @@ class GradientCollector:
         self.taker = get_ident()
 
     def end_collecting(self) -> None:
-        """They are delivered again, in a new micro-batch."""
+        """Deliver gradients again, in a new micro-batch."""
         self.taker = None
         self.reset()
 

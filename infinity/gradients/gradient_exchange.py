@@ -47,7 +47,7 @@ _CLOSE_SECONDS = 5.0  # `close` waits so long for a collective under way; then i
 
 
 class ShardUpdates:
-    """Which units are left to their means, in the present step."""
+    """The units that the present step updates in backward, when their means are there."""
 
     def __init__(
         self, stop_fetches: Callable[[Unit], None], update: Callable[[Unit, GradientSource, float], None]
@@ -60,7 +60,7 @@ class ShardUpdates:
         self._stop_fetches = stop_fetches
         self.update = update
         self.digest = 0
-        """Of the hyperparameters: from `begin` until `end`. 0: nothing is updated before the step."""
+        """Checksum of the hyperparameters: from `begin` until `end`. 0: nothing is updated before the step."""
         self._left: dict[int, frozenset[int]] = {}
         """Unit index -> slot indices of its gradients."""
 
@@ -78,7 +78,8 @@ class ShardUpdates:
         self._left[unit.index] = frozenset(slot.index for slot in slots)
 
     def word(self, unit: Unit, slots: frozenset[int]) -> int:
-        """What all ranks must say alike of the unit; 0: it is not to be updated. ``slots``: of which gradients are there."""
+        """The number that all ranks must send alike to update the unit; 0: no update. ``slots``: that have gradients
+        here."""
         # Hyperparameters, unless the gradients are others than when the rank left the unit to its update.
         return self.digest if self._left.get(unit.index) == slots else 0
 
@@ -157,10 +158,10 @@ class GradientExchange:
         self._moving = threading.Lock()
         """Held by the thread while it uses a unit's memory."""
         self.error: Exception | None = None
-        """What went wrong first; nothing is exchanged any more. Set by the thread."""
+        """The first error, after which nothing is exchanged. The thread sets it."""
 
     def begin(self, exchange: UnitExchange) -> None:
-        """It is the next one, on all ranks. Returns at once. Doing so again does nothing."""
+        """Queue a unit, in the order of all ranks. Returns at once. A second call for it does nothing."""
         # Started late: only runs that average shards beside a backward need the thread.
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-gradients", daemon=True)

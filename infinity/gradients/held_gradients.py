@@ -77,7 +77,7 @@ class HeldGradients:
 
     def __init__(self) -> None:
         self.given: dict[Key, weakref.ref[PagedGradient]] = {}
-        """What stands for a gradient, as far as somebody may still hold it."""
+        """The stand-ins of gradients that the user may still hold."""
         self.views: dict[Key, HeldGradient] = {}
         """The same for gradients in memory. Held, because assigning their ``data`` shows in nothing else."""
         self.own: dict[Key, HeldGradient] = {}

@@ -121,7 +121,7 @@ class LossScaler:
             self._hysteresis_left = rules.hysteresis
 
     def state(self) -> dict[str, float]:
-        """What the rule goes on from."""
+        """The state from which `load_state` continues."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,

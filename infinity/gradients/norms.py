@@ -47,7 +47,7 @@ def clip_coefficient(norm: torch.Tensor, maximum: float) -> torch.Tensor:
 
 
 class ParameterNorm(NamedTuple):
-    """Of one gradient, as one process has it."""
+    """The norm of one gradient, as one process has it."""
 
     fqn: str
     is_part: bool
@@ -57,7 +57,7 @@ class ParameterNorm(NamedTuple):
 
 
 class _OfProcess(NamedTuple):
-    """What a process says of its part: norms by name, and the scale that its gradients have."""
+    """What a process sends: norms by name, and the scale of its gradients."""
 
     norms: dict[str, tuple[bool, float]]
     scale: float | None

@@ -118,16 +118,16 @@ class ReducedGradients(GradientStore):
         self._due: deque[UnitGrads] = deque()
         """Units that are yet to be exchanged, in the order of all ranks."""
         self._whole: set[int] = set()
-        """Indices of those that may be, for they have all gradients of the step."""
+        """Indices of units that have all gradients of the step, and so may be exchanged."""
         self._under_way: deque[UnitExchange] = deque()
-        """Those that its thread has, in the same order."""
+        """Units that the exchange's thread has, in the same order."""
         self._timeout_seconds = 0.0
         """How long the present backward may yet wait for room."""
         self._owned: dict[Key, tuple[UnitGrads, Slot, int]] = {}
         """Of which the mean of this rank's shard is here, or in an update: whose, and the bits of its fp32 2-norm on the rank
         that takes it, on others -1. Bits of norms are never negative: those of NaN, if they are, lose their sign."""
         self._late: list[tuple[Unit, Mapping[Slot, torch.Tensor]]] = []
-        """What came in backward for units that are being exchanged: until those are taken back."""
+        """Gradients that backward delivered for units under way: added when the units are back."""
 
     # ------------------------------------------------------------------------------------------- beside a backward
 
@@ -253,7 +253,7 @@ class ReducedGradients(GradientStore):
         return self._pool.used_bytes - waiting_bytes + num * largest <= self._pool.capacity_bytes
 
     def _on_exchanged(self, exchange: UnitExchange) -> None:
-        """It has been exchanged: keep the mean of this rank's shard, and what has come since."""
+        """Take an exchanged unit back: keep the mean of this rank's shard, and add what has come since."""
         if exchange.buffer is not None:
             self._keep_mean(exchange, exchange.buffer)
         # Gradients of a backward that went on meanwhile: now the memory is this thread's again.
@@ -474,7 +474,7 @@ class ReducedGradients(GradientStore):
         return found
 
     def average_these(self, found: Sequence[NewGradients], step: int) -> None:
-        """As `average`, of these."""
+        """As `average`, for ``found`` alone."""
         what = f"averaging gradients in step {step}"
         for new in found:
             with self._clock.waiting("ranks"):
@@ -560,7 +560,7 @@ class ReducedGradients(GradientStore):
         return agreed if is_all else {**super().norms_of(unit), **agreed}
 
     def make_whole(self, unit: Unit, slot: Slot) -> None:
-        """Somebody looks at the gradient: if means are in parts, each rank gets all of them. All come here at the same point.
+        """Put means together before a user looks at the gradient. All ranks call it at the same point.
 
         Raises:
             AccessError: no mean of it is computed before the step, or the backward that does so goes on.

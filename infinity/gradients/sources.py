@@ -28,14 +28,14 @@ class GradientSource:
 
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, *, is_kept: bool = False) -> None:
         self.dtype = dtype
-        """Of all of them: fp32, or bf16 if their values are."""
+        """The dtype of all of them: fp32, or bf16 if all came in it."""
         self.is_kept = is_kept
         """Whether the gradients stay what they are after the update, which must not change them then."""
         self.used_bytes = 0
         """Bytes of their memory, from its beginning, that the update has used up."""
         self._slots = list(slots)
         self._values: torch.Tensor | None = None
-        """Those in memory. Gone with the release: a view would keep the memory from being unmapped."""
+        """The gradients in memory. Dropped by `release`: a view would keep the memory from being unmapped."""
         self._is_released = False
         self._on_release: Callable[[], None] | None = None
 
@@ -55,7 +55,7 @@ class GradientSource:
         raise NotImplementedError
 
     def on_used(self, chunk: Chunk) -> None:
-        """Those of this chunk, and of all before it, are used up. After the last chunk, `release` says so."""
+        """This chunk's gradients, and all before it, are used up. For the last chunk, `release` is called instead."""
 
     def release(self) -> None:
         """The update has used them up, or failed."""

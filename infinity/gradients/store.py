@@ -87,7 +87,7 @@ class GradientStore:
         self.resumed_bytes = 0  # read so far, to add to sums that had been spilled before
 
     def _of(self, unit: Unit) -> UnitGrads:
-        """What is known of the unit's gradients, with all that were on their way."""
+        """The unit's gradients, after all that were on their way have been added."""
         grads = self._grads[unit.index]
         self._wait_for_arrivals(grads)
         return grads
@@ -347,7 +347,7 @@ class GradientStore:
     def _sum(
         self, grads: UnitGrads, gradients: Mapping[Slot, torch.Tensor], *, is_wide: bool = False
     ) -> GradientBuffer:
-        """What there is of the unit plus ``gradients``: in memory that is the caller's."""
+        """The unit's gradients plus ``gradients``, in memory that the caller owns."""
         if grads.buffer is not None:
             known = grads.detach_buffer()
             known.add(gradients, grads.present, self._arrivals)
@@ -502,7 +502,7 @@ class GradientStore:
 
     @property
     def dtype_shown(self) -> torch.dtype:
-        """That of gradients that are looked at."""
+        """The dtype of gradients that users see."""
         return self._waiting.dtype if self._waiting.rounds else torch.float32
 
     def is_available(self, unit: Unit) -> bool:
@@ -531,7 +531,7 @@ class GradientStore:
         return buffer
 
     def open(self, unit: Unit) -> GradientBuffer:
-        """As `show`, with the loss scale if they have it."""
+        """As `show`, but without dividing by the loss scale."""
         grads = self._of(unit)
         self._write_zeros(grads)
         if not self._widen(grads) and grads.buffer is None:
@@ -541,7 +541,7 @@ class GradientStore:
         return self._memory_of(grads)
 
     def on_change(self, unit: Unit) -> None:
-        """What `show` gave has been changed, or will be."""
+        """The gradients that `show` returned have been changed, or will be."""
         self._of(unit).on_change()
 
     def scale_of(self, unit: Unit) -> float:

@@ -17,10 +17,10 @@ from swapper import Extent
 
 @dataclass(slots=True, eq=False)
 class UnitGrads:
-    """What is known of one unit's main gradients. Touched under the engine lock only."""
+    """The state of one unit's main gradients. Touched under the engine lock only."""
 
     unit: Unit
-    """Whose, for good."""
+    """The unit. Never changes."""
     stays_in_ram: bool
     """Whether they stay in RAM: as the plan says, until they become wider than there is room for."""
     buffer: GradientBuffer | None = None
@@ -30,9 +30,9 @@ class UnitGrads:
     number: int = 0
     """Counts the buffers of all units that were taken for a time: the smallest number was taken first."""
     extent: Extent | None = None
-    """Where they are spilled: from the first time on, for good."""
+    """Where they are spilled. Allocated once, at the first spill."""
     spilled_dtype: torch.dtype | None = None
-    """As what: from each time they are spilled until they are used up."""
+    """The dtype in which they are spilled; None when they are used up."""
     spilled_span: tuple[int, int] | None = None
     """Elements [start, stop) that alone were spilled, the last time; None: all."""
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class UnitGrads:
         return [slot for slot in self.unit.layout.slots if slot.index in self.present]
 
     def on_change(self) -> None:
-        """What is in memory is not what is spilled, or will not be."""
+        """The gradients in memory have changed, or will: spilled values and norms are outdated."""
         self.is_unchanged = False
         self.norms.clear()
 
@@ -74,7 +74,7 @@ class UnitGrads:
                 self.norms[slot.index] = norms[slot.index]
 
     def drop(self, slots: set[int]) -> None:
-        """These slots' gradients are used up, or not wanted. What is known of all of them ends with the last one."""
+        """Forget these slots' gradients. With the last one, the unit's dtype and scale are forgotten, too."""
         self.present -= slots
         self.zeros -= slots
         for index in slots:
@@ -85,7 +85,7 @@ class UnitGrads:
 
 @dataclass(frozen=True)
 class MainGradDtype:
-    """In which dtype gradients wait for their update."""
+    """The dtype in which gradients wait for their update."""
 
     dtype: torch.dtype = torch.float32
     """fp32, or bf16 if that is the compute dtype."""
@@ -109,7 +109,7 @@ class Delivery:
 
     grads: UnitGrads
     slots: list[list[Slot]]
-    """Whose are in each tensor of the download, one behind the other."""
+    """The slots whose gradients each tensor of the download holds, in order."""
     norms: Mapping[int, torch.Tensor]
     """Slot index -> 2-norm, of some of them."""
 
@@ -146,6 +146,6 @@ class Arrivals(DownloadRing[Delivery]):
         return download.purpose, landed
 
     def forget(self) -> None:
-        """What is on its way is not needed."""
+        """Drop all gradients that are on their way."""
         while self.coming:
             self.pop_first()

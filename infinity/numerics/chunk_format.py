@@ -81,7 +81,7 @@ class ChunkBuffer:
         return self.main is None or self.main is self.weight
 
     def with_weight(self, weight: torch.Tensor) -> ChunkBuffer:
-        """The same with the model weight in other memory."""
+        """A copy of these views with the model weight in other memory."""
         main = weight if self.main is self.weight else self.main
         return ChunkBuffer(main, self.remainder, self.states, self.gradient, weight, self.record, self.state_format)
 
@@ -121,7 +121,7 @@ class ChunkBuffer:
             self.write_state(kind, span, values)
 
     def stored_states(self, names: Iterable[str], span: slice) -> dict[str, torch.Tensor]:
-        """What is stored of the states of elements ``span``, the first of which is a parameter's or begins a block."""
+        """The stored states of elements ``span``, which begins a parameter or a block."""
         return {name: self.state_format.part(self.states[name], span) for name in names}
 
     def read_state(self, name: str, span: slice, target: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ def rows_of(value: torch.Tensor, num_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def checksum(values: torch.Tensor) -> int:
-    """Of the bytes of a 1-D uint8 tensor."""
+    """The checksum of a 1-D uint8 tensor."""
     # Without its C extension google_crc32c is a loop in Python; zlib's CRC-32 is compiled everywhere.
 
     array: Any = values.cpu().numpy()

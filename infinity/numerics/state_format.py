@@ -40,7 +40,7 @@ class StateFormat(enum.Enum):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the tensor in which a state is stored."""
+        """The dtype of the tensor in which a state is stored."""
         return _LAYOUTS[self.value][0]
 
     @property

@@ -125,7 +125,7 @@ class OptimizerExecutor:
         grads: Sequence[Sequence[Tensor | None]],
         states: Sequence[Sequence[dict[str, Any]]],
     ) -> list[list[dict[str, Any]]]:
-        """The same with several groups at once: for each of them what `run` takes, and what it returns."""
+        """`run` for several groups in one step: all arguments and the result are lists by group."""
         optimizer = self.optimizer
         leaves: list[list[Tensor]] = []
         try:

@@ -269,7 +269,7 @@ class FusedAdam:
 
 
 class _Last(threading.local):
-    """What a thread was asked last: each has a stream of its own."""
+    """The last step count of a thread: each has a stream of its own."""
 
     scalars: Mapping[str, Any] | None = None
     step: Tensor | None = None
@@ -369,5 +369,5 @@ def _draw(generator: torch.Generator, num_decades: int) -> Tensor:
 
 
 def _bits(value: float) -> int:
-    """Those of the float32 nearest to it, as an integer of 32 bits."""
+    """The bits of the nearest float32, as a 32-bit integer."""
     return int(np.float32(value).view(np.int32))

@@ -46,7 +46,7 @@ class Members:
                     self.twice = self.twice or (param, (self.index_of[id(param)], index))
                 self.index_of[id(param)] = index
         self.loose = [param for param in chain(*self._lists) if id(param) not in known]
-        """Those that are no parameters of the model, in the order of the groups."""
+        """Members that are no parameters of the model, in the order of the groups."""
 
     def are_of(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the groups still hold the same parameters."""
@@ -202,7 +202,7 @@ class TiledGroups:
         self._by_tile.update((id(tile), tiled) for tile in tiled.tiles)
 
     def of(self, parameter: object) -> TiledParameter | None:
-        """What a parameter is tiled as; None if it is not."""
+        """The tiles of a parameter; None if it is not tiled."""
         return self._by_original.get(id(parameter))
 
     def with_tiles(self, given: Any) -> Any:

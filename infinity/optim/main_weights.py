@@ -41,7 +41,7 @@ def without_main_weight(entry: Mapping[str, Any]) -> tuple[dict[str, Any], Tenso
 
 
 def _checksum(state: Mapping[str, Any]) -> int:
-    """Of the step count and the beginning of each per-element state."""
+    """A checksum of the step count and the first elements of each per-element state."""
     checksum = 0
     for name in sorted(state):
         value = state[name]

@@ -44,7 +44,7 @@ _VECTOR, _MATRIX = (67,), (11, 7)
 
 
 _Shapes = tuple[tuple[tuple[int, ...], list[int]], ...]
-"""Of whole parameters, and where they are cut."""
+"""Shapes of whole parameters, and where they are cut."""
 
 # The first is split between threads (torch does so from 32768 elements on), and its parts end at no vector's end.
 _CUTS: _Shapes = (
@@ -510,7 +510,7 @@ def _normal(generator: torch.Generator, scale: float = 1.0) -> _Draw:
 
 
 def _seldom_trials(generator: torch.Generator) -> Iterator[Trial]:
-    """Those besides ordinary numbers, each of a few steps."""
+    """Trials with unusual numbers, of a few steps each."""
     usual = _normal(generator)
     yield Trial("with gradients of zeros", usual, _zeros, 3)
     yield Trial("with weights of zeros", _zeros, usual, 2)

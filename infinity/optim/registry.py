@@ -251,7 +251,7 @@ def _runs_fused(cls: type[Optimizer], device: torch.device) -> bool:
 
 
 def nearest(name: str, known: list[str]) -> str | None:
-    """What may have been meant by a name that is not among those that are known."""
+    """The known name that is closest to an unknown one."""
     by_lower = {key.lower(): key for key in known}
     close = difflib.get_close_matches(name.lower(), list(by_lower), n=1)
     return by_lower[close[0]] if close else None

@@ -16,7 +16,7 @@ _STATE, _CLASS = "lr_scheduler", "lr_scheduler_class"
 
 
 def state_of_scheduler(scheduler: Any) -> dict[str, Any]:
-    """What is kept of one (None: there is none): its state if it gives one, and its class."""
+    """A scheduler's class, and its state if it has a `state_dict`. Empty for None."""
     if scheduler is None:
         return {}
     kept = {_CLASS: type(scheduler).__qualname__}
@@ -36,7 +36,7 @@ NOT_KEPT = (
 
 @contextlib.contextmanager
 def scheduler_with(scheduler: Any, saved: Mapping[str, Any], *, otherwise: str) -> Iterator[None]:
-    """It has the state that was saved; as before where the ``with`` block fails.
+    """Load a saved state into the scheduler; restore the old one if the ``with`` block fails.
 
     Args:
         scheduler: None: there is none, and what was saved is left out.

@@ -137,7 +137,8 @@ class SliceUpdater:
         return self._is_known and not self.mixes_elements
 
     def _current_executor(self) -> OptimizerExecutor:
-        """That of the calling thread, where several are allowed: a step is made in the worker's own groups and states."""
+        """The calling thread's executor: a step runs in its groups and states. One for all, if slices may not run in
+        parallel."""
         if not self._is_known:
             return self._executor
         executor: OptimizerExecutor | None = getattr(self._of_thread, "executor", None)

@@ -94,7 +94,7 @@ class WrappedOptimizer:
         return parameter in self._reserved
 
     def with_states(self) -> list[Parameter]:
-        """What gets room for main weights and states: what is in a group, or may come into one, and what has it already."""
+        """Parameters that get room for main weights and states: in a group, reserved, or trainable."""
         if not self.param_groups:
             return []
         # Once each, in this order: groups, parameters that had left them, and trainable ones that may still join.
@@ -304,7 +304,7 @@ class _Absent(Optimizer):
 
 
 def no_optimizer(named_params: Iterable[tuple[str, Parameter]], device: torch.device) -> WrappedOptimizer:
-    """That of an engine that updates nothing, for a model that is evaluated only: no groups, no states.
+    """The optimizer of an engine that only evaluates its model: no groups, no states.
 
     Args:
         named_params: all parameters of the model.

@@ -32,7 +32,7 @@ _BLOCK_NUMEL = 1 << 18
 
 
 class _Table(NamedTuple):
-    """Where whole vectors of a chunk's slices lie."""
+    """The whole vectors of a chunk's slices, one row for each slice."""
 
     # Example, vectors of 16: a slice of 1000 elements at offset 512 of the chunk gives the row (512, 992, slot), and a
     # slice of the last 8 elements at offset 1504 in `rest`.
@@ -42,7 +42,7 @@ class _Table(NamedTuple):
     where: npt.NDArray[np.int64]
     """The same as an array, which the kernel's table is computed from."""
     rest: Sequence[ParameterSlice]
-    """What is left of the slices."""
+    """The last elements of the slices, fewer than a vector each."""
 
 
 class _Numbers(NamedTuple):

@@ -43,7 +43,7 @@ class ParameterState:
         return self.names is None
 
     def load(self, scalars: dict[str, Any], names: tuple[str, ...] | None, num_updates: int) -> None:
-        """It is another state from now on; without ``names`` the optimizer makes it in the next update."""
+        """Replace the state. Without ``names`` the optimizer creates it in the next update."""
         # Neither names nor scalars: as if it had never been updated, so the optimizer creates its state in the next
         # update.
         self.scalars, self.names, self.num_updates = scalars, names if names or scalars else None, num_updates
@@ -76,7 +76,7 @@ class ParameterState:
 
 
 def advance(states: Mapping[tuple[int, int], ParameterState], job: UpdateJob) -> None:
-    """An update is over: its parameters have what it gave them; the names of states matter while a parameter `is_fresh`."""
+    """Store what a finished update has given its parameters; names of states count while a parameter `is_fresh`."""
     for index, (names, scalars) in job.advanced.items():
         state = states[job.unit.index, index]
         state.scalars = scalars
@@ -130,9 +130,9 @@ class UpdateJob:
                 chunk for chunk in chunks if any(param_slice.slot.index in self.slots for param_slice in chunk.slices)
             ]
         self.numbers: Any = None
-        """What `ChunkUpdater` decides once for all of its chunks; None until a worker has asked."""
+        """`ChunkUpdater`'s numbers for all chunks of the job; None until a worker has computed them."""
         self._weights: torch.Tensor | None = None
-        """See `weights_of`; as long as there are workers that ask."""
+        """The view of `flat` that `weights_of` cuts; until `finish`."""
         self.advanced: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
         """Slot index -> the parameter's states and scalars after the update, from the end of its last slice on."""
         self.flat = unit.flat
@@ -167,14 +167,14 @@ class UpdateJob:
         self._on_release = on_release
 
     def begin(self) -> None:
-        """The stream takes the job; no buffer can be attached any more."""
+        """Begin the job: no buffer can be attached any more."""
         # Locked, or `attach` on the training thread could give a buffer to a job whose first chunk is already under
         # way.
         with self._lock:
             self.has_begun = True
 
     def await_flat(self, device: ComputeDevice) -> None:
-        """Return when the weights are there that the job is to write over. The thread's stream has waited for `after`."""
+        """Wait for the arrival of weights that the job will overwrite. The thread's stream has waited for `after`."""
         if self.flat_arrival is None:
             return
         with self._arriving:  # of several workers one waits, and the others for that one
@@ -185,7 +185,7 @@ class UpdateJob:
                 self.flat_arrival = None
 
     def fetch_coefficient(self, device: ComputeDevice) -> None:
-        """Have the clipping coefficient in host memory. The thread's stream has waited for `after`."""
+        """Copy the clipping coefficient to host memory. The thread's stream has waited for `after`."""
         coefficient = self.clip_coefficient
         if coefficient is not None and coefficient.device.type != "cpu":
             here = torch.empty(1, dtype=coefficient.dtype, device="cpu")
@@ -216,7 +216,7 @@ class UpdateJob:
         return self._weights[chunk.start : chunk.stop]
 
     def finish(self, error: BaseException | None) -> None:
-        """It has ended, and so has what it launched on the device; or it has failed."""
+        """End the job: all that it launched on the device has run, or it has failed with ``error``."""
         self._error = error
         # The flat buffer's memory is not freed while a view of it exists.
         self.flat = self._weights = None
@@ -229,13 +229,13 @@ class UpdateJob:
         return self.is_finished
 
     def promote(self) -> None:
-        """Somebody waits for the unit: the job goes next."""
+        """Run the job next: the unit is waited for."""
         # Before the release: the worker that it wakes takes the lowest rank.
         self.rank = PROMOTED
         self.release()
 
     def release(self) -> None:
-        """The job is not held back any longer."""
+        """Hold the job back no longer."""
         self.is_held = False
         self._on_release()
 

@@ -66,7 +66,7 @@ class StepGroups:
         self._fits: tuple[Members, list[tuple[str, ...]]] | None = None
         """Who was in which group, and the state names of each group, when all parameters were last found to fit."""
         self._known_names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
-        """Of each group: its hyperparameters as last seen, and the names of states under them."""
+        """For each group its hyperparameters as last seen, and the names of the states that they lead to."""
         self._strangers: set[int] = set()
         """Ids of parameters that a warning has named. One of a parameter that is gone may come again: then it is not
         named."""
@@ -222,7 +222,8 @@ class StepGroups:
         return [parameter for parameter in found.values() if not self.parameter_map.holds(parameter)]
 
     def ungrouped(self) -> frozenset[tuple[int, int]]:
-        """What may have a gradient and is in no group, as (unit index, slot index): ``optimizer.zero_grad()`` leaves it."""
+        """Parameters that may have a gradient and are in no group, as (unit index, slot index): `zero_grad` skips
+        them."""
         members = self.wrapped_optimizer.members().index_of
         return frozenset(
             (unit.index, slot.index)

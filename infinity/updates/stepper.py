@@ -102,7 +102,7 @@ class Stepper:
     _ranks: dict[int, int] = field(init=False, default_factory=dict)
     """Unit index -> its place in the next forward: from the present step's first update on."""
     _groups: Groups | None = field(init=False, default=None)
-    """What the groups said at the present step's first update."""
+    """The groups as they were at the present step's first update."""
     _divisor: int = field(init=False, default=1)
     _are_kept_unclipped: bool = field(init=False, default=False)
     """Whether gradients of the last step are still there, which clipped them on their way into the update."""
@@ -110,11 +110,11 @@ class Stepper:
     updated: set[int] = field(init=False, default_factory=set)
     """Units whose update in the present step was asked for, or left to their means: in its backward, or in `apply`."""
     _updated_shards: list[Unit] = field(init=False, default_factory=list)
-    """Of which this rank's shard is updated in the present step's backward, as all ranks have agreed, in their order."""
+    """Units whose shard this rank updates in the present step's backward, as all ranks have agreed, in their order."""
     grad_norm: torch.Tensor | None = field(init=False, default=None)
     """2-norm of all gradients of the last step, before clipping: 0-dim fp32. From then until the next step."""
     applied_norm: torch.Tensor | None = field(init=False, default=None)
-    """The same of the last step that updated something."""
+    """`grad_norm` of the last step that updated something."""
     is_skipped: bool = field(init=False, default=False)
     """Whether the last step updated nothing, because its gradients were not finite."""
 
@@ -387,7 +387,7 @@ class Stepper:
             self.parameter_cache.pump()
 
     def _pause_fetches(self, unit: Unit) -> None:
-        """Of weights that ranks keep in parts nothing is fetched from here on; see [Note: changing divided weights]."""
+        """Stop fetching the unit if ranks keep its weights in parts; see [Note: changing divided weights]."""
         if not self.exchange.divides(unit):
             return
         with self.parameter_cache.lock:
@@ -400,7 +400,7 @@ class Stepper:
                 self.parameter_cache.quiesce(unit)
 
     def _page_out_changed(self, but: Collection[Unit] = ()) -> None:
-        """Page out what was left to its update: it may have this rank's new weights, and others' old ones."""
+        """Page out units whose shards were updated: they may hold this rank's new weights and other ranks' old ones."""
         for unit in (self.units[index] for index in sorted(self.parameter_cache.closed)):
             self.parameter_cache.await_update(unit)
             with self.parameter_cache.lock:
@@ -414,7 +414,7 @@ class Stepper:
         return unit.num_active > 0 or (unit.flat is not None and unit.arrival is None and unit.flat.has_views)
 
     def _gather_weights(self) -> None:
-        """What the ranks have updated becomes the weights of all: unit by unit, beside the updates of those that follow."""
+        """Give all ranks the weights that each has updated: unit by unit, beside the updates of later units."""
         # Units in the memory of all ranks are exchanged there. Of the others each rank writes its shard, and all
         # ranks meet once at the end: a fetch needs the new weights of every rank.
         others = (unit for unit in self.units if unit.index in self.updated)
@@ -434,7 +434,7 @@ class Stepper:
             self.exchange.gather([unit for unit in divided if unit not in kept])
 
     def _factor(self, coefficient: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """What gradients of that loss scale are multiplied with."""
+        """The factor for gradients of this loss scale: clips them, and divides by scale and `_divisor`. None: 1."""
         factor = scale * self._divisor
         if factor == 1.0 and not self.scaler.is_active:
             return coefficient
@@ -508,7 +508,7 @@ class Stepper:
                 self.exchange.gather(self.units)
 
     def close(self) -> None:
-        """There is no step any more, nor gradients: give their memory back."""
+        """Drop the step and all gradients, and return their memory."""
         self._forget()
         self.gradients.close()
 

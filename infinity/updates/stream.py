@@ -56,15 +56,15 @@ class _Item:
     reads: list[Handle | LandedRead]
     is_last: bool
     is_in_place: bool
-    """The workspace's model weight is that in the flat buffer."""
+    """Whether the update works on the model weight in the flat buffer."""
     is_taken: bool = False
-    """A worker has it."""
+    """Whether a worker has taken it."""
     writes: list[Handle] = field(default_factory=list)
     """Besides that of the record."""
     upload: Fence = None
-    """Its new weights are in the flat buffer behind this point."""
+    """Behind this point its new weights are in the flat buffer."""
     is_done: bool = False
-    """It is updated, and its memory is free when all is written."""
+    """Whether it is updated. Its memory is free when its writes have ended."""
 
 
 class Saver(Protocol):
@@ -75,16 +75,16 @@ class Saver(Protocol):
 
 
 class _ExpectedUpdates:
-    """Those of a step, by what the step before has updated. One thread at a time calls it, but for what says else."""
+    """The updates that a step is expected to make: those of the step before. Under `_order`, except for `announce`."""
 
     def __init__(self, records: StateStore) -> None:
         self._records = records
         self.are_due = False
         """Whether it was announced, and `begin` has not been called since."""
         self._noted: dict[Unit, Sequence[Chunk]] = {}
-        """What was updated since the last `begin`, in that order."""
+        """Chunks that were updated since the last `begin`, in order."""
         self.left: dict[Unit, deque[Chunk]] = {}
-        """What was before, as far as it has been neither updated since nor read."""
+        """Chunks of the step before that have been neither updated nor read ahead since."""
 
     def announce(self) -> None:
         """Gradients are soon to come. From any thread."""
@@ -96,7 +96,7 @@ class _ExpectedUpdates:
         self._noted[unit] = chunks
 
     def begin(self) -> None:
-        """What was noted since the last time will be again."""
+        """Expect the updates that were noted since the last call."""
         self.are_due = False
         if self._noted:  # else the step between was skipped, and what was expected for it still is
             self._records.drop_read_ahead()
@@ -147,21 +147,22 @@ class UpdateStream:
         self._fetches_coefficients = self._is_apart and not records.is_on_device
         self._states = states
         self._pending: dict[UpdateJob, None] = {}
-        """Jobs that have not ended, in the order of their submission. In one place: an interrupt leaves no half of it."""
+        """Jobs that have not ended, in the order of their submission. A dict changes in one step, also if
+        interrupted."""
         self._lock = threading.RLock()  # see [Note: coming in between] in swapper.sync.reentry
         """Held by any thread while it changes or goes through `_pending`, and by workers for their numbers."""
         self._work, self._progress = Bell(), Bell()
-        """What a worker waits for, and what the training thread does."""
+        """Rung for workers, and for the training thread in `drain`."""
         self._is_stopping = False
         """From `stop` on, or from the first error on, for good."""
         self._first_error: BaseException | None = None
-        """What made the workers end. Under `_lock`."""
+        """The error that made the workers end. Under `_lock`."""
         self._error: BaseException | None = None
-        """What has stopped the stream, for good. Set by the last worker."""
+        """The error that has stopped the stream, for good. The last worker sets it."""
         self._spans: deque[tuple[float, float]] = deque()
         """When a worker was updating, from and to, as far as it has not been counted."""
         self._busy_seconds, self._counted_until = 0.0, 0.0
-        """Of `busy_seconds`, what has been counted, and the end of the last span of those."""
+        """The seconds of `busy_seconds` counted so far, and the end of the last span counted."""
         self._timeline = timeline
         self._saver: Saver | None = None
         self._order = threading.Lock()
@@ -169,7 +170,7 @@ class UpdateStream:
         self._window: deque[_Item] = deque()
         """Chunks in hand, each from the start of its reads until it and all before it are updated."""
         self._num_taking = 0
-        """Of these, those that take memory. The others rest there, and take nobody's place."""
+        """How many of these take working memory. The others are updated where they are stored."""
         self._current: tuple[UpdateJob, Iterator[Chunk]] | None = None
         """The job that was taken last, and its chunks to come."""
         self._next: tuple[UpdateJob, Chunk, bool] | None = None
@@ -200,7 +201,7 @@ class UpdateStream:
         self._work.ring()
 
     def expect_again(self) -> None:
-        """What was updated since the last call will be again, in that order: read it while no update waits."""
+        """Read the records that were updated since the last call, in that order, while no update waits."""
         if not self._records.is_on_device:
             self._expected.announce()
             self._work.ring()
@@ -215,7 +216,7 @@ class UpdateStream:
             job.release()
 
     def wait_for_saver(self, saver: Saver | None) -> None:
-        """No unit is updated from now on before this one has saved it; None: there is none any more."""
+        """From now on, update a unit only after ``saver`` has saved it; None: at once."""
         self._saver = saver
 
     def drain(self, on_progress: Callable[[], None] = lambda: None) -> None:
@@ -287,7 +288,8 @@ class UpdateStream:
                 before = None
 
     def _next_item(self, *, waits: bool) -> _Item | None:
-        """The first chunk that nobody has; None if there is none now and the caller does not wait, or at the end."""
+        """The first chunk that no worker has taken. None: there is none and the caller does not wait, or the stream
+        ends."""
         while not self._is_stopping:
             # One worker at a time starts reads and takes a chunk, so that both keep the order of the jobs.
             with self._order:
@@ -309,7 +311,7 @@ class UpdateStream:
         return None
 
     def _prepare(self, job: UpdateJob) -> None:
-        """The calling thread may work at the job's chunks."""
+        """Prepare the calling thread for the job's chunks."""
         if job.after is not None:
             self._device.compute_waits_for(job.after)
         if job.flat_arrival is not None:
@@ -364,7 +366,7 @@ class UpdateStream:
         return self._busy_seconds
 
     def _retire(self, item: _Item) -> None:
-        """The chunk is updated; its job has ended if all of its chunks are."""
+        """Store an updated chunk, and finish its job if it was the last one."""
         if item.upload is not None:
             self._device.synchronize(item.upload)
         item.lease.write_back(item.writes, then=self._work.ring)
@@ -497,7 +499,7 @@ class UpdateStream:
         self._progress.ring()
 
     def _end(self) -> None:
-        """No worker is left: whoever waits for a job, or submits one, is told why."""
+        """No worker is left: raise the error in all who wait for a job, or submit one."""
         with self._lock:
             if self._first_error is None and self._pending:
                 self._first_error = EngineClosedError.after_close("an update that was still pending")

@@ -58,7 +58,7 @@ class LazyEntry(dict[str, Any]):
         self._read, self._clock, self._name, self._store = read, clock, name, store
         self._read_at: object = None
         self._shown: dict[str, tuple[Any, int]] = {}
-        """What the last look has read, and how often each tensor had been written to."""
+        """The values last read, each with its version counter at that time."""
 
     @property
     def is_read(self) -> bool:
@@ -302,7 +302,7 @@ def unprotected(tensor: Tensor) -> Tensor:
 
 
 def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ReadOnlyTensor]:
-    """Those that the operation would write to."""
+    """The protected tensors that the operation would write to."""
     name = name_of(func)
     if writes_unseen(func):
         return _protected_in((args, kwargs))
@@ -339,7 +339,7 @@ class AssignedTensors:
         """Keeps what was assigned last: nobody else may hold it when it is written to."""
 
     def add(self, fqn: str, values: Mapping[str, Any]) -> None:
-        """They were assigned, and are stored."""
+        """Remember values that were assigned, and are stored."""
         self._latest = values
         # Only weak references: a check must not keep tensors of the size of states in memory.
         self._tensors += [

@@ -30,7 +30,7 @@ class LooseParameters:
         """What the optimizer keeps for each: live, as in torch."""
 
     def present(self) -> Sequence[Tensor]:
-        """Those that are in a group now."""
+        """The loose parameters that are in a group now."""
         return self._wrapped_optimizer.members().loose
 
     def update(self, groups: Groups, coefficient: Tensor | None) -> None:
@@ -65,7 +65,7 @@ class LooseParameters:
         return any(param.grad is not None for param in self.present())
 
     def load_state(self, param: Tensor, state: dict[str, Any]) -> None:
-        """It has this state from now on; an empty one: it begins anew."""
+        """Replace the parameter's state; with an empty one it begins anew."""
         self.state.pop(param, None)
         if state:
             self.state[param] = state

@@ -243,7 +243,7 @@ class PagedOptimizer(Optimizer):
             return dict(found)
 
     def _lazy_entries(self, keys: Mapping[Tensor, int]) -> tuple[dict[Any, Any], dict[int, LazyEntry]]:
-        """Of parameters with state, and of those that have none yet, but a main weight."""
+        """Entries of parameters with state, and of those with a main weight alone."""
         state: dict[Any, Any] = {}
         pending: dict[int, LazyEntry] = {}
         for param, key in keys.items():
@@ -313,7 +313,7 @@ class PagedOptimizer(Optimizer):
             return self.gather_state(param)
 
     def _read_whole(self, param: Tensor, *, has_main: bool) -> dict[str, Any]:
-        """What a state dict has of a parameter."""
+        """A parameter's entry of a state dict, joined from its tiles."""
         with self.reading_states():
             parts, tiled = self._wrapped_optimizer.tiled.all_of(param), self._wrapped_optimizer.tiled.of(param)
             entries = [self._read(part) for part in parts]
