@@ -1,7 +1,8 @@
-"""Optimizers whose state is outside memory: what is known of their rules, and how a rule runs on slices of parameters.
+"""Optimizers whose state lies outside memory: what is known of their rules, and how a rule runs on slices of parameters.
 
 A `WrappedOptimizer` holds the hyperparameters that users and learning rate schedulers see. A `SliceUpdater` runs the same
-optimizer class on slices of parameters, wherever their state comes from.
+optimizer class on slices of parameters, wherever their state comes from. Knows optimizers; must not know units or where states
+rest.
 """
 
 from infinity.optim.classes import Lion
