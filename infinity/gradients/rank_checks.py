@@ -68,7 +68,7 @@ def check_same(ranks: Ranks, norm: torch.Tensor, step: int) -> None:
     """
     if ranks.num == 1:
         return
-    # Bits, because NaN is not equal to NaN.
+    # The bits: NaN is not equal to NaN.
     bits = int(norm.detach().cpu().float().view(torch.int32))
     of_ranks = [found[0] for found in ranks.all_gather_ints(f"the norm of all gradients in step {step}", [bits])]
     if any(found != bits for found in of_ranks):

@@ -158,7 +158,7 @@ class ReducedGradients(GradientStore):
 
     def open_sum(self, unit: Unit) -> None:
         grads = self._grads[unit.index]
-        # A unit under way may give its memory back soon. Waiting in `done` is cheaper than a spill, but is limited.
+        # A unit under way may return its memory soon: wait for that, within the limit, rather than spill another unit.
         if self._step is not None and not grads.stays_in_ram and grads.buffer is None:
             while self._under_way and not self._has_room(1) and self._timeout_seconds > 0:
                 begin = time.monotonic()
@@ -312,7 +312,7 @@ class ReducedGradients(GradientStore):
         first = self._under_way[0]
         with self._clock.waiting("ranks"):
             first.done.wait()
-        if self._under_way and self._under_way[0] is first:  # a signal handler may have popped it
+        if self._under_way and self._under_way[0] is first:
             self._on_exchanged(self._under_way.popleft())
         return True
 

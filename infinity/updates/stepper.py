@@ -321,8 +321,8 @@ class Stepper:
             self.gradients.average(step)  # what no backward did
         else:
             self.gradients.average_for_update(step)
-        # Without updates in backward the groups are read here: until now you may change hyperparameters.
         check_all_held(self.mesh.data, self.step_groups.loose.present(), step)
+        # Without updates in backward the groups are read here: until now you may change hyperparameters.
         if not was_in_backward:
             self._groups = self.step_groups.begin()
         groups = self._groups or self.step_groups.begin()
