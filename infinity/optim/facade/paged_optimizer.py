@@ -423,6 +423,7 @@ class _Unwrapped(PagedOptimizer):
 
     @property
     def optimizer(self) -> Optimizer:
+        # Code that unwraps while there is an attribute of this name ends here.
         raise AttributeError("optimizer")
 
 
